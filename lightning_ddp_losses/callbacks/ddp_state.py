@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice
+from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice, dense_gradients
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.faults import FAULTS
@@ -107,13 +107,10 @@ class DDPSnapshot:
     def see_gradients(self, place: str, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]) -> None:
         """Remember these slices of the gradients as they are at ``AFTER_BACKWARD`` (what DDP reduces) or ``BEFORE_STEP``."""
         found: dict[str, list[StartedFingerprint]] = {}
-        for each in slices:
-            grad = parameters[each.name].grad
-            if grad is None or grad.is_sparse or not grad.numel():
-                continue
+        for each, piece in dense_gradients(slices, parameters):
             if place == AFTER_BACKWARD and (self.ddp is None or each.name not in self._hooked):
                 continue  # somebody else reduces it, and not yet
-            found.setdefault(each.name, []).append(start_fingerprint(each.of(grad)))
+            found.setdefault(each.name, []).append(start_fingerprint(piece))
         # of several optimizers or backwards in one batch each adds its own
         self.on_their_way.setdefault(place, {}).update(found)
 
@@ -126,10 +123,9 @@ class DDPSnapshot:
     ) -> dict[str, list[StartedFingerprint]]:
         """Return fingerprints of the gradients that the optimizer used: those that are known, and of these slices those that are not."""
         found = dict(self._of_step)
-        for each in slices:
-            grad = parameters[each.name].grad
-            if each.name not in self._of_step and grad is not None and not grad.is_sparse and grad.numel():
-                found.setdefault(each.name, []).append(start_fingerprint(each.of(grad)))
+        for each, piece in dense_gradients(slices, parameters):
+            if each.name not in self._of_step:
+                found.setdefault(each.name, []).append(start_fingerprint(piece))
         return found
 
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
@@ -361,32 +357,37 @@ def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: 
     if name in differing:
         return explain_gradient(name, states, differing)
     # an optimizer with other settings
-    for groups in zip(*(state["settings"] for state in states), strict=False):
-        keys = differing_settings(groups)
-        if keys:
-            return DesyncCause("F17", settings_texts(groups, keys))
+    settings = differing_settings([state["settings"] for state in states])
+    if settings is not None:
+        return DesyncCause("F17", settings.values)
     return DesyncCause("SYNC")
 
 
-def differing_settings(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the settings of a parameter group that are not the same on all ranks."""
-    return _differing_keys(groups)
+class DifferingSettings(NamedTuple):
+    """Names the settings that differ in the first parameter group of which some do.
+
+    Attributes:
+        group: Number of the group.
+        keys: Names of the settings.
+        values: Text for each rank.
+    """
+
+    group: int
+    keys: list[str]
+    values: tuple[str, ...]
 
 
-def settings_texts(groups: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> tuple[str, ...]:
-    """Write some settings of a parameter group for a message, one text per rank."""
-    return tuple(_setting_text(group, keys) for group in groups)
-
-
-def _setting_text(group: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(f"{key} {group.get(key)}" for key in keys)
+def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> DifferingSettings | None:
+    """Return the settings of a parameter group that are not the same on all ranks; None if all groups are alike."""
+    for number, groups in enumerate(zip(*settings_by_rank, strict=False)):
+        keys = _differing_keys(groups)
+        if keys:
+            values = tuple(", ".join(f"{key} {group.get(key)}" for key in keys) for group in groups)
+            return DifferingSettings(number, keys, values)
+    return None
 
 
 def _differing_keys(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of the first rank whose values are not the same on all ranks."""
-    return [key for key in by_rank[0] if not _are_alike(by_rank, key)]
-
-
-def _are_alike(by_rank: Sequence[Mapping[str, Any]], key: str) -> bool:
-    first = by_rank[0].get(key)
-    return all(values.get(key) == first for values in by_rank)
+    first = by_rank[0]
+    return [key for key in first if any(values.get(key) != first[key] for values in by_rank)]

@@ -27,6 +27,7 @@ from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     TensorSlice,
+    dense_gradients,
     divided_parameters,
     is_replicated,
 )
@@ -181,10 +182,7 @@ class GradientFlowCheck(RankCheck, default=True):
         self._slices.update(parameters)
         # of several optimizers each steps its own
         if len(self.runner.trainer.optimizers) > len(optimizers):
-            stepped: set[int] = set()
-            for optimizer in optimizers:
-                for group in optimizer.param_groups:
-                    stepped.update(map(id, group["params"]))
+            stepped = _ids_of_stepped(optimizers)
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
         return parameters
 
@@ -205,9 +203,7 @@ class GradientFlowCheck(RankCheck, default=True):
         names = divided_parameters(trainer)
         if not names:
             return
-        stepped: set[int] = set()
-        for group in optimizer.param_groups:
-            stepped.update(map(id, group["params"]))
+        stepped = _ids_of_stepped([optimizer])
         parts: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             if name in names and id(parameter) in stepped and parameter.grad is not None:
@@ -335,6 +331,11 @@ class GradientFlowCheck(RankCheck, default=True):
         return parameter.grad
 
 
+def _ids_of_stepped(optimizers: Sequence[Optimizer]) -> set[int]:
+    """Return the ids of the parameters that these optimizers step."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
 def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
     if len({row.stepped for row in rows}) > 1:
         return []  # OptimizerCheck says who skipped a step
@@ -360,13 +361,11 @@ def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     """Name the parameters of a finding, whose name says which entry of the ranks' states they stand in."""
     key = finding.name
-    names: dict[str, None] = {}
-    for state in states:
-        names |= dict.fromkeys(state[key])
+    names = [*dict.fromkeys(name for state in states for name in state[key])]
     ranks = tuple(rank for rank, state in enumerate(states) if state[key])
     told: dict[str, Any] = {
-        "name": ", ".join(list(names)[:MOST_NAMES]),
-        "shown": shown_names(list(names)),
+        "name": ", ".join(names[:MOST_NAMES]),
+        "shown": shown_names(names),
         "ranks": ranks if len(ranks) < len(states) else (),
     }
     if key == "finite":
@@ -427,11 +426,7 @@ class StepGradients:
 
     def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
         """Add these pieces of the parameters' gradients; without ``largest`` it is enough to know which are finite."""
-        for each in slices:
-            grad = parameters[each.name].grad
-            if grad is None or grad.is_sparse or not grad.numel():
-                continue
-            piece = each.of(grad)
+        for each, piece in dense_gradients(slices, parameters):
             self.slices.append(each)
             self._fingerprints.append(start_fingerprint(piece))
             self._sizes.append(_size_of(piece, largest=largest))
@@ -486,10 +481,17 @@ class StepGradients:
 
 
 def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
-    """Return the largest magnitude; without ``largest`` it is enough that it is finite where all elements are."""
-    if largest or piece.device.type != "cpu":
-        return _largest(piece)
-    return _finite_bound(piece)
+    """Return the largest magnitude, NaN if there is one. Without ``largest`` any finite number will do if all elements are finite."""
+    if not largest and piece.device.type == "cpu":
+        # a sum is not finite once one element is not
+        total = abs(piece.sum().item())
+        if math.isfinite(total):
+            return total
+    # (torch's infinity norm takes ten times as long; torch 2.13, measured 2026)
+    if piece.is_complex():
+        piece = torch.view_as_real(piece.resolve_conj())
+    found = torch.maximum(piece.amax(), -piece.amin()).double()
+    return found if largest or piece.device.type != "cpu" else float(found)
 
 
 def _by_name(slices: Sequence[TensorSlice], values: Sequence[T]) -> dict[str, list[T]]:
@@ -497,18 +499,3 @@ def _by_name(slices: Sequence[TensorSlice], values: Sequence[T]) -> dict[str, li
     for each, value in zip(slices, values, strict=True):
         found.setdefault(each.name, []).append(value)
     return found
-
-
-def _largest(piece: Tensor) -> Tensor:
-    """Return the largest magnitude, NaN where there is one. (torch's infinity norm takes ten times as long; torch 2.13, measured 2026.)"""
-    if piece.is_complex():
-        piece = torch.view_as_real(piece.resolve_conj())
-    return torch.maximum(piece.amax(), -piece.amin()).double()
-
-
-def _finite_bound(piece: Tensor) -> float:
-    """Return some finite number where all elements are finite (a sum is not finite once one element is not); else the largest."""
-    total = abs(piece.sum().item())
-    if math.isfinite(total):
-        return total
-    return float(_largest(piece))

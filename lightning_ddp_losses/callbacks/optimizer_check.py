@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.ddp_state import (
-    OptimizerSettings,
-    differing_settings,
-    send_gradient_scale,
-    settings_texts,
-)
+from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differing_settings, send_gradient_scale
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Row
@@ -93,12 +88,6 @@ class SeenStep:
     scale: HostNumbers
     before: list[int]
     now: HostNumbers
-
-    def row(self) -> list[int]:
-        """Return what travels."""
-        stood_still = bool(self.before) and self.now.read() == self.before
-        settings, scale = _compared(self.settings, self.scale)
-        return [*OptimizerStepRow(len(self.named["F01"]), int(stood_still), self.stepped, settings, scale)]
 
 
 class OptimizerCheck(RankCheck, default=True):
@@ -185,7 +174,9 @@ class OptimizerCheck(RankCheck, default=True):
     def _read(self, seen: SeenStep) -> list[int]:
         """Return the row of a step, which is kept for the explanation."""
         self._named, self._settings = seen.named, seen.settings.read()
-        return seen.row()
+        stood_still = bool(seen.before) and seen.now.read() == seen.before
+        settings, scale = _compared(seen.settings, seen.scale)
+        return [*OptimizerStepRow(len(seen.named["F01"]), int(stood_still), seen.stepped, settings, scale)]
 
     def _is_second_step(self, trainer: pl.Trainer) -> bool:
         """Say whether the first two steps have been made, and something should have changed."""
@@ -251,29 +242,16 @@ class OptimizerCheck(RankCheck, default=True):
             return [_name_settings(finding, [state["settings"] for state in states])]
         if finding.name not in _OF_PARAMETERS:
             return [finding]
-        names: dict[str, None] = {}
-        for state in states:
-            names |= dict.fromkeys(state["named"].get(finding.name, ()))
-        what = f"{shown_names(list(names))} {FAULTS[finding.name].explain('optimizer').what}"
-        return [replace(finding, what=what, name=", ".join(list(names)[:MOST_NAMES]))]
+        names = [*dict.fromkeys(name for state in states for name in state["named"].get(finding.name, ()))]
+        what = f"{shown_names(names)} {FAULTS[finding.name].explain('optimizer').what}"
+        return [replace(finding, what=what, name=", ".join(names[:MOST_NAMES]))]
 
 
 def _compared(settings: OptimizerSettings, scale: HostNumbers) -> tuple[int, int]:
     """Return what ranks compare of settings and of the gradient scale, 0.0 without a scaler."""
-    return hash_lines(map(str, settings.read())), _bits(float(sum(scale.read())))
-
-
-def _bits(number: float) -> int:
-    """Return the bits of a float as an int, which travels and compares exactly."""
-    bits: int
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return bits
-
-
-def _from_bits(bits: int) -> float:
-    number: float
-    (number,) = struct.unpack("<d", struct.pack("<q", bits))
-    return number
+    # the bits of the float, which travel and compare exactly as an int
+    (bits,) = struct.unpack("<q", struct.pack("<d", sum(scale.read())))
+    return hash_lines(map(str, settings.read())), bits
 
 
 def _has_gradient(parameter: Tensor) -> bool:
@@ -308,7 +286,7 @@ def _compare_settings(rows: Sequence[OptimizerStartRow] | Sequence[OptimizerStep
     found = []
     scales = [row.scale for row in rows]
     if len(set(scales)) > 1:
-        values = tuple(map(_from_bits, scales))
+        values = struct.unpack(f"<{len(scales)}d", struct.pack(f"<{len(scales)}q", *scales))
         found.append(Finding.of("F15", "desync", ranks=odd_ranks(scales), name="scale", values=values))
     settings = [row.settings for row in rows]
     if len(set(settings)) > 1:
@@ -318,12 +296,11 @@ def _compare_settings(rows: Sequence[OptimizerStartRow] | Sequence[OptimizerStep
 
 def _name_settings(finding: Finding, settings_by_rank: Sequence[list[dict[str, Any]]]) -> Finding:
     """Name the settings of the first parameter group that differs."""
-    for index, groups in enumerate(zip(*settings_by_rank, strict=False)):
-        keys = differing_settings(groups)
-        if keys:
-            what = f"{', '.join(keys)} of parameter group {index}"
-            values = settings_texts(groups, keys)
-            return replace(finding, what=what, name=", ".join(keys), values=values)
+    differing = differing_settings(settings_by_rank)
+    if differing is not None:
+        name = ", ".join(differing.keys)
+        what = f"{name} of parameter group {differing.group}"
+        return replace(finding, what=what, name=name, values=differing.values)
     return replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in settings_by_rank))
 
 

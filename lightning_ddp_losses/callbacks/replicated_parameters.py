@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -137,6 +137,16 @@ class TensorSlice:
         if size == full.numel():
             return full
         return full.reshape(-1).narrow(0, self.start, size)
+
+
+def dense_gradients(
+    slices: Iterable[TensorSlice], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[TensorSlice, Tensor]]:
+    """Yield slices with their piece of the gradient, of parameters that have a dense one."""
+    for each in slices:
+        grad = parameters[each.name].grad
+        if grad is not None and not grad.is_sparse and grad.numel():
+            yield each, each.of(grad)
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:

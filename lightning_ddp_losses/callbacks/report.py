@@ -189,9 +189,18 @@ class Report:
     def _keep(self, finding: Finding, *, new: bool = True) -> None:
         """Count a finding that stands for itself; the first time, keep and write it."""
         self.by_check.setdefault(finding.check, Counter())[finding.severity] += new and not finding.follows
-        if new:
-            self.findings.append(finding)
-            self._write(finding)
+        if not new:
+            return
+        self.findings.append(finding)
+        file = self.open_file(FILE_NAME)
+        if file is None:
+            return
+        try:
+            with file:
+                file.write(json.dumps(finding.record(), default=str) + "\n")
+        except OSError as error:
+            rank_zero_info(f"{file.name} cannot be written, findings are not kept in it: {error}")
+            self._folder = None
 
     @property
     def count(self) -> int:
@@ -229,15 +238,12 @@ class Report:
         for column in ("check", "found", "seen"):
             table.add_column(column)
         for check in checks:
-            table.add_row(check.title, self._found_by(check.title), escape(_seen_by(check)))
+            counts = self.by_check.get(check.title, Counter())
+            found = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
+            table.add_row(check.title, ", ".join(found) or "-", escape(_seen_by(check)))
         console = Console()
         console.print(f"DDPChecks: {', '.join(totals)}", soft_wrap=True, highlight=False)
         console.print(table)
-
-    def _found_by(self, title: str) -> str:
-        counts = self.by_check.get(title, Counter())
-        found = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
-        return ", ".join(found) or "-"
 
     # ------------------------------------------------------------------ files
 
@@ -258,8 +264,7 @@ class Report:
         if self._number is None:
             self._folder.mkdir(parents=True, exist_ok=True)  # the logger may make it later
             for number in itertools.count():
-                taken = [other for other in _FILE_NAMES if (self._folder / _numbered(other, number)).exists()]
-                if taken:
+                if any((self._folder / _numbered(other, number)).exists() for other in _FILE_NAMES):
                     continue
                 try:
                     (self._folder / _numbered(name, number)).open("x").close()
@@ -269,17 +274,6 @@ class Report:
                 break
         assert self._number is not None
         return self._folder / _numbered(name, self._number)
-
-    def _write(self, finding: Finding) -> None:
-        file = self.open_file(FILE_NAME)
-        if file is None:
-            return
-        try:
-            with file:
-                file.write(json.dumps(finding.record(), default=str) + "\n")
-        except OSError as error:
-            rank_zero_info(f"{file.name} cannot be written, findings are not kept in it: {error}")
-            self._folder = None
 
 
 def run_folder(trainer: pl.Trainer) -> Path | None:

@@ -78,11 +78,6 @@ def encode(measured: object, title: str) -> bytes:
     raise InputError(f"{title}.measure", expected=expected, got=_type_text(measured))
 
 
-def encode_failure(text: str) -> bytes:
-    """Encode the error of a check in place of its part."""
-    return _part(_FAILED, text.encode())
-
-
 def decode_tables(rows: Sequence[bytes], number: int) -> list[Table]:
     """Sort the ranks' rows by check.
 
@@ -131,7 +126,8 @@ def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
     if _NOTHING in forms:
         return None
     if len(forms) > 1 or (forms == {_TENSOR} and len(codes) > 1):
-        return {rank: f"measured {_kind_text(form, code)}" for rank, (form, code, _) in enumerate(parts)}
+        kinds = {_LIST: {b"q": "a list of ints", b"d": "a list of floats"}, _TENSOR: _DTYPES}
+        return {rank: f"measured {kinds[form][code]}" for rank, (form, code, _) in enumerate(parts)}
     # rows of one length
     longest = max(len(data) for _, _, data in parts)
     padded = [data.ljust(longest, b"\0") for _, _, data in parts]
@@ -141,12 +137,6 @@ def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
     if not longest:
         return torch.zeros((len(parts), 0), dtype=dtype)
     return torch.frombuffer(bytearray(b"".join(padded)), dtype=dtype).view(len(parts), -1)
-
-
-def _kind_text(form: bytes, code: bytes) -> str:
-    if form == _TENSOR:
-        return str(_DTYPES[code])
-    return {b"q": "a list of ints", b"d": "a list of floats"}[code]
 
 
 # ---------------------------------------------------------------------- rows between ranks
@@ -377,7 +367,7 @@ class RowExchange:
             with self._failing(check):
                 part = waiting.row if isinstance(waiting.row, bytes) else encode(waiting.row(), check.title)
         if id(check) in self._failures:
-            return encode_failure(self._failures.pop(id(check)))
+            return _part(_FAILED, self._failures.pop(id(check)).encode())
         return part
 
     def exchange(self, entries: Sequence[Entry], place: str, step: int, *, patience: float = math.inf) -> None:
