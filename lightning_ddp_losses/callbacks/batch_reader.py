@@ -8,7 +8,7 @@ has arrived. From a DataLoader only that is taken which can be had without drawi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -118,9 +118,7 @@ class BatchReader:
             self._epoch, self._counts = epoch, [0] * BUCKETS
         # rows are those of the first tensor
         tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
-        self.rows = 0
-        if tensors:
-            self.rows = tensors[0].shape[0]
+        self.rows = tensors[0].shape[0] if tensors else 0
         self.samples = self.rows
         if any(tensor.shape[0] != self.rows for tensor in tensors) or not tensors:
             self.samples = sample_count(batch, tensors)
@@ -201,10 +199,9 @@ def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
         return 0
     # not a graph: the first tensor has the rows
     rows = tensors[0].shape[0]
-    named: Mapping[Any, Any] = {}
-    if isinstance(batch, Mapping):
-        named = batch
-    edges = [tensor for tensor in tensors[1:] if _could_be_edges(tensor)]
+    named: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
+    # edges are integers (2, E)
+    edges = [tensor for tensor in tensors[1:] if _is_integer(tensor) and tensor.ndim == 2 and tensor.shape[0] == 2]
     if isinstance(named.get("edge_index"), Tensor):
         edges = [named["edge_index"]]
     if not edges:
@@ -220,10 +217,8 @@ def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
     return 0
 
 
-def _could_be_edges(tensor: Tensor) -> bool:
-    """Say whether a tensor looks like the edges of a graph: integers (2, E)."""
-    is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-    return is_integer and tensor.ndim == 2 and tensor.shape[0] == 2
+def _is_integer(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def labels_of(batch: Any, rows: int) -> Tensor | None:
@@ -233,9 +228,7 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
         found = next((batch[name] for name in _LABEL_NAMES if name in batch), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
         found = batch[1]
-    if not isinstance(found, Tensor) or found.ndim != 1 or found.shape[0] != rows:
-        return None
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+    if not isinstance(found, Tensor) or found.ndim != 1 or found.shape[0] != rows or not _is_integer(found):
         return None
     return torch.Tensor.detach(found)
 
@@ -334,12 +327,8 @@ def shuffling_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
         if shuffles and hasattr(candidate, "set_epoch") and hasattr(candidate, "epoch"):
             found[path] = candidate
         if depth < _MAX_DEPTH:
-            queue += [(f"{path}.{name}", value, depth + 1) for name, value in _inner_samplers(candidate)]
+            attributes = getattr(candidate, "__dict__", {}).items()
+            for name, value in itertools.islice(attributes, _MAX_ATTRIBUTES):
+                if hasattr(value, "__iter__") and hasattr(value, "__dict__") and not isinstance(value, Dataset):
+                    queue.append((f"{path}.{name}", value, depth + 1))
     return found
-
-
-def _inner_samplers(candidate: Any) -> Iterator[tuple[str, Any]]:
-    attributes = getattr(candidate, "__dict__", {}).items()
-    for name, value in itertools.islice(attributes, _MAX_ATTRIBUTES):
-        if hasattr(value, "__iter__") and hasattr(value, "__dict__") and not isinstance(value, Dataset):
-            yield name, value

@@ -94,46 +94,31 @@ def find_wrong_scales(
 
     Communication: what 1 + 2 * parts forwards of the module and one backward run, a handshake after each, and one gather for each part.
     """
+    world = process_groups.world_size()
     scales = measure_gradient_scales(trainer, module, batch, batch_idx, row_exchange)
     if scales is None:
         return []
-    return judge_scales(scales, process_groups.world_size(), module)
-
-
-# ---------------------------------------------------------------------- judge
-
-
-def judge_scales(scales: GradientScales, world: int, module: nn.Module) -> list[Finding]:
-    """Return findings, from figures that are the same on every rank.
-
-    A value that is W times a loss is compared with the loss: its encoder may have 1/W of the value's derivative.
-    """
     # (of what is gathered with its gradient, a stop-gradient may be left that halves it)
     cut = [part for part in scales.parts if part.is_shared and not part.is_gathered and part.is_about(1 / world)]
     large = [part for part in scales.parts if part.is_shared and part.is_about(world)]
     found = [_finding("F21", part.name, world, part.ratio) for part in large]
     if not cut:
         return found
-    # a cut graph that the factor W makes up for: then what is not cut is W times too large
+    # the factor W of the value makes up for a cut graph: a part that is not cut is W times too large
     if scales.is_multiplied:
         full = [part for part in scales.parts if part.is_about(1.0)]
         return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
     fault = "F20"
+    collectives = " ".join(scales.collectives)
     if any(_is_metric(inner) for inner in module.modules()):
         fault = "F27"
-    elif _has(scales.collectives, "reduce") and not _has(scales.collectives, "gather"):
+    elif "reduce" in collectives and "gather" not in collectives:
         fault = "F23"
     return found + [_finding(fault, part.name, world, part.ratio) for part in cut]
 
 
-def _has(names: list[str], word: str) -> bool:
-    return any(word in name for name in names)
-
-
 def _finding(fault: str, name: str, world: int, ratio: float) -> Finding:
-    known = "1/W"
-    if ratio > 1:
-        known = "W"
+    known = "W" if ratio > 1 else "1/W"
     what = f"gradient of `{name}` is {ratio:.4f} times the derivative of the loss, {known} for W = {world}"
     return Finding(fault, what, expected="1", name=name, fix=FAULTS[fault].explain("scale").fix)
 
@@ -205,9 +190,7 @@ def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[st
 
 
 def _float_or_none(value: Tensor | None) -> float | None:
-    if value is None:
-        return None
-    return float(value.detach())
+    return None if value is None else float(value.detach())
 
 
 def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor], row_exchange: RowExchange) -> bool:
@@ -299,9 +282,12 @@ class _Trial:
             for inner in self._pristine.modules():
                 is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
             gathered = _reached_through_collectives(value, dict(self._copied.named_parameters()))
-            gradients = self._gradients(value)
-            if gradients is None:
+            trained = {name: p for name, p in self._copied.named_parameters() if p.requires_grad}
+            try:
+                found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
+            except Exception:  # the real backward will say it better
                 return None
+            gradients = dict(zip(trained, found, strict=True))
             directions: dict[str, dict[str, Tensor]] = {}
             along: dict[str, float] = {}
             for name, members in _trained_parts(self._pristine).items():
@@ -316,15 +302,6 @@ class _Trial:
         """Raise what went wrong in the probe itself on this rank, now that its peers know that it does not go on."""
         if self._own_error is not None:
             raise self._own_error
-
-    def _gradients(self, value: Tensor) -> dict[str, Tensor | None] | None:
-        """Return what backward gives on this rank, by name; None where it fails."""
-        trained = {name: p for name, p in self._copied.named_parameters() if p.requires_grad}
-        try:
-            found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
-        except Exception:  # the real backward will say it better
-            return None
-        return dict(zip(trained, found, strict=True))
 
     def _direction(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Draw this rank's own random direction, in proportion to each parameter's size."""
@@ -371,10 +348,7 @@ def _trained_parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             parts.setdefault(name.split(".")[0], {})[name] = parameter
-    sizes: dict[str, int] = {}
-    for name, members in parts.items():
-        sizes[name] = sum(parameter.numel() for parameter in members.values())
-    by_size = sorted(parts, key=lambda name: -sizes[name])
+    by_size = sorted(parts, key=lambda part: -sum(parameter.numel() for parameter in parts[part].values()))
     for name in by_size[MAX_PARTS:]:
         parts[by_size[0]] |= parts.pop(name)
     return parts

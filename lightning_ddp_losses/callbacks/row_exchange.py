@@ -126,7 +126,10 @@ def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
     if _NOTHING in forms:
         return None
     if len(forms) > 1 or (forms == {_TENSOR} and len(codes) > 1):
-        kinds = {_LIST: {b"q": "a list of ints", b"d": "a list of floats"}, _TENSOR: _DTYPES}
+        kinds: dict[bytes, Mapping[bytes, object]] = {
+            _LIST: {b"q": "a list of ints", b"d": "a list of floats"},
+            _TENSOR: _DTYPES,
+        }
         return {rank: f"measured {kinds[form][code]}" for rank, (form, code, _) in enumerate(parts)}
     # rows of one length
     longest = max(len(data) for _, _, data in parts)
