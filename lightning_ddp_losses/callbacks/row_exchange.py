@@ -78,6 +78,11 @@ def encode(measured: object, title: str) -> bytes:
     raise InputError(f"{title}.measure", expected=expected, got=_type_text(measured))
 
 
+def encode_failure(text: str) -> bytes:
+    """Encode the error of a check in place of its part."""
+    return _part(_FAILED, text.encode())
+
+
 def decode_tables(rows: Sequence[bytes], number: int) -> list[Table]:
     """Sort the ranks' rows by check.
 
@@ -370,7 +375,7 @@ class RowExchange:
             with self._failing(check):
                 part = waiting.row if isinstance(waiting.row, bytes) else encode(waiting.row(), check.title)
         if id(check) in self._failures:
-            return _part(_FAILED, self._failures.pop(id(check)).encode())
+            return encode_failure(self._failures.pop(id(check)))
         return part
 
     def exchange(self, entries: Sequence[Entry], place: str, step: int, *, patience: float = math.inf) -> None:
