@@ -4,8 +4,8 @@
   and a part there, and a keyword of the strategies.
 * ``ddp_losses``: the strategy, and the wrap of the model in DDP. ``ddp_setup``: who reduces what, buffers, batch norm, launchers.
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: refusals, and the code around its backward.
-* ``loss_hooks``: Lightning's hooks, in the order of a fit. ``loss_parallelism``: the losses of a fit and the list of its parts.
-  ``same_setup``: facts that ranks must have in common.
+* ``loss_hooks``: Lightning's hooks, in the order of a fit, and those around checkpoints. ``loss_parallelism``: the losses of a fit and
+  the list of its parts. ``same_setup``: facts that ranks must have in common.
 * ``loss_discovery``: which submodules are losses. ``adoption``: losses that the module does not register. ``loss_forward``: precision and
   checks around each call of a loss, and losses made global.
 * ``call_check``: the handshake in each backward. ``loss_reducer``: the mean of the losses' gradients after it.
@@ -14,7 +14,7 @@
 * ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
 * ``resume``: the rows and random numbers that come next, in a checkpoint; ``loader_states``: loaders that have a state.
 * ``shards``: weights of which each rank holds its own classes: their norms, overflows, parts and wholes.
-* ``checkpoints``: Lightning's hooks around checkpoints. ``checkpoint_files``: files that are whole or not there, and the same error on
+* ``checkpoint_files``: files that are whole or not there, and the same error on
   every rank. ``checkpoint_folder``: folders into which each rank writes its parts.
 
 What it gets right, beside plain ``ddp``:
@@ -39,12 +39,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.strategies.checkpoints import whole_checkpoint
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import register_refusals, use_layer_sync
 from lightning_ddp_losses.strategies.fsdp_losses import ModelParallelLossStrategy
 from lightning_ddp_losses.strategies.loss_discovery import register_loss_type
 from lightning_ddp_losses.strategies.loss_forward import use_global_wrapper
+from lightning_ddp_losses.strategies.loss_hooks import whole_checkpoint
 
 __all__ = [
     "DDPLossStrategy",

@@ -84,13 +84,13 @@ class _SaidByRank(NamedTuple):
         calls: Of each loss: calls, rows, whether a gradient is there already.
         attached: The bytes of the checks.
         upstream_grads: What came back into global values.
-        end: Where that ends, and flags of gradients begin.
+        flags: Flags of gradients.
     """
 
     calls: list[Any]
     attached: list[bytes]
     upstream_grads: str
-    end: int
+    flags: bytes
 
 
 class CallCheck:
@@ -173,7 +173,7 @@ class CallCheck:
         if prepared is None:
             return
         flags = self._reducer.pack_flags(prepared.parameters)
-        own = prepared.payload + sized(self._upstream_grads.take().encode()) + flags
+        own = prepared.payload + sized(self._upstream_grads.take().encode()) + sized(flags)
         payloads = handshake.all_gather("backward", prepared.must_match, own)
         self._calls = self._compare(payloads, prepared.parameters)
         if prepared.new_parameters:
@@ -188,8 +188,7 @@ class CallCheck:
     def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
         # most ranks say the same, which is read once
         first = self._read(payloads[0])
-        start = payloads[0][: first.end]
-        said = [first if payload[: first.end] == start else self._read(payload) for payload in payloads]
+        said = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
         calls = Calls(parameters)
         missing: list[str] = []
         for index, counter in enumerate(self._counters):
@@ -205,17 +204,18 @@ class CallCheck:
         refuse_other_upstream_grads([rank.upstream_grads for rank in said])
         for index, attached in enumerate(self._attached):
             attached.judge([rank.attached[index] for rank in said])
-        self._reducer.receive_flags([memoryview(p)[rank.end :] for p, rank in zip(payloads, said, strict=True)])
+        self._reducer.receive_flags([rank.flags for rank in said])
         return calls
 
     def _read(self, payload: bytes) -> _SaidByRank:
-        """Read a rank's payload, as far as its flags."""
+        """Read a rank's payload."""
         end = _CALL.size * len(self._counters)
         calls, parts = list(_CALL.iter_unpack(payload[:end])), list[bytes]()
-        for _ in range(len(self._attached) + 1):
+        for _ in range(len(self._attached) + 2):
             part, end = read_sized(payload, end)
             parts.append(part)
-        return _SaidByRank(calls, parts[:-1], parts[-1].decode(), end)
+        *attached, upstream_grads, flags = parts
+        return _SaidByRank(calls, attached, upstream_grads.decode(), flags)
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

@@ -25,13 +25,12 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
-from lightning_ddp_losses.strategies.checkpoints import LossCheckpoints
 from lightning_ddp_losses.strategies.fit_part import LossOptions
-from lightning_ddp_losses.strategies.loss_hooks import with_losses
+from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
 
 
-class DDPLossStrategy(LossCheckpoints, DDPStrategy):
+class DDPLossStrategy(LossHooks, DDPStrategy):
     """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
@@ -184,12 +183,6 @@ class DDPLossStrategy(LossCheckpoints, DDPStrategy):
     def _refuse(self, module: pl.LightningModule) -> None:
         ddp_setup.refuse_sharded_parameters(module)
         ddp_setup.refuse_static_graph_by_hand(module, self._ddp_kwargs)
-
-    def model_to_device(self) -> None:
-        """Undo what the precision plugin halved in the losses, then move the module."""
-        self._losses.restore_precision()
-        with self._losses.sharding.moving(self._losses.module):
-            super().model_to_device()
 
     @with_losses
     def configure_ddp(self) -> None:

@@ -30,14 +30,13 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
-from lightning_ddp_losses.strategies.checkpoints import LossCheckpoints
 from lightning_ddp_losses.strategies.fit_part import LossOptions
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
-from lightning_ddp_losses.strategies.loss_hooks import with_losses
+from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
 
 
-class ModelParallelLossStrategy(LossCheckpoints, ModelParallelStrategy):
+class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     """FSDP2 in which every learnable loss, beside the sharded model, gets the gradient of one process.
 
     The encoder is divided over all ranks, by the user's ``configure_model``::
@@ -178,9 +177,7 @@ class ModelParallelLossStrategy(LossCheckpoints, ModelParallelStrategy):
 
     def model_to_device(self) -> None:
         """Undo what the precision plugin halved in the losses, move the module, and synchronise what every rank holds whole."""
-        self._losses.restore_precision()
-        with self._losses.sharding.moving(self._losses.module):
-            super().model_to_device()
+        super().model_to_device()
         module = self._losses.module
         self._divided, self._roots = fsdp_setup.sharded_names(module), list(fsdp_setup.sharded_roots(module))
         self._sharded = fsdp_setup.sharded_modules(module)

@@ -12,6 +12,7 @@ told DDP to ignore). Every gradient has its mean when ``reduce`` returns:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from array import array
@@ -143,48 +144,39 @@ class ReducedParameters:
         self._equal_on_all_ranks.update({p.name: p.parameter for p in new})
 
 
-class GradientBucket:
-    """The small gradients of one backward in one flat buffer, which opens with flags.
+def start_packed_mean(
+    parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()
+) -> Callable[[], list[int]]:
+    """Start the mean of small gradients in one flat buffer, which opens with flags.
 
     Args:
-        parameters: Whose gradients travel; one without a gradient contributes zeros and keeps none.
-        dtype: Of the buffer.
-        flags: This rank's small integers, as many on every rank.
+        parameters: Parameters whose gradients travel. One without a dense gradient contributes zeros and keeps none.
+        dtype: dtype of the buffer.
+        flags: Small integers of this rank, as many on every rank.
 
-    Communication: one all-reduce (for few bytes on the CPU one gather), started by ``launch`` and awaited by ``finish``.
+    Returns:
+        A function that waits, writes the means into the gradients, and returns the sums of the flags over ranks.
+
+    Communication: one all-reduce (for few bytes on the CPU one gather).
     """
+    device = parameters[0].device if parameters else torch.device("cpu")
+    pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
+    grads = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        own = parameter.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
+        pieces.append(own.to(dtype))
+    wait = raw_collectives.start_mean(torch.cat(pieces))
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> None:
-        self._parameters, self._dtype, self._flags = parameters, dtype, flags
-        self._grads = [dense_gradient(parameter) for parameter in parameters]
-        self._wait: Callable[[], Tensor] | None = None
-
-    def launch(self) -> None:
-        """Pack flags and gradients, and start their mean over ranks."""
-        pieces = []
-        if self._flags:
-            device = self._parameters[0].device if self._parameters else torch.device("cpu")
-            pieces.append(torch.tensor(self._flags, dtype=self._dtype, device=device))
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            own = parameter.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
-            pieces.append(own.to(self._dtype))
-        if pieces:
-            self._wait = raw_collectives.start_mean(torch.cat(pieces))
-
-    def finish(self) -> list[int]:
-        """Wait, write the means into the gradients, and return the sums of the flags over ranks."""
-        if self._wait is None:
-            return []
-        mean, world_size = self._wait(), process_groups.world_size()
-        offset = len(self._flags)
-        sums = []
-        if self._flags:  # even an empty list would wait for an accelerator
-            sums = [round(value * world_size) for value in mean[:offset].tolist()]
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+    def finish() -> list[int]:
+        mean, world_size, offset = wait(), process_groups.world_size(), len(flags)
+        sums = [round(value * world_size) for value in mean[:offset].tolist()] if flags else []
+        for parameter, grad in zip(parameters, grads, strict=True):
             if grad is not None:
                 grad.copy_(mean[offset : offset + parameter.numel()].view(grad.shape))
             offset += parameter.numel()
         return sums
+
+    return finish
 
 
 class LossReducer:
@@ -200,35 +192,20 @@ class LossReducer:
 
     def __init__(self, parameters: ReducedParameters, wire_dtype: torch.dtype | None = None) -> None:
         self.parameters, self._wire_dtype = parameters, wire_dtype
-        # flags that the ranks exchanged in the call check: those of this rank, and their sums
-        self._early_flags: tuple[list[int], list[int]] | None = None
+        self._agreed_flags = b""  # flags that all ranks sent alike in the call check
 
     # ------------------------------------------------------------------ in the call check
 
     def pack_flags(self, parameters: Sequence[ReducedParameter]) -> bytes:
         """Return this rank's flags by now for the call check; nothing on the CPU, where flags travel with small gradients."""
-        self._early_flags = None
         # a parameter of no loss gets its gradient later
         if self._flags_in_bucket(parameters) or any(p.owner < 0 for p in parameters):
             return b""
-        flags = [gradient_flag(p.parameter.grad) for p in parameters]
-        self._early_flags = flags, []
-        return array("I", flags).tobytes()
+        return _packed(_flags_of(parameters))
 
-    def receive_flags(self, payloads: Sequence[bytes | memoryview]) -> None:
-        """Take the flags of all ranks; they count only if every rank sent some."""
-        if self._early_flags is not None and all(payloads):
-            columns = zip(*[array("I", bytes(payload)) for payload in payloads], strict=True)
-            self._early_flags = self._early_flags[0], [sum(column) for column in columns]
-        else:
-            self._early_flags = None
-
-    def _take_early_sums(self, flags: Sequence[int]) -> list[int] | None:
-        """Return the sums of the flags from the call check, if all ranks agreed there and no gradient came since."""
-        early, self._early_flags = self._early_flags, None
-        if early is None or early[0] != flags or not {0, process_groups.world_size()}.issuperset(early[1]):
-            return None
-        return early[1]
+    def receive_flags(self, payloads: Sequence[bytes]) -> None:
+        """Take the flags of all ranks. They count only if they are the same on every rank."""
+        self._agreed_flags = payloads[0] if len(set(payloads)) == 1 else b""
 
     # ------------------------------------------------------------------ after backward
 
@@ -252,58 +229,44 @@ class LossReducer:
         if not parameters or world_size == 1:
             return
         # 1. flags, and small gradients with them
-        flags = [gradient_flag(p.parameter.grad) for p in parameters]
+        flags = _flags_of(parameters)
+        agreed, self._agreed_flags = self._agreed_flags, b""
         reduced = [False] * len(parameters)
         if self._flags_in_bucket(parameters):
             reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
-            bucket = self._small_bucket([p for p, packed in zip(parameters, reduced, strict=True) if packed], flags)
-            bucket.launch()
-            sums = bucket.finish()
+            sums = self._start_small([p for p, packed in zip(parameters, reduced, strict=True) if packed], flags)()
+        elif agreed == _packed(flags):  # no gradient came since the call check
+            sums = [flag * world_size for flag in flags]
         else:
-            sums = self._take_early_sums(flags) or self._sum_flags_by_handshake(parameters, flags)
+            must_match = {"parameters": self.parameters.describe(parameters)}
+            payloads = handshake.all_gather("gradients", must_match, json.dumps(flags).encode())
+            sums = [sum(column) for column in zip(*map(json.loads, payloads), strict=True)]
         # 2. every gradient is there on all ranks, or on none
         if any(total not in (0, world_size) for total in sums):
             raise partial_gradients([p.name for p in parameters], flags)
         # 3. the remaining gradients, all at once
         rest = [p for p, total, done in zip(parameters, sums, reduced, strict=True) if total and not done]
-        self._reduce_present(rest)
-
-    def _reduce_present(self, parameters: Sequence[ReducedParameter]) -> None:
-        """Mean gradients that are there on all ranks."""
-        small = [p for p in parameters if _is_small(p)]
-        works: list[Callable[[], object]] = []
-        if small:
-            bucket = self._small_bucket(small)
-            bucket.launch()
-            works.append(bucket.finish)
-        for p in parameters:
+        small = [p for p in rest if _is_small(p)]
+        finishes: list[Callable[[], object]] = [self._start_small(small)] if small else []
+        for p in rest:
             if not _is_small(p):
                 assert p.parameter.grad is not None
-                works.append(launch_in_place(p.parameter.grad, self._wire_dtype))
-        for finish in works:
+                finishes.append(launch_in_place(p.parameter.grad, self._wire_dtype))
+        for finish in finishes:
             finish()
 
-    def _small_bucket(self, reduced: Sequence[ReducedParameter], flags: Sequence[int] = ()) -> GradientBucket:
+    def _start_small(self, reduced: Sequence[ReducedParameter], flags: Sequence[int] = ()) -> Callable[[], list[int]]:
+        """Start the mean of small gradients in a buffer whose dtype counts flags exactly."""
         parameters = [p.parameter for p in reduced]
-        return GradientBucket(parameters, self._bucket_dtype(parameters), flags)
-
-    def _bucket_dtype(self, parameters: Sequence[Tensor]) -> torch.dtype:
-        if self._wire_dtype is not None and process_groups.world_size() <= _EXACT_WORLD:
-            return self._wire_dtype
-        dtype = torch.float32
-        for parameter in parameters:
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        return dtype
+        dtype = self._wire_dtype
+        if dtype is None or process_groups.world_size() > _EXACT_WORLD:
+            dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        return start_packed_mean(parameters, dtype, flags)
 
     @staticmethod
     def _flags_in_bucket(parameters: Sequence[ReducedParameter]) -> bool:
         # to read them back from an accelerator would wait for it
         return all(p.parameter.device.type == "cpu" for p in parameters)
-
-    def _sum_flags_by_handshake(self, parameters: Sequence[ReducedParameter], flags: Sequence[int]) -> list[int]:
-        must_match = {"parameters": self.parameters.describe(parameters)}
-        payloads = handshake.all_gather("gradients", must_match, json.dumps(flags).encode())
-        return [sum(column) for column in zip(*map(json.loads, payloads), strict=True)]
 
 
 def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[], None]:
@@ -330,17 +293,15 @@ def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[]
     return finish
 
 
-def gradient_flag(grad: Tensor | None) -> int:
+def _flags_of(parameters: Sequence[ReducedParameter]) -> list[int]:
     """Return 0 without a gradient, 1 with one, more than all ranks together for a sparse one, which cannot be reduced."""
-    if grad is None:
-        return 0
-    return process_groups.world_size() + 1 if grad.is_sparse else 1
+    sparse = process_groups.world_size() + 1
+    grads = [p.parameter.grad for p in parameters]
+    return [0 if grad is None else sparse if grad.is_sparse else 1 for grad in grads]
 
 
-def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return a parameter's gradient; None where there is none, or a sparse one."""
-    grad = parameter.grad
-    return None if grad is None or grad.is_sparse else grad
+def _packed(flags: Sequence[int]) -> bytes:
+    return array("I", flags).tobytes()
 
 
 def _is_small(reduced: ReducedParameter) -> bool:
