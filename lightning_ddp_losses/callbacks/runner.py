@@ -422,7 +422,8 @@ class CheckRunner(Callback):
             self._judge_last_step("an error on all ranks", patience=_PATIENCE_SECONDS)
         except DDPLossError as fault:
             if fault.findings:
-                exception.__notes__ = [*getattr(exception, "__notes__", ()), str(fault)]
+                # Python 3.10 knows no ``add_note``
+                vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), str(fault)]
         except Exception as error:
             _log.debug("The step before the error was not judged: %s", error)
 
