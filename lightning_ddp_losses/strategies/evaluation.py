@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,20 +49,12 @@ class EvaluationEnds(FitPart):
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self._is_inside = False  # an evaluation goes on, at the end of which the peers will listen
-        self._undo: Callable[[], object] | None = None
         self._data: dict[int, UndividedData] = {}  # by loader
 
     def setup(self) -> None:
         """Meet at the ends from now on."""
-        trainer = self.fit.trainer
-        if self._undo is None and process_groups.world_size() > 1:
-            self._undo = compat.around_evaluations(trainer, lambda _: self._begin(), lambda _: self._end(trainer))
-
-    def teardown(self) -> None:
-        """Leave the trainer as it came."""
-        if self._undo is not None:
-            self._undo()
-        self._undo, self._is_inside = None, False
+        if process_groups.world_size() > 1:
+            self.undo.callback(compat.around_evaluations(self.fit.trainer, self._begin, self._end))
 
     @contextlib.contextmanager
     def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
@@ -71,7 +63,10 @@ class EvaluationEnds(FitPart):
             yield
             return
         try:
-            self._see(self.fit.trainer, args)
+            index, loaders = _loaders_of(self.fit.trainer, args)
+            if index not in self._data:
+                self._data[index] = UndividedData(_name(self.fit.trainer))
+            self._data[index].see(loaders, args[0])
             yield
         except Exception as error:
             self.on_exception(error)
@@ -82,27 +77,18 @@ class EvaluationEnds(FitPart):
             self._is_inside = False
             handshake.raise_in_all_groups(exception, f"{_name(self.fit.trainer)} step")
 
-    def _begin(self) -> None:
+    def _begin(self, _loop: object) -> None:
         self._is_inside, self._data = True, {}
 
-    def _see(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> None:
-        loaders, index = current_loaders(trainer), 0
-        if len(args) > 2 and isinstance(args[2], int):
-            index = args[2]
-            loaders = loaders[index : index + 1]
-        if index not in self._data:
-            self._data[index] = UndividedData(_name(trainer))
-        self._data[index].see(loaders, args[0])
-
-    def _end(self, trainer: pl.Trainer) -> None:
+    def _end(self, _loop: object) -> None:
         """Meet the other ranks. Communication: one handshake.
 
         Raises:
             InputError: on every rank, for an iterable data set that is not divided.
-            PeerError: where a peer failed.
+            PeerError: if a peer failed.
         """
         self._is_inside = False
-        indices = sorted(self._data)
+        trainer, indices = self.fit.trainer, sorted(self._data)
         # of each loader some bytes, of which every rank has its own number
         own = b"".join(sized(self._data[index].take()) for index in indices)
         everyone = handshake.all_gather_between_steps(f"the end of {_name(trainer)}", {}, own)
@@ -120,11 +106,6 @@ def _parts(payload: bytes) -> list[bytes]:
     return parts
 
 
-def _name(trainer: pl.Trainer) -> str:
-    stage = trainer.state.stage
-    return "evaluation" if stage is None else str(stage.dataloader_prefix or stage.value).replace("val", "validation")
-
-
 class EvaluationLoaders(FitPart):
     """Gives the evaluation loaders of one run exact parts of the rows; a part with ``evaluation="exact"`` only."""
 
@@ -133,32 +114,26 @@ class EvaluationLoaders(FitPart):
         """Return whether the option is on."""
         return options.evaluation == "exact"
 
-    def __init__(self, fit: Fit) -> None:
-        super().__init__(fit)
-        self._undo: Callable[[], object] | None = None
-        self._warned = False
+    _warned = False
 
     def setup(self) -> None:
         """Keep Lightning's samplers out of evaluation loaders, before any loader is set up."""
         trainer = self.fit.trainer
-        if self._undo is None:
-            self._undo = compat.without_injected_sampler(trainer, lambda loader: _needs_no_sampler(trainer, loader))
-
-    def teardown(self) -> None:
-        """Let Lightning inject as before."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self.undo.callback(compat.without_injected_sampler(trainer, lambda loader: _needs_no_sampler(trainer, loader)))
 
     # ------------------------------------------------------------------ loaders
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return an evaluation loader that gives this rank its rows; any other as it is. An error is one on every rank."""
+        trainer = self.fit.trainer
+        is_dealt = not trainer.training and process_groups.world_size() > 1
+        if not is_dealt or not compat.injects_distributed_sampler(trainer):
+            return dataloader
         with self.fit.raise_on_all_ranks("evaluation loader"):
-            return self._process(self.fit.trainer, dataloader)
+            return self._process(f"{_name(trainer)} loader", dataloader)
 
-    def _process(self, trainer: pl.Trainer, dataloader: Any) -> Any:
-        """Return an evaluation loader that gives this rank its rows; any other as it is.
+    def _process(self, what: str, dataloader: Any) -> Any:
+        """Return an evaluation loader that gives this rank its rows.
 
         Raises:
             InputError: on every rank, for fewer rows than ranks.
@@ -166,10 +141,6 @@ class EvaluationLoaders(FitPart):
 
         Communication: one handshake; two for a sampler that draws.
         """
-        is_evaluation = self._undo is not None and not trainer.training
-        if not is_evaluation or process_groups.world_size() == 1 or not compat.injects_distributed_sampler(trainer):
-            return dataloader
-        what = f"{_stage(trainer)} loader"
         if not _is_served(dataloader):
             handshake.all_gather(what, {"sampler": "the user's own"})
             return dataloader
@@ -238,7 +209,7 @@ class EvaluationLoaders(FitPart):
     @staticmethod
     def _uneven_batches(trainer: pl.Trainer, sampler: EvaluationSampler) -> InputError:
         return InputError(
-            f"{_stage(trainer)} step, which exchanges something between ranks",
+            f"{_name(trainer)} step, which exchanges something between ranks",
             expected="as many batches on every rank",
             ranks=[f"{count} batches" for count in sampler.counts],
             fix=f"Take batches of two rows or more, drop_last=True, or a number of rows that the ranks divide ({_PADDED}).",
@@ -246,13 +217,10 @@ class EvaluationLoaders(FitPart):
         )
 
     def _uneven_sampler(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> EvaluationSampler | None:
-        """Return the sampler of the loader that a batch is from, where ranks have different numbers of its batches."""
-        if self._undo is None or len(args) < 2:
+        """Return the sampler of the loader that a batch is from, if ranks have different numbers of its batches."""
+        if len(args) < 2:
             return None
-        loaders = current_loaders(trainer)
-        if len(args) > 2 and isinstance(args[2], int):
-            loaders = loaders[args[2] : args[2] + 1]
-        for loader in loaders:
+        for loader in _loaders_of(trainer, args)[1]:
             sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
             if isinstance(sampler, EvaluationSampler):
                 counts = [_limited(trainer, count) for count in sampler.counts]
@@ -262,8 +230,17 @@ class EvaluationLoaders(FitPart):
         return None
 
 
-def _stage(trainer: pl.Trainer) -> str:
-    return "" if trainer.state.stage is None else trainer.state.stage.value
+def _name(trainer: pl.Trainer) -> str:
+    stage = trainer.state.stage
+    return "evaluation" if stage is None else str(stage.dataloader_prefix or stage.value).replace("val", "validation")
+
+
+def _loaders_of(trainer: pl.Trainer, args: tuple[Any, ...]) -> tuple[int, list[Any]]:
+    """Return the index and the loader of a step's batch; index 0 and all loaders if their batches are combined."""
+    loaders = current_loaders(trainer)
+    if len(args) > 2 and isinstance(args[2], int):
+        return args[2], loaders[args[2] : args[2] + 1]
+    return 0, loaders
 
 
 def _limited(trainer: pl.Trainer, count: int) -> int:

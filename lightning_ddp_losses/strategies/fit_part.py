@@ -27,7 +27,7 @@ off is not in the list, and a hook that a part does not override costs a step no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Protocol
 
@@ -203,10 +203,13 @@ class FitPart:
 
     Args:
         fit: The fit that it belongs to.
+
+    Attributes:
+        undo: Undoes changes outside of this part, in ``teardown``.
     """
 
     def __init__(self, fit: Fit) -> None:
-        self.fit = fit
+        self.fit, self.undo = fit, ExitStack()
 
     @classmethod
     def is_on(cls, options: LossOptions) -> bool:
@@ -278,3 +281,4 @@ class FitPart:
 
     def teardown(self) -> None:
         """Leave trainer and module as they came."""
+        self.undo.close()

@@ -397,8 +397,8 @@ class LossParallelism:
         liveness.end_run()
         if self.call_check is not None:
             self.call_check.remove()
-        for teardown in reversed(self._hooks["teardown"]):
-            teardown()
+        for part in reversed(self.parts):
+            part.teardown()
 
     def forget(self) -> None:
         """Forget the fit, when Lightning has torn down its own part."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -158,24 +158,14 @@ class GlobalSamplers(FitPart):
         """Return whether the option is on."""
         return options.use_global_sampler
 
-    def __init__(self, fit: Fit) -> None:
-        super().__init__(fit)
-        self._undo: Callable[[], object] | None = None
-        self._has_logged = False
+    _has_logged = False
 
     def setup_environment(self) -> None:
         """See the training loaders of a fit before Lightning does."""
-        if self._undo is None and self.fit.is_fitting:
-            trainer = self.fit.trainer
-            self._undo = compat.replace_training_loaders(trainer, lambda loader: self._replacement(trainer, loader))
+        if self.fit.is_fitting:
+            self.undo.callback(compat.replace_training_loaders(self.fit.trainer, self._replacement))
 
-    def teardown(self) -> None:
-        """Leave the trainer as it came."""
-        if self._undo is not None:
-            self._undo()
-        self._undo = None
-
-    def _replacement(self, trainer: pl.Trainer, dataloader: object) -> object | None:
+    def _replacement(self, dataloader: object) -> object | None:
         """Return the loader with our batches; None where the user chose them.
 
         Raises:
@@ -184,7 +174,7 @@ class GlobalSamplers(FitPart):
         try:
             if _has_own_batches(dataloader):
                 return None
-            loader = _checked(trainer, dataloader)
+            loader = _checked(self.fit.trainer, dataloader)
         except Exception as error:
             handshake.raise_on_all_ranks(error, "train_dataloader")
         batches = _batches_for(loader)

@@ -290,7 +290,7 @@ def validate(number: int, size: int, exchanges: bool = False, **options: Any) ->
 def test_fewer_rows_than_ranks(pool: RankPool) -> None:
     errors = pool.errors(3, validate, 2, 2)
     assert len({error.message for error in errors}) == 1
-    assert "rows of the validate loader: expected at least one for each of 3 ranks, got 2" in errors[0].message
+    assert "rows of the validation loader: expected at least one for each of 3 ranks, got 2" in errors[0].message
     errors = pool.errors(3, predict_few)
     assert "at least one for each of 3 ranks, got 2" in errors[0].message
 
@@ -302,7 +302,7 @@ def predict_few() -> None:
 
 def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(pool: RankPool) -> None:
     for error in pool.errors(2, validate, 5, 1, True):
-        assert "validate step, which exchanges something between ranks: expected as many batches" in error.message
+        assert "validation step, which exchanges something between ranks: expected as many batches" in error.message
         assert "rank 1: 2 batches" in error.message
     # nothing waits where the batch that some ranks have not is left out, or where all have as many
     assert together([{"seen": {"": own}} for own in pool.run(2, validate, 5, 1, True, limit_val_batches=2)], "") == [
