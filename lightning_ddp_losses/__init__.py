@@ -26,6 +26,7 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``layers`` | exact batch norm over the ranks |
 | ``strategies`` | the Lightning strategy: losses beside the model's DDP, their reduction, checkpoints |
 | ``microbatch`` | an encoder over a large batch in pieces |
+| ``ssl`` | statistics of self-supervised losses: Sinkhorn, centre, KoLeo, Barlow Twins, VICReg |
 | ``callbacks`` | checks on every rank during a fit |
 | ``audit`` | N ranks against one process on the same batches, and why they differ |
 | ``demo`` | the modules, data and encoders that the shipped configs train |
@@ -36,8 +37,8 @@ from other libraries, ``lightning_ddp_losses.cli.pages.numbers``, times and memo
 ``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite; in a terminal ``ddp-losses explain``. Names below the top
 level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``,
 ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``,
-``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit`` and
-``lightning_ddp_losses.cli``.
+``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit``
+and ``lightning_ddp_losses.cli``.
 
 ``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
 

@@ -24,6 +24,7 @@ LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("distributed", "collectives", "sharding"), TORCH),
     (("samplers",), TORCH | {"lightning"}),
     (("losses", "metrics", "layers", "strategies", "microbatch"), TRAINING),
+    (("ssl", "integrations"), TRAINING),
     (("callbacks", "audit"), REPORTING),
     (("demo",), None),
     (("cli",), None),

@@ -218,6 +218,20 @@ def own_slices_with_grad(
     return joined
 
 
+def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
+    """Add a tensor over ranks whose shapes are agreed already; every rank computes the same function of the sum.
+
+    Returns:
+        The sum, equal on every rank. Its gradient is W times this rank's own.
+
+    Communication: forward one all-reduce. Backward none.
+    """
+    if process_groups.world_size(group) == 1:
+        return tensor
+    summed: Tensor = _AllReduce.apply(tensor, group, "own_slice", None)  # type: ignore[no-untyped-call]
+    return summed
+
+
 def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
     """Refuse on all ranks a tensor of a kind that cannot travel, or not be added."""
     error = None
@@ -417,7 +431,9 @@ class GatherRows(torch.autograd.Function):
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, backward: Backward, exchange: BackwardExchange) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, group: Group, backward: Backward, exchange: BackwardExchange | None
+    ) -> Tensor:
         ctx.group, ctx.mode, ctx.exchange = group, backward, exchange
         return sum_over_ranks(tensor, group)
 

@@ -406,6 +406,17 @@ def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     return total.to(tensor.dtype)
 
 
+def max_over_ranks(tensor: Tensor, group: Group) -> Tensor:
+    """Return the largest of each element. Communication: one all-reduce."""
+    if process_groups.world_size(group) == 1:
+        return tensor
+    if is_staged(tensor, group):
+        return max_over_ranks(_on_host(tensor), group).to(tensor.device)
+    largest = tensor.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group_for(largest, group))
+    return largest
+
+
 # ---------------------------------------------------------------------- messages from rank to rank
 
 

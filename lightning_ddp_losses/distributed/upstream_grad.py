@@ -115,6 +115,14 @@ class UpstreamGradWatch:
         self._noted: list[_NotedGrad] = []
         self._everywhere = False
 
+    @classmethod
+    def of(cls, title: str, group: Group) -> UpstreamGradWatch:
+        """Return the watch of a function's values, which lives as long as the group. A world of one compares nothing."""
+        if process_groups.world_size(group) == 1:
+            return cls()
+        watches: dict[str, UpstreamGradWatch] = process_groups.internal_groups(group).notes.setdefault(cls, {})
+        return watches.setdefault(title, cls())
+
     def watch(self, value: Any, *, group: Group = None) -> Any:
         """Return the same value, or nest of values; the upstream gradient of each tensor will be noted.
 

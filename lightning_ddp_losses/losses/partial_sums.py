@@ -476,7 +476,7 @@ def global_mean(
     dtype = precision.compute_dtype([total])
     totals = total.to(dtype)
     # 2. that of all ranks
-    watch = _watch_of(title, group)
+    watch = UpstreamGradWatch.of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
     local_totals = [0.0] * len(counts)
@@ -569,10 +569,3 @@ def _refuse_partial_graph(title: str, flags: Sequence[bool]) -> None:
             collective=True,
         )
 
-
-def _watch_of(title: str, group: Group) -> UpstreamGradWatch:
-    """Return what notes the upstream gradients of the means of this title; it lives as long as the group."""
-    if process_groups.world_size(group) == 1:
-        return UpstreamGradWatch()  # there is nothing to compare
-    watches: dict[str, UpstreamGradWatch] = process_groups.internal_groups(group).notes.setdefault("global_mean", {})
-    return watches.setdefault(title, UpstreamGradWatch())

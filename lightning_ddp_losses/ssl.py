@@ -1,0 +1,286 @@
+"""Statistics of self-supervised losses over the rows of all ranks: each equals one process on the global batch, few numbers travel.
+
+| function | for | ranks exchange |
+|---|---|---|
+| ``sinkhorn`` | SwAV, DINOv2: balanced assignments to prototypes | 2 K numbers per iteration |
+| ``Center`` | DINO: the running mean of the teacher's outputs | D numbers |
+| ``koleo`` | DINOv2: spread of the rows | all rows, once |
+| ``cross_correlation``, ``barlow_twins`` | Barlow Twins | D x D numbers |
+| ``moments``, ``vicreg`` | VICReg, whitening | D x D numbers |
+
+An EMA teacher needs nothing: it is a function of parameters that are equal on every rank. A momentum queue is pytorch-metric-learning's
+``CrossBatchMemory`` in a ``GlobalBatchLoss``.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` features, ``K`` prototypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.core.autograd_graph import remember_global_value
+from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import BackwardExchange, GatherRows, sum_with_grad
+from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
+from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_count
+from lightning_ddp_losses.losses.moments import (
+    Moments,
+    barlow_twins,
+    cross_correlation,
+    meet,
+    moments,
+    vicreg,
+)
+from lightning_ddp_losses.losses.partial_sums import global_mean
+
+__all__ = ["Center", "Moments", "barlow_twins", "cross_correlation", "koleo", "moments", "sinkhorn", "vicreg"]
+
+_TILE_BYTES = 64 << 20
+
+
+# ---------------------------------------------------------------------- targets of a teacher, without gradient
+
+
+@eager_recursive
+@torch.no_grad()
+def sinkhorn(logits: Tensor, *, temperature: float, iterations: int = 3, group: Group = None) -> Tensor:
+    """Assign rows to prototypes so that all prototypes get the same weight over the rows of all ranks.
+
+    Equivalent to: Sinkhorn-Knopp on ``exp(logits / temperature)`` of the rows of all ranks in one process. It is computed with
+    logarithms, so that large logits at a small temperature neither overflow nor vanish.
+
+    Args:
+        logits: (B, K), floating and finite. Half precision is computed in float32.
+        temperature: Positive number that divides the logits.
+        iterations: Number of normalisations of both prototypes and rows.
+        group: Process group. None: the world.
+
+    Returns:
+        (B, K), the assignments of this rank's rows. Each row sums to 1. They have no gradient.
+
+    Communication:
+        One handshake. Per iteration an all-reduce of K maxima and one of K sums. The host waits for the device once.
+
+    Raises:
+        ConfigurationError: on every rank, for a temperature that is not positive, or fewer than one iteration.
+        InputError: on every rank, for logits that are not (B, K) or not finite, and if no rank has rows.
+        RankMismatchError: on every rank, for another K, dtype, temperature or number of iterations.
+
+    Source:
+        Caron et al., SwAV (2020), arXiv 2006.09882, section 3.1; Oquab et al., DINOv2 (2023), arXiv 2304.07193.
+
+    Example:
+        >>> import torch
+        >>> sinkhorn(torch.eye(2), temperature=0.1).round()
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    try:
+        expect_positive("sinkhorn: temperature", temperature)
+        expect_count("sinkhorn: iterations", iterations)
+    except ConfigurationError as error:
+        handshake.raise_on_all_ranks(error, "sinkhorn", group=group)
+    options = {"temperature": temperature, "iterations": iterations}
+    (rows,), _ = meet("sinkhorn", {"logits": logits}, options, group)
+    scaled = rows / temperature
+    # any number that is not finite becomes one that no sum loses
+    scaled = scaled.nan_to_num(torch.nan, torch.nan, torch.nan)
+    row_weights = scaled.new_zeros(len(scaled), 1)
+    for iteration in range(iterations):
+        # 1. each prototype gets the same weight over all rows
+        prototype_weights = -_logsumexp_of_all_rows(scaled + row_weights, group)
+        if iteration == 0 and not prototype_weights.isfinite().all():
+            _refuse_not_finite(logits, group)
+        # 2. each row has weight 1
+        row_weights = -torch.logsumexp(scaled + prototype_weights, 1, keepdim=True)
+    return (scaled + prototype_weights).softmax(1)
+
+
+def _logsumexp_of_all_rows(values: Tensor, group: Group) -> Tensor:
+    """Return the logarithm of the sum of exponentials over the rows of all ranks, (K,)."""
+    own = values.amax(0) if len(values) else values.new_full(values.shape[1:], -torch.inf)
+    largest = max_over_ranks(own, group)
+    return largest + sum_with_grad((values - largest).exp().sum(0), group).log()
+
+
+def _refuse_not_finite(logits: Tensor, group: Group) -> None:
+    """Raise on every rank; all have seen the same sums."""
+    number = int((~logits.isfinite()).sum())
+    payloads = handshake.all_gather("sinkhorn: numbers that are not finite", {}, str(number).encode(), group=group)
+    ranks = [f"{sent.decode()} numbers that are not finite" for sent in payloads]
+    raise InputError("sinkhorn: logits", expected="finite numbers", ranks=ranks, collective=True)
+
+
+class Center(WithProcessGroup, nn.Module):
+    """The running mean of a teacher's outputs over the rows of all ranks, as DINO subtracts it.
+
+    A mean of the ranks' means weighs the rows of a small batch more. This one is over rows, and a rank may have none.
+
+    Args:
+        dim: D, number of outputs.
+        momentum: Share of the former centre that ``update`` keeps, from 0 to 1.
+        group: Process group. None: the world.
+
+    Attributes:
+        center: (D,), a buffer, equal on every rank.
+
+    Example:
+        >>> import torch
+        >>> center = Center(3)
+        >>> outputs = torch.randn(4, 3)
+        >>> targets = center.softmax(outputs, temperature=0.04)
+        >>> center.update(outputs)
+    """
+
+    center: Tensor
+
+    def __init__(self, dim: int, momentum: float = 0.9, *, group: Group = None) -> None:
+        super().__init__()
+        expect_count("Center: dim", dim)
+        expect(0 <= momentum <= 1, "Center: momentum", expected="a number from 0 to 1", got=momentum)
+        self.momentum = momentum
+        self._group = group
+        self.register_buffer("center", torch.zeros(dim))
+
+    @eager_recursive
+    @torch.no_grad()
+    def update(self, outputs: Tensor) -> None:
+        """Move the centre towards the mean of the outputs of all ranks.
+
+        Args:
+            outputs: (B, D), of the teacher.
+
+        Communication: one handshake and one all-reduce of D numbers.
+
+        Raises:
+            InputError: on every rank, for outputs that are not (B, D), and if no rank has rows.
+            RankMismatchError: on every rank, for another D, dtype or momentum.
+        """
+        (rows,), counts = meet(
+            "Center", {"outputs": outputs}, {"momentum": self.momentum}, self._group, features=len(self.center)
+        )
+        mean = sum_with_grad(rows.sum(0), self._group) / sum(counts)
+        self.center.lerp_(mean.to(self.center.dtype), 1 - self.momentum)
+
+    def softmax(self, logits: Tensor, temperature: float) -> Tensor:
+        """Return ``softmax((logits - center) / temperature)``, (B, D), at least in float32. Communication: none."""
+        expect_positive("Center: temperature", temperature)
+        wide = logits.to(precision.compute_dtype([logits, self.center]))
+        return ((wide - self.center) / temperature).softmax(-1)
+
+    def extra_repr(self) -> str:
+        """Show the size and the momentum."""
+        return f"dim={len(self.center)}, momentum={self.momentum}"
+
+
+# ---------------------------------------------------------------------- spread of the rows
+
+
+@eager_recursive
+def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = None) -> Tensor:
+    """Compute the KoLeo loss: minus the mean logarithm of each row's distance to its nearest neighbour over all ranks.
+
+    Equivalent to: ``lightly.loss.KoLeoLoss()`` in one process on the rows of all ranks.
+
+    Args:
+        rows: (B, D), floating. They are normalised first.
+        groups: Number of equal parts of this rank's rows, one behind the other, such as the crops of its images. A row is compared with
+            the same part on all ranks. The loss is the mean over all rows (DINOv2 adds the losses of its crops).
+        eps: Added to the distances.
+        group: Process group. None: the world.
+
+    Returns:
+        The global loss, 0-dim, equal on every rank.
+
+    Gradient:
+        After DDP's mean over ranks that of one process. A row also gets the gradient as another rank's neighbour.
+
+    Communication:
+        Forward a handshake, a gather of (G, D) and a handshake. Backward one exchange of (G, D). Memory:
+        G x D, and a tile of at most 64 MiB.
+
+    Raises:
+        ConfigurationError: on every rank, for ``groups`` that is no positive integer.
+        InputError: on every rank, for rows that are not (B, D) or that ``groups`` does not divide, and for a part with fewer than two rows.
+        RankMismatchError: on every rank, for another D, dtype or ``groups``.
+
+    Source:
+        Sablayrolles et al., Spreading vectors for similarity search (2019), arXiv 1806.03198, equation 2.
+
+    Example:
+        >>> import torch
+        >>> loss = koleo(torch.randn(8, 3))
+    """
+    try:
+        expect_count("koleo: groups", groups)
+    except ConfigurationError as error:
+        handshake.raise_on_all_ranks(error, "koleo", group=group)
+    must_match = {"groups": groups, "eps": eps}
+    (own,), counts = meet("koleo", {"rows": rows}, must_match, group, parts=groups, at_least=2 * groups)
+    with precision.without_autocast([rows.device.type]):
+        own = functional.normalize(own, dim=1, eps=eps)
+        everywhere = _gather(own, counts, group)
+        # the nearest neighbour of each row in its part
+        nearest = torch.cat(
+            [own.new_empty(0, dtype=torch.int64), *_nearest_rows(own, everywhere, counts, groups, group)]
+        )
+        distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
+        total = -(distances + eps).log().sum()
+    value = global_mean(total, len(rows), name="koleo", group=group)
+    remember_global_value(value)
+    return value
+
+
+def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """Return the rows of all ranks, whose gradients are summed over ranks."""
+    if process_groups.world_size(group) == 1:
+        return rows
+    exchange = BackwardExchange("koleo", group)
+    sizes = list(counts)
+    gathered: tuple[Tensor] = GatherRows.apply(  # type: ignore[no-untyped-call]
+        lambda: [all_gather_rows(rows, sizes, group)], [sizes], group, "sum", exchange, rows
+    )
+    return gathered[0]
+
+
+@torch.no_grad()
+def _nearest_rows(
+    own: Tensor, everywhere: Tensor, counts: Sequence[int], groups: int, group: Group
+) -> Iterator[Tensor]:
+    """Yield the places of the nearest neighbours of this rank's rows among those of all ranks, tile by tile."""
+    rank, starts = process_groups.rank(group), [sum(counts[:rank]) for rank in range(len(counts))]
+    for part in range(groups):
+        # places of this part's rows, of all ranks
+        ranges = []
+        for start, count in zip(starts, counts, strict=True):
+            size = count // groups
+            ranges.append(torch.arange(start + part * size, start + (part + 1) * size, device=own.device))
+        places = torch.cat(ranges)
+        columns = everywhere[places]
+        first = sum(count // groups for count in counts[:rank])
+        size = counts[rank] // groups
+        tile_rows = max(1, _TILE_BYTES // max(1, columns.shape[0] * columns.element_size()))
+        for start in range(0, size, tile_rows):
+            stop = min(start + tile_rows, size)
+            similarities = own[part * size + start : part * size + stop] @ columns.T
+            # a row is not its own neighbour
+            itself = torch.arange(first + start, first + stop, device=own.device)
+            similarities.scatter_(1, itself[:, None], -torch.inf)
+            yield places[similarities.argmax(1)]
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def expect_positive(what: str, value: float) -> None:
+    """Raise a ``ConfigurationError`` unless a number is positive and finite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    expect(is_number and 0 < value < math.inf, what, expected="a positive number", got=repr(value))

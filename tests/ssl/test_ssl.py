@@ -1,0 +1,310 @@
+"""`ssl`: each function on ranks equals the naive formula of one process on all rows, in value and gradient; what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import ConfigurationError, InputError, RankMismatchError, ssl
+from tests.counting import CountCollectives
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+FEATURES, OUTPUTS = 4, 6
+SPLITS = {1: [[16]], 2: [[8, 8], [5, 11]], 3: [[5, 5, 6], [5, 11, 0]]}
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, OUTPUTS), nn.Tanh()).double()
+
+
+def views() -> Tensor:
+    """(2, 16, F): two views of all rows."""
+    return torch.randn(2, 16, FEATURES, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------- naive formulas of one process
+
+
+def naive_barlow(a: Tensor, b: Tensor) -> Tensor:
+    c = naive_correlation(a, b)
+    on = c.diagonal()
+    return (on - 1).square().sum() + 5e-3 * (c.square().sum() - on.square().sum())
+
+
+def naive_correlation(a: Tensor, b: Tensor) -> Tensor:
+    return (
+        functional.batch_norm(a, None, None, training=True).T
+        @ functional.batch_norm(b, None, None, training=True)
+        / len(a)
+    )
+
+
+def naive_vicreg(a: Tensor, b: Tensor) -> Tensor:
+    value = 25 * functional.mse_loss(a, b)
+    for view in (a, b):
+        value = value + 25 * 0.5 * (1 - (view.var(0) + 1e-4).sqrt()).relu().mean()
+        covariance = torch.cov(view.T)
+        value = value + (covariance - covariance.diagonal().diag()).square().sum() / a.shape[1]
+    return value
+
+
+def naive_koleo(rows: Tensor) -> Tensor:
+    unit = functional.normalize(rows, dim=1)
+    similarities = (unit @ unit.T).fill_diagonal_(-2)
+    return -(functional.pairwise_distance(unit, unit[similarities.argmax(1)], eps=1e-8) + 1e-8).log().mean()
+
+
+def weighted(tensor: Tensor) -> Tensor:
+    """A number in which each entry of a tensor has a part of its own."""
+    return (tensor * torch.linspace(-1, 2, tensor.numel(), dtype=tensor.dtype).view(tensor.shape)).sum()
+
+
+def of_moments(rows: Tensor) -> Tensor:
+    found = ssl.moments(rows)
+    return weighted(found.mean) + weighted(found.covariance) + weighted(found.variance.sqrt())
+
+
+def naive_of_moments(rows: Tensor) -> Tensor:
+    return weighted(rows.mean(0)) + weighted(torch.cov(rows.T)) + weighted(rows.std(0))
+
+
+Function = Callable[[Tensor, Tensor], Tensor]
+CASES: dict[str, tuple[Function, Function]] = {
+    "barlow_twins": (ssl.barlow_twins, naive_barlow),
+    "cross_correlation": (
+        lambda a, b: weighted(ssl.cross_correlation(a, b)),
+        lambda a, b: weighted(naive_correlation(a, b)),
+    ),
+    "vicreg": (ssl.vicreg, naive_vicreg),
+    "koleo": (lambda a, b: ssl.koleo(a) + 2 * ssl.koleo(b), lambda a, b: naive_koleo(a) + 2 * naive_koleo(b)),
+    "moments": (lambda a, b: of_moments(a * b), lambda a, b: naive_of_moments(a * b)),
+}
+
+
+def loss_and_gradients(model: nn.Module, function: Function, rows: Tensor) -> dict[str, Tensor]:
+    outputs = model(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+    value = function(outputs[0], outputs[1])
+    value.backward()
+    net = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(net, nn.Module)
+    return {"value": value.detach(), **{name: p.grad for name, p in net.named_parameters() if p.grad is not None}}
+
+
+def own_rows(everywhere: Tensor, sizes: list[int], dim: int = 0) -> Tensor:
+    rank = dist.get_rank()
+    return everywhere.narrow(dim, list(accumulate(sizes, initial=0))[rank], sizes[rank])
+
+
+def on_ranks(name: str, sizes: list[int]) -> dict[str, Tensor]:
+    return loss_and_gradients(DistributedDataParallel(encoder()), CASES[name][0], own_rows(views(), sizes, 1))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_process(pool: RankPool, world_size: int, name: str) -> None:
+    truth = loss_and_gradients(encoder(), CASES[name][1], views())
+    for sizes in SPLITS[world_size]:
+        for found in pool.run(world_size, on_ranks, name, sizes):
+            assert_close(found, truth, rtol=1e-10)
+
+
+# ---------------------------------------------------------------------- sinkhorn and the centre
+
+
+def naive_sinkhorn(logits: Tensor, temperature: float, iterations: int) -> Tensor:
+    weights = (logits / temperature).exp()
+    for _ in range(iterations):
+        weights = weights / weights.sum(0)
+        weights = weights / weights.sum(1, keepdim=True)
+    return weights
+
+
+def all_logits(largest: float) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return (torch.rand(16, OUTPUTS, generator=generator, dtype=torch.float64) * 2 - 1) * largest
+
+
+def assigned(sizes: list[int], largest: float, dtype: torch.dtype, **options: Any) -> Tensor:
+    logits = own_rows(all_logits(largest), sizes).to(dtype).requires_grad_()
+    found = ssl.sinkhorn(logits, **options)
+    assert not found.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("iterations", [1, 3, 30])
+def test_assignments_of_one_process(pool: RankPool, world_size: int, iterations: int) -> None:
+    truth = naive_sinkhorn(all_logits(1.0), 0.05, iterations)
+    for sizes in SPLITS[world_size]:
+        found = pool.run(world_size, assigned, sizes, 1.0, torch.float64, temperature=0.05, iterations=iterations)
+        assert_close({"assignments": torch.cat(found)}, {"assignments": truth}, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_logits_stay_finite(pool: RankPool, dtype: torch.dtype) -> None:
+    found = torch.cat(pool.run(3, assigned, [5, 11, 0], 30.0, dtype, temperature=0.04, iterations=30))
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.sum(1), torch.ones(16, dtype=found.dtype))
+    # the wide computation of one process, without a group
+    wide = ssl.sinkhorn(all_logits(30.0).to(dtype).double(), temperature=0.04, iterations=30)
+    torch.testing.assert_close(found.double(), wide, atol=1e-3 if found.dtype == torch.float32 else 1e-9, rtol=0)
+
+
+def centred(sizes: list[int]) -> dict[str, Tensor]:
+    center = ssl.Center(OUTPUTS, momentum=0.8).double()
+    for step in range(3):
+        center.update(own_rows(all_logits(1.0 + step), sizes))
+    return {"center": center.center, "targets": center.softmax(all_logits(1.0), temperature=0.1)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_centre_of_one_process(pool: RankPool, world_size: int) -> None:
+    center = torch.zeros(OUTPUTS, dtype=torch.float64)
+    for step in range(3):
+        center = 0.8 * center + 0.2 * all_logits(1.0 + step).mean(0)
+    truth = {"center": center, "targets": ((all_logits(1.0) - center) / 0.1).softmax(1)}
+    for sizes in SPLITS[world_size]:
+        found = pool.run(world_size, centred, sizes)
+        assert all(torch.equal(each["center"], found[0]["center"]) for each in found)
+        assert_close(found[0], truth, rtol=1e-10)
+
+
+# ---------------------------------------------------------------------- parts, precision, bytes
+
+
+def koleo_of_parts(sizes: list[int]) -> float:
+    rows = views().flatten(0, 1)[: 2 * sum(sizes)]
+    crops = torch.cat([own_rows(crop, sizes) for crop in rows.chunk(2)])
+    return ssl.koleo(crops, groups=2).item()
+
+
+def test_koleo_compares_equal_parts(pool: RankPool) -> None:
+    first, second = views().flatten(0, 1).chunk(2)
+    truth = float(naive_koleo(first) + naive_koleo(second)) / 2
+    for sizes in SPLITS[3]:
+        assert pool.run(3, koleo_of_parts, sizes) == pytest.approx([truth] * 3, rel=1e-10)
+
+
+def in_low_precision(name: str) -> tuple[torch.dtype, float]:
+    rows = own_rows(views(), [5, 11], 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = CASES[name][0](rows[0].bfloat16(), rows[1].bfloat16())
+    return value.dtype, value.item()
+
+
+@pytest.mark.parametrize("name", ["barlow_twins", "vicreg", "koleo"])
+def test_halves_are_computed_in_float32(pool: RankPool, name: str) -> None:
+    a, b = views().bfloat16().double()
+    for dtype, value in pool.run(2, in_low_precision, name):
+        assert dtype == torch.float32
+        assert value == pytest.approx(float(CASES[name][1](a, b)), rel=1e-4)
+
+
+def counted(name: str, rows: int) -> tuple[list[str], list[str]]:
+    """Collectives of forward and of backward."""
+    a, b = torch.randn(2, rows, OUTPUTS, requires_grad=True).unbind()
+    with CountCollectives() as collectives:
+        value = CASES[name][0](a, b)
+        forward = collectives.take()
+        value.backward()
+    return forward, collectives.take()
+
+
+@pytest.mark.parametrize("name", ["barlow_twins", "cross_correlation", "vicreg"])
+def test_moments_need_a_handshake_and_two_sums(pool: RankPool, name: str) -> None:
+    for forward, backward in pool.run(2, counted, name, 300):
+        assert len(forward) == 3
+        assert forward[1:] == ["allreduce_"] * 2
+        assert backward == []
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def _rows(*shape: int) -> Tensor:
+    return torch.zeros(shape) if 0 in shape else torch.linspace(-1, 1, torch.Size(shape).numel()).sin().view(shape)
+
+
+def _logits_with(value: float) -> Tensor:
+    logits = _rows(4, 3)
+    if dist.get_rank() == 1:
+        logits[0, 0] = value
+    return logits
+
+
+REFUSALS: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
+    "prototypes": (lambda rank: ssl.sinkhorn(_rows(4, 3 + rank), temperature=1.0), RankMismatchError, r"\(rows, 4\)"),
+    "features": (lambda rank: ssl.vicreg(_rows(4, 3 + rank), _rows(4, 3 + rank)), RankMismatchError, r"\(rows, 4\)"),
+    "no rows": (lambda rank: ssl.sinkhorn(_rows(0, 3), temperature=1.0), InputError, "rank 1: 0"),
+    "no outputs": (lambda rank: ssl.Center(3).update(_rows(0, 3)), InputError, "1 or more on all ranks"),
+    "one row": (lambda rank: ssl.moments(_rows(1 - rank, 3)), InputError, "2 or more on all ranks"),
+    "one row a part": (lambda rank: ssl.koleo(_rows(2 * rank, 3), groups=2), InputError, "4 or more on all ranks"),
+    "temperature": (lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=0.0), ConfigurationError, "positive number"),
+    "temperature of one rank": (
+        lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=1.0 - rank),
+        ConfigurationError,
+        "positive number",
+    ),
+    "temperatures": (lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=1.0 + rank), RankMismatchError, "temperature"),
+    "iterations": (
+        lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=1.0, iterations=0),
+        ConfigurationError,
+        "1 or more",
+    ),
+    "infinite": (lambda rank: ssl.sinkhorn(_logits_with(torch.inf), temperature=1.0), InputError, "rank 1: 1 numbers"),
+    "masked": (lambda rank: ssl.sinkhorn(_logits_with(-torch.inf), temperature=1.0), InputError, "rank 1: 1 numbers"),
+    "not a number": (lambda rank: ssl.sinkhorn(_logits_with(torch.nan), temperature=1.0), InputError, "rank 1: 1 num"),
+    "three dimensions": (lambda rank: ssl.koleo(_rows(2, 2, 2)), InputError, "floating tensor"),
+    "integers": (lambda rank: ssl.moments(torch.ones(4, 3, dtype=torch.int64)), InputError, "floating tensor"),
+    "views": (lambda rank: ssl.barlow_twins(_rows(4, 3), _rows(3 + rank, 3)), InputError, "views of one shape"),
+    "parts": (lambda rank: ssl.koleo(_rows(4 + rank, 3), groups=2), InputError, "a multiple of 2 rows"),
+    "weights": (lambda rank: ssl.vicreg(_rows(4, 3), _rows(4, 3), covariance=rank), RankMismatchError, "weights"),
+    "outputs": (lambda rank: ssl.Center(3).update(_rows(4, 2)), InputError, "features of outputs"),
+}
+
+
+def refused(name: str) -> None:
+    REFUSALS[name][0](dist.get_rank())
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_on_all_ranks(pool: RankPool, name: str) -> None:
+    _, error, words = REFUSALS[name]
+    for found in pool.errors(2, refused, name):
+        assert found.type == error.__name__, found
+        assert re.search(words, found.message), found.message
+
+
+def weighed_differently() -> None:
+    for _ in range(2):
+        rows = _rows(4, 3).requires_grad_()
+        (ssl.vicreg(rows, 2 * rows) * (1 + dist.get_rank())).backward()
+
+
+def test_other_coefficients_are_refused(pool: RankPool) -> None:
+    for found in pool.errors(2, weighed_differently):
+        assert found.type == "RankMismatchError"
+        assert "coefficient of the last backward" in found.message
+
+
+def without_group() -> list[float]:
+    a, b = views()[:, :, :3]
+    return [CASES[name][0](a, b).item() for name in CASES]
+
+
+def test_without_a_process_group(pool: RankPool) -> None:
+    a, b = views()[:, :, :3]
+    (found,) = pool.run(1, without_group, distributed=False)
+    assert found == pytest.approx([float(CASES[name][1](a, b)) for name in CASES], rel=1e-10)
