@@ -568,4 +568,3 @@ def _refuse_partial_graph(title: str, flags: Sequence[bool]) -> None:
             fix="A rank without rows comes with a sum that went through the model: model(rows).sum() * 0.",
             collective=True,
         )
-
