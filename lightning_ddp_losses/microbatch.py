@@ -9,10 +9,8 @@ Held at the peak: the activations of one piece; the results of all rows, once; t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_count, expect_option
+from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 
 
 def microbatched(
@@ -72,6 +70,7 @@ class _Pieces:
 
     def __init__(self, encoder: nn.Module, chunk_size: int, batch_norm: str) -> None:
         self.encoder, self.chunk_size, self.batch_norm = encoder, chunk_size, batch_norm
+        self._title = f"microbatched({type(encoder).__name__})"
         self.forward: Callable[..., Any] = encoder
 
     @eager_recursive
@@ -121,25 +120,25 @@ class _Pieces:
 
     def _run(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the encoder on one piece, in forward and again in backward."""
-        if self._parameter_versions() != versions:
-            raise ConfigurationError(
-                f"microbatched({type(self.encoder).__name__})",
-                expected="the same parameters in backward as in forward",
-                got="some that were changed in between",
-                fix="Step the optimizer after the last backward through this call.",
-            )
+        expect(
+            self._parameter_versions() == versions,
+            self._title,
+            expected="the same parameters in backward as in forward",
+            got="some that were changed in between",
+            fix="Step the optimizer after the last backward through this call.",
+        )
         before = self._buffer_versions()
         with self._norms_in_eval():
             result = self.forward(*args, **kwargs)
         after = self._buffer_versions()
         written = [name for name, version in after.items() if before.get(name, version) != version]
-        if written and torch.is_grad_enabled():
-            raise ConfigurationError(
-                f"microbatched({type(self.encoder).__name__})",
-                expected="layers that leave their buffers alone",
-                got=f"{', '.join(written)} written in forward",
-                fix="Each piece would write them, and once more in backward. Put the layer into eval() mode, or replace it.",
-            )
+        expect(
+            not written or not torch.is_grad_enabled(),
+            self._title,
+            expected="layers that leave their buffers alone",
+            got=f"{', '.join(written)} written in forward",
+            fix="Each piece would write them, and once more in backward. Put the layer into eval() mode, or replace it.",
+        )
         return result
 
     def _buffer_versions(self) -> dict[str, int]:
@@ -159,7 +158,7 @@ class _Pieces:
         found = self._norms() if self.batch_norm == "refuse" else []
         expect(
             not found,
-            f"microbatched({type(self.encoder).__name__})",
+            self._title,
             expected="no batch norm in training mode",
             got=", ".join(f"{name} ({type(module).__name__})" for name, module in found),
             fix="Its statistics would be those of a piece. Use GroupNorm or LayerNorm, put it into eval() mode, or pass "
@@ -169,9 +168,7 @@ class _Pieces:
     @contextmanager
     def _norms_in_eval(self) -> Iterator[None]:
         """Let batch norms use their running statistics, where that was asked for."""
-        norms = []
-        if self.batch_norm == "eval":
-            norms = [module for _, module in self._norms()]
+        norms = [module for _, module in self._norms()] if self.batch_norm == "eval" else []
         for module in norms:
             module.training = False
         try:
@@ -222,6 +219,9 @@ def _rebuilt(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+_TENSOR = object()  # stands for a tensor in the form of a result
+
+
 class _Joined:
     """Joins nests of equal form into one, their tensors along dim 0; what is no tensor comes from the first.
 
@@ -233,7 +233,7 @@ class _Joined:
 
     def __init__(self, rows: int) -> None:
         self._rows = rows
-        self._form: Any = None  # the nest with a `_Place` for each tensor
+        self._form: Any = None  # the nest with `_TENSOR` in place of each tensor
         self._joined: list[Tensor] = []  # one for each place
         self._graph_ends: list[list[Tensor]] = []  # what stands for each piece in the graph
         self._sizes: list[int] = []
@@ -243,7 +243,7 @@ class _Joined:
         tensors, size = list(nests.tensors_in(result)), piece.stop - piece.start
         # 1. the first result says what all rows will give
         if not self._sizes:
-            self._form = _with_places(result)
+            self._form = _rebuilt(_placeholder, result)
             self._joined = [tensor.new_empty((self._rows, *tensor.shape[1:])) for tensor in tensors]
             self._graph_ends = [[] for _ in tensors]
         # 2. each tensor goes to its place
@@ -263,41 +263,22 @@ class _Joined:
         joined = []
         for tensor, graph_ends in zip(self._joined, self._graph_ends, strict=True):
             joined.append(_JoinedRows.apply(tensor, self._sizes, *graph_ends))  # type: ignore[no-untyped-call]
-
-        def fill(leaf: Any) -> Any:
-            return joined[leaf.index] if isinstance(leaf, _Place) else leaf
-
-        return _rebuilt(fill, self._form)
+        tensors = iter(joined)
+        return _rebuilt(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self._form)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a tensor of the result goes."""
-
-    index: int
-
-
-def _with_places(result: Any) -> Any:
-    """Return the nest with a place for each tensor, numbered in order."""
-    numbers = itertools.count()
-
-    def mark(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return _Place(next(numbers))
-        return _without_tensors(leaf)
-
-    return _rebuilt(mark, result)
-
-
-def _without_tensors(leaf: Any) -> Any:
-    """Return an object that is no nest, if it holds no tensors."""
-    if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
-        raise InputError(
-            "microbatched: result",
-            expected="tensors in tuples, lists and dicts",
-            got=f"tensors inside a {type(leaf).__name__}, whose pieces cannot be joined",
-            fix="Return a tuple or a dict.",
-        )
+def _placeholder(leaf: Any) -> Any:
+    """Return a mark for a tensor, and any other leaf as it is; refuse an object that holds tensors but is no nest."""
+    if isinstance(leaf, Tensor):
+        return _TENSOR
+    expect(
+        not any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()),
+        "microbatched: result",
+        expected="tensors in tuples, lists and dicts",
+        got=f"tensors inside a {type(leaf).__name__}, whose pieces cannot be joined",
+        fix="Return a tuple or a dict.",
+        error=InputError,
+    )
     return leaf
 
 
