@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
-from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.losses.element_losses import (
     collects_counts,
     element_losses,
@@ -42,9 +41,8 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
-from lightning_ddp_losses.losses.products import ProductForm
 from lightning_ddp_losses.losses.row_chunks import RowChunks, chunks_of
-from lightning_ddp_losses.losses.tiled import TileCompiler, TiledCall, TiledPlan
+from lightning_ddp_losses.losses.tiled import TiledCall
 
 
 @dataclass(frozen=True)
@@ -134,39 +132,17 @@ class Tiled:
     """A loss that is a sum over anchors, in tiles of our own: each rank its own anchors.
 
     Attributes:
-        loss: PML's.
+        tiled: The call and its options.
         exchange: How ranks exchange.
-        plan: Its tiled evaluation.
-        symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
-        tile_bytes: The most that a tile may take; None: a default.
-        compiler: Compiles what is elementwise in a tile; None: nothing is compiled.
-        products: How rows are multiplied.
     """
 
-    loss: Any
+    tiled: TiledCall
     exchange: SumExchange
-    plan: TiledPlan
-    symmetric: bool
-    tile_bytes: int | None = None
-    compiler: TileCompiler | None = None
-    products: ProductForm = "float32"
 
     def run(self, call: PMLCall) -> Tensor:
         """Return the global loss."""
-        exchange, rows = self.exchange, call.given["embeddings"]
-        with_counts = collects_counts(self.loss)
-        on_device = not with_counts and travels_on_device(rows, exchange.group)
-        tiled = TiledCall(
-            self.loss,
-            self.plan,
-            call,
-            symmetric=self.symmetric,
-            tile_bytes=self.tile_bytes,
-            on_device=on_device,
-            compiler=self.compiler,
-            products=self.products,
-        )
-        tiled.rehearse(exchange.title, exchange.group)
+        tiled, exchange, loss, rows = self.tiled, self.exchange, self.tiled.loss, call.given["embeddings"]
+        tiled.rehearse(exchange.title)
         # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:
@@ -178,27 +154,27 @@ class Tiled:
         sums, row_stats = exchange.gather(
             partials,
             rows,
-            with_counts=with_counts,
+            with_counts=tiled.records,
             present=present,
-            row_stats=forward.row_stats if self.symmetric else None,
+            row_stats=forward.row_stats if tiled.symmetric else None,
             rows_by_rank=call.counts["embeddings"],
             handshake_bytes=handshake_bytes,
         )
         graph, value = forward.value(sums, row_stats)
-        if with_counts:
-            _record_counts(self.loss, sums)
-        record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
+        if tiled.records:
+            _record_counts(loss, sums)
+        record_norms(loss.distance, call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
-        if not _regularizes_embeddings(self.loss):
+        if not _regularizes_embeddings(loss):
             return graph
-        regularizer = _embedding_term(self.loss, self._rows_with_grad(call))
-        record_sub_loss(self.loss, "embedding_reg_loss", ONE_ELEMENT)
+        regularizer = _embedding_term(loss, self._rows_with_grad(call))
+        record_sub_loss(loss, "embedding_reg_loss", ONE_ELEMENT)
         return value_with_grad(value + regularizer.detach(), graph + regularizer)
 
     def _rows_with_grad(self, call: PMLCall) -> Tensor:
         """Return all ranks' rows in the graph of this rank's; symmetric tiles leave the gathered ones without."""
         everywhere: Tensor = call.arguments["embeddings"]
-        if not self.symmetric:
+        if not self.tiled.symmetric:
             return everywhere
         local = call.given["embeddings"]
         place = (0, call.bound[0], local.shape[0])

@@ -51,7 +51,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     is_separable,
 )
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
-from lightning_ddp_losses.losses.tiled import TileCompiler, tiled_plan
+from lightning_ddp_losses.losses.tiled import TileCompiler, TiledCall, tiled_plan
 
 _WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
 
@@ -302,8 +302,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
-                symmetric, compiler = plan.is_symmetric(given, two_views=two_views), self._tile_compiler
-                return Tiled(loss, self._exchange(rows), plan, symmetric, self.tile_bytes, compiler, rows.form), call
+                symmetric = plan.is_symmetric(given, two_views=two_views)
+                tile_options = self.tile_bytes, self._tile_compiler, rows.form
+                tiled = TiledCall(loss, plan, call, symmetric, self._group, *tile_options)
+                return Tiled(tiled, self._exchange(rows)), call
             if call.rows_possible():
                 return Rows(loss, self._exchange(rows), self.tile_bytes), call
         # the full loss on every rank

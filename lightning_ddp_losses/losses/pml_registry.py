@@ -124,10 +124,7 @@ _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
 def facts_of(loss: nn.Module) -> LossFacts:
     """Return the row of a loss's class; a subclass inherits how it is called, but not in which mode it is exact."""
-    facts = LOSSES.get(type(loss))
-    if facts is None:
-        return _inherited(type(loss))
-    return facts
+    return LOSSES.get(type(loss)) or _inherited(type(loss))
 
 
 def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
@@ -225,18 +222,12 @@ def gathers_by_itself(module: nn.Module) -> bool:
 
 def pair_loss_of(loss: nn.Module) -> Any:
     """Return the class that evaluates a loss in tiles; None: none does."""
-    facts = LOSSES.get(type(loss))
-    if facts is None or facts.pair_loss is None:
-        return None
-    return _class_named(facts.pair_loss)
+    return _class_named(getattr(LOSSES.get(type(loss)), "pair_loss", None))
 
 
 def head_class_of(loss: nn.Module) -> Any:
-    """Return the class that computes a loss's logits where its classes are split over ranks; None: none does."""
-    facts = LOSSES.get(type(loss))
-    if facts is None or facts.head is None:
-        return None
-    return _class_named(facts.head)
+    """Return the class that computes a loss's logits if its classes are split over ranks; None: none does."""
+    return _class_named(getattr(LOSSES.get(type(loss)), "head", None))
 
 
 def losses_with_head() -> list[str]:
@@ -245,8 +236,10 @@ def losses_with_head() -> list[str]:
 
 
 @cache
-def _class_named(place: str) -> Any:
-    """Return a class of this folder by its file and name."""
+def _class_named(place: str | None) -> Any:
+    """Return a class of this folder by its file and name; None for None."""
+    if place is None:
+        return None
     file, name = place.rsplit(".", 1)
     return getattr(import_module(f"lightning_ddp_losses.losses.{file}"), name)
 
@@ -326,17 +319,14 @@ class Reduction(NamedTuple):
 
     def passes(self, values: Tensor) -> Tensor:
         """Return which elements pass both limits, bool."""
-        passes = None
-        if self.low is not None:
-            passes = values > self.low
-        if self.high is not None:
-            is_low = values < self.high
-            passes = is_low if passes is None else passes & is_low
-        return torch.ones_like(values, dtype=torch.bool) if passes is None else passes
+        return pass_limits(values, self.low, self.high)
 
-    def passing(self, values: Tensor) -> Tensor:
-        """Return 1 for the elements that pass both limits, else 0, in the dtype of the elements."""
-        return self.passes(values).to(values.dtype)
+
+def pass_limits(values: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Return which values lie between two limits, bool; None is no limit."""
+    if low is None:
+        return values < high if high is not None else torch.ones_like(values, dtype=torch.bool)
+    return values > low if high is None else (values > low) & (values < high)
 
 
 _MEAN, _SUM, _GIVEN = Reduction(), Reduction(plain_sum=True), Reduction(given_divisor=True)

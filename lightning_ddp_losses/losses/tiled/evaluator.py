@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses.element_losses import collects_counts, no_loss
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import SUM_BYTES, GlobalSums, PartialSum, host_number, value_with_grad
@@ -81,16 +83,14 @@ class TiledPlan:
 def tiled_plan(loss: Any) -> TiledPlan | None:
     """Plan the tiled evaluation of a loss as it is configured; None: it has none."""
     pair_loss: type[PairLoss] | None = pair_loss_of(loss)
-    if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss) or not pair_loss.supports(loss):
+    if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss):
         return None
-    reductions = []
-    for name in pair_loss.sub_losses:
-        reduction = reduction_of(loss.reducer, name)
-        if reduction is None or reduction.given_divisor or not pair_loss.supports_reduction(reduction):
-            return None
-        reductions.append(reduction)
+    found = [reduction_of(loss.reducer, name) for name in pair_loss.sub_losses]
+    reductions = tuple(each for each in found if each is not None and not each.given_divisor)
+    if len(reductions) < len(found) or not pair_loss.supports(loss, reductions):
+        return None
     symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
-    return TiledPlan(pair_loss, tuple(reductions), symmetric)
+    return TiledPlan(pair_loss, reductions, symmetric)
 
 
 def _learns(loss: Any) -> bool:
@@ -113,15 +113,15 @@ def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_byte
     """
     if tile_bytes is None:
         return max(_FEWEST_ROWS, tile_budget(device, _HOST_BYTES) // row_bytes)
-    size = tile_bytes // row_bytes
-    if size == 0:
-        raise InputError(
-            "tile_bytes",
-            expected=f"room for one row against {columns} columns ({row_bytes} bytes)",
-            got=tile_bytes,
-            fix="Raise tile_bytes, or leave it out.",
-        )
-    return size
+    expect(
+        tile_bytes >= row_bytes,
+        "tile_bytes",
+        expected=f"room for one row against {columns} columns ({row_bytes} bytes)",
+        got=tile_bytes,
+        fix="Raise tile_bytes, or leave it out.",
+        error=InputError,
+    )
+    return tile_bytes // row_bytes
 
 
 # ---------------------------------------------------------------------- one call
@@ -136,8 +136,8 @@ class TiledCall:
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
         symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
+        group: Process group.
         tile_bytes: The most that a tile may take; None: a default.
-        on_device: Exchanged numbers stay on the device, which is not synchronized.
         compiler: Compiles the tile functions; pairs are then ``WholePairs`` on every device. None: nothing is compiled.
         products: Form of products of rows, if the distance is one.
     """
@@ -146,10 +146,20 @@ class TiledCall:
     plan: TiledPlan
     call: PMLCall
     symmetric: bool
-    tile_bytes: int | None
-    on_device: bool
-    compiler: TileCompiler | None
-    products: ProductForm
+    group: Group
+    tile_bytes: int | None = None
+    compiler: TileCompiler | None = None
+    products: ProductForm = "float32"
+
+    @cached_property
+    def records(self) -> bool:
+        """Whether reducers record numbers of elements."""
+        return collects_counts(self.loss)
+
+    @cached_property
+    def on_device(self) -> bool:
+        """Whether exchanged numbers stay on the device, which is not synchronized."""
+        return not self.records and travels_on_device(self.call.given["embeddings"], self.group)
 
     def payload_capacity(self) -> int:
         """Return bytes that any rank's payload fits in; the same on all ranks."""
@@ -160,7 +170,7 @@ class TiledCall:
         return totals + max(self.call.counts["embeddings"]) * _MOST_STATS * item
 
     @torch.no_grad()
-    def rehearse(self, title: str, group: Group) -> None:
+    def rehearse(self, title: str) -> None:
         """Let the ranks compile together the functions of forward and backward that are new."""
         compiler, call = self.compiler, self.call
         if compiler is None or not self._may_be_whole():
@@ -186,30 +196,33 @@ class TiledCall:
             pair_loss.prepare_backward(stats, column_stats, [like.new_ones(())] * len(pair_loss.sub_losses))
             pair_loss.grad(tile)
 
-        compiler.rehearse(title, kind, rehearsal, group)
+        compiler.rehearse(title, kind, rehearsal, self.group)
 
     def forward(self) -> TiledForward:
         """Evaluate the tiles; the other ranks then need ``pack`` or ``device_stats`` of the result."""
         whole = self._is_whole()
         inputs, rows, columns = _Inputs.of(self, copy=not whole)
-        pairs = self._whole_pairs(rows) if whole else self._known_pairs(rows, len(columns))
+        if whole:
+            pairs: Pairs = WholePairs(*self._labels(), rows, compiled=self.compiler is not None)
+        else:
+            pairs = self._known_pairs(rows, len(columns))
         pair_loss = self.new_pair_loss(rows, self.compiler if whole else None)
-        tiles = _Tiles.of(inputs.distance, pairs, rows, columns, pair_loss.scale, self.tile_bytes)
+        tiles = _Tiles(inputs.distance, pairs, rows, columns, pair_loss.scale, self.tile_bytes)
         return TiledForward(self, inputs, tiles, pair_loss)
 
     def new_pair_loss(self, like: Tensor, run: Callable[..., Any] | None) -> PairLoss:
         """Return the loss on tiles like these, which calls their functions by ``run``."""
         plan = self.plan
-        return plan.pair_loss(self.loss, plan.reductions, like, run, records=collects_counts(self.loss))
+        return plan.pair_loss(self.loss, plan.reductions, like, run, records=self.records)
 
     # pairs
 
     def _may_be_whole(self) -> bool:
         """Return whether the host need not know anything about the pairs; the same on all ranks."""
         call, plan = self.call, self.plan
-        if "indices_tuple" in call.arguments or not plan.pair_loss.supports_whole(self.loss, plan.reductions):
+        if self.records or "indices_tuple" in call.arguments:  # numbers of the host
             return False
-        if collects_counts(self.loss):  # numbers of the host
+        if not plan.pair_loss.supports_whole(self.loss, plan.reductions):
             return False
         # with two rows or so PML makes a zero, which depends on their labels
         return call.total_rows * call.total_references > _FEWEST_PAIRS
@@ -225,10 +238,6 @@ class TiledCall:
             return False
         matrix_bytes = len(rows) * self.call.total_references * rows.element_size()
         return self.plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
-
-    def _whole_pairs(self, like: Tensor) -> WholePairs:
-        labels, reference_labels, first = self._labels()
-        return WholePairs(labels, reference_labels, first, like, compiled=self.compiler is not None)
 
     def _known_pairs(self, like: Tensor, columns: int) -> Pairs:
         """Return the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
@@ -324,9 +333,14 @@ class _Tiles:
     Args:
         distance: Computes tiles.
         pairs: Pairs of rows and columns.
-        rows: (B, ...), this rank's, as the distance keeps them.
-        columns: (C, ...), likewise.
+        rows: (B, ...), this rank's, prepared.
+        columns: (C, ...), all of them, prepared.
         scale: Factor of the distances.
+        tile_bytes: The most that a tile may take; None: a default.
+
+    Attributes:
+        rows: In the order of the tiles, as the distance keeps them.
+        columns: Also.
         parts: Rows of each tile.
     """
 
@@ -337,33 +351,18 @@ class _Tiles:
         rows: Tensor,
         columns: Tensor,
         scale: float,
-        parts: list[slice],
-    ) -> None:
-        self.distance, self.pairs, self.rows, self.columns = distance, pairs, rows, columns
-        self.scale, self.parts = scale, parts
-        self._buffer = rows.new_empty(0)
-
-    @classmethod
-    def of(
-        cls,
-        distance: TileDistance,
-        pairs: Pairs,
-        rows: Tensor,
-        columns: Tensor,
-        scale: float,
         tile_bytes: int | None,
-    ) -> _Tiles:
-        """Cut prepared rows into tiles of one size against all prepared columns."""
-        total, parts = len(rows), list[slice]()
-        if len(columns):
-            row_bytes = distance.row_bytes(len(columns), rows)
-            size = rows_of_a_tile(row_bytes, len(columns), rows.device, tile_bytes)
-            if total:
-                size = -(-total // -(-total // size))
-            parts = [slice(start, min(start + size, total)) for start in range(0, total, size)]
-        rows = distance.kept_rows(_sorted(rows, pairs.row_order))
-        columns = distance.kept_columns(_sorted(columns, pairs.column_order))
-        return cls(distance, pairs, rows, columns, scale, parts)
+    ) -> None:
+        self.distance, self.pairs, self.scale = distance, pairs, scale
+        self.rows = distance.kept_rows(_sorted(rows, pairs.row_order))
+        self.columns = distance.kept_columns(_sorted(columns, pairs.column_order))
+        self.parts: list[slice] = []
+        if len(rows) and len(columns):
+            most = rows_of_a_tile(distance.row_bytes(len(columns), rows), len(columns), rows.device, tile_bytes)
+            # as few tiles as these, of one size
+            size = -(-len(rows) // -(-len(rows) // most))
+            self.parts = [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        self._buffer = rows.new_empty(0)
 
     def __iter__(self) -> Iterator[slice]:
         yield from self.parts

@@ -62,7 +62,7 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
     counts, number = None, host_number(losses.numel())
     passed = above = number
     if reduction.selects:
-        counts = reduction.passing(losses)
+        counts = reduction.passes(losses).to(losses.dtype)
         passed = counts.sum()
         above = number if reduction.low is None else passed
         if reduction.low is not None and reduction.high is not None:
@@ -134,6 +134,8 @@ class PairLoss:
 
     Attributes:
         sub_losses: Their names.
+        numbers: How many numbers a row has.
+        recorded: How many more there are if reducers record theirs.
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero without positives or without negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
@@ -143,9 +145,14 @@ class PairLoss:
         grad_in_forward: A tile's gradient follows from the tile alone, up to a factor per sub-loss.
         grad_signs: Factor of each sub-loss's gradient that is computed in forward.
         factor: Factor of gradients, after ``prepare_backward``; None: 1.
+        grad_of: Formula of a tile's gradient.
+        terms: Its terms of all rows and of all columns, after ``prepare_backward``.
+        grad_options: Its further arguments.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
+    numbers: ClassVar[int] = 4
+    recorded: ClassVar[int] = 0
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
@@ -155,6 +162,9 @@ class PairLoss:
     width: int = 0
     scale: float = 1.0
     factor: Tensor | None = None
+    grad_of: Callable[..., Tensor]
+    terms: tuple[Any, Any]
+    grad_options: tuple[Any, ...] = ()
 
     def __init__(
         self,
@@ -170,13 +180,8 @@ class PairLoss:
         self.is_compiled = run is not None
 
     @classmethod
-    def supports(cls, loss: Any) -> bool:
-        """Return whether the loss, as configured, is this pair loss."""
-        return True
-
-    @classmethod
-    def supports_reduction(cls, reduction: Reduction) -> bool:
-        """Return whether a sub-loss may be reduced so."""
+    def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
+        """Return whether the loss, as it is configured and reduced, is this pair loss."""
         return True
 
     @classmethod
@@ -185,8 +190,9 @@ class PairLoss:
         return True
 
     def nothing(self, rows: int) -> Numbers:
-        """Return the numbers of rows without entries, (rows,) each."""
-        raise NotImplementedError
+        """Return numbers of rows that have no columns, (rows,) each; the loss is then a zero, whatever they are."""
+        recorded = self.recorded if self.records else 0
+        return tuple(self.like.new_zeros(self.numbers + recorded, rows))
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
         """Compute the numbers of a tile's rows, (T,) each.
@@ -223,21 +229,39 @@ class PairLoss:
 
     def grad(self, tile: Tile) -> Tensor:
         """Compute a tile's gradient, (T, C), up to ``factor``."""
-        raise NotImplementedError
-
-    def of_tile(self, tile: Tile, terms: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Return the terms of a tile's rows, and those of all columns."""
-        return on_tensors(lambda term: term[tile.rows], terms[0]), terms[1]
+        of_rows, of_columns = self.terms
+        of_tile = on_tensors(lambda term: term[tile.rows], of_rows)
+        return self.run(self.grad_of, tile.matrix, tile.keys, of_tile, of_columns, *self.grad_options)  # type: ignore[no-any-return]
 
 
 class SoftmaxPairLoss(PairLoss):
-    """A loss whose rows are softmaxes."""
+    """A loss whose rows are softmaxes.
+
+    Attributes:
+        rows_of: Formula of the numbers of rows.
+        row_options: Its further arguments.
+    """
 
     width = 3
+    rows_of: Callable[..., Numbers]
+    row_options: tuple[Any, ...] = ()
 
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         return _have_logarithms(reductions)
+
+    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
+        return self.run(self.rows_of, tile.matrix, tile.keys, *self.row_options), []
+
+    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
+        self.factor = factors[0]
+        of_rows, of_columns = self.softmaxes(row_stats, column_stats, 0, 1)
+        column_terms = None if column_stats is None else (of_columns, self.shares(column_stats))
+        self.terms = (of_rows, self.shares(row_stats)), column_terms
+
+    def shares(self, stats: Tensor) -> Any:
+        """Return what the gradient needs of (n, k) statistics next to the softmax."""
+        raise NotImplementedError
 
     def softmaxes(self, stats: Tensor, other: Tensor | None, lse: int, count: int) -> tuple[Softmax, Softmax | None]:
         """Return the softmaxes of rows and columns, of their (n, k) statistics.
@@ -293,16 +317,15 @@ class NTXent(SoftmaxPairLoss):
     Statistics of a row: l over its negatives, the sum of its positives' parts in the negatives' gradient, the count of a pair.
     """
 
+    recorded = 2
+    rows_of = staticmethod(ntxent_rows)
+    grad_of = staticmethod(ntxent_grad)
+
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
         self.scale = -self.sign / loss.temperature
-        self._limits, self._tiny = limits_of(reductions[0]), self._tiny_that_counts()
-
-    def nothing(self, rows: int) -> Numbers:
-        return tuple(self.like.new_zeros(6 if self.records else 4, rows))
-
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
-        return self.run(ntxent_rows, tile.matrix, tile.keys, self._limits, self._tiny, self.records), []
+        self.grad_options = limits_of(reductions[0]), self._tiny_that_counts()
+        self.row_options = (*self.grad_options, self.records)
 
     def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         lse, pull, *sums = numbers
@@ -313,20 +336,10 @@ class NTXent(SoftmaxPairLoss):
             pull = pull * counts
         return [total], torch.stack([lse, pull, counts], 1)
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
-        self.factor = factors[0]
-        of_rows, of_columns = self.softmaxes(row_stats, column_stats, 0, 1)
+    def shares(self, stats: Tensor) -> tuple[Tensor, ...]:
         # pairs of all rows count the same, unless ...
         is_uniform = self.reductions[0].weights is None and not self.reductions[0].per_anchor
-        terms = [0] if is_uniform else [0, 2]
-        column_terms = None
-        if of_columns is not None and column_stats is not None:
-            column_terms = of_columns, tuple(column_stats[:, term] for term in terms)
-        self._terms = (of_rows, tuple(row_stats[:, term] for term in terms)), column_terms
-
-    def grad(self, tile: Tile) -> Tensor:
-        terms = self.of_tile(tile, self._terms)
-        return self.run(ntxent_grad, tile.matrix, tile.keys, *terms, self._limits, self._tiny)  # type: ignore[no-any-return]
+        return (stats[:, 0],) if is_uniform else (stats[:, 0], stats[:, 2])
 
     def _tiny_that_counts(self) -> float:
         """Return the number that PML adds to each ratio, or 0: between rows of unit length a ratio may never be so small that it counts."""
@@ -346,16 +359,12 @@ class SupCon(SoftmaxPairLoss):
     counts_pairs_once = True
     needs_both_kinds = True
     masks_any_size = True
+    rows_of = staticmethod(supcon_rows)
+    grad_of = staticmethod(supcon_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
         self.scale = -self.sign / loss.temperature
-
-    def nothing(self, rows: int) -> Numbers:
-        return tuple(self.like.new_zeros(4, rows))
-
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
-        return self.run(supcon_rows, tile.matrix, tile.keys), []
 
     def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, sum_exp, positive_sum, number = numbers
@@ -368,16 +377,8 @@ class SupCon(SoftmaxPairLoss):
         counts = counts.masked_fill(has_none, 0)
         return [total], torch.stack([maximum + above, counts, counts / number], 1)
 
-    def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
-        self.factor = factors[0]
-        of_rows, of_columns = self.softmaxes(row_stats, column_stats, 0, 1)
-        column_terms = None
-        if of_columns is not None and column_stats is not None:
-            column_terms = of_columns, column_stats[:, 2]
-        self._terms = (of_rows, row_stats[:, 2]), column_terms
-
-    def grad(self, tile: Tile) -> Tensor:
-        return self.run(supcon_grad, tile.matrix, tile.keys, *self.of_tile(tile, self._terms))  # type: ignore[no-any-return]
+    def shares(self, stats: Tensor) -> Tensor:
+        return stats[:, 2]
 
 
 class MultiSimilarity(SoftmaxPairLoss):
@@ -387,23 +388,18 @@ class MultiSimilarity(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
+    rows_of = staticmethod(multi_similarity_rows)
+    grad_of = staticmethod(multi_similarity_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
         self.scale = -self.sign * loss.beta
         self._base, self._ratio = -self.sign * loss.beta * loss.base, -loss.alpha / loss.beta
+        self.row_options, self.grad_options = (self._base, self._ratio), (self._ratio,)
 
     @classmethod
-    def supports(cls, loss: Any) -> bool:
+    def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         return bool(loss.alpha > 0 and loss.beta > 0)
-
-    def nothing(self, rows: int) -> Numbers:
-        # the 1 of the formula: exp(0) at s = base
-        one = self.like.new_ones(rows)
-        return one * self._base, one, one * 0, one
-
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
-        return self.run(multi_similarity_rows, tile.matrix, tile.keys, self._base, self._ratio), []
 
     def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, softmax, highest, positive_softmax = numbers
@@ -420,11 +416,7 @@ class MultiSimilarity(SoftmaxPairLoss):
         self.factor = factors[0] / self.loss.beta
         negatives = self.softmaxes(row_stats, column_stats, 0, 1)
         positives = self.softmaxes(row_stats, column_stats, 2, 1)
-        self._terms = (negatives[0], positives[0]), None if column_stats is None else (negatives[1], positives[1])
-
-    def grad(self, tile: Tile) -> Tensor:
-        terms = self.of_tile(tile, self._terms)
-        return self.run(multi_similarity_grad, tile.matrix, tile.keys, *terms, self._ratio)  # type: ignore[no-any-return]
+        self.terms = (negatives[0], positives[0]), None if column_stats is None else (negatives[1], positives[1])
 
 
 class Contrastive(PairLoss):
@@ -434,6 +426,8 @@ class Contrastive(PairLoss):
     """
 
     sub_losses = ("pos_loss", "neg_loss")
+    recorded = 4
+    grad_of = staticmethod(contrastive_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
@@ -441,13 +435,10 @@ class Contrastive(PairLoss):
         self.width = 0 if self.grad_in_forward else 2
         self.grad_signs = (self.sign, -self.sign)
         near, far = reductions
-        self._options = (loss.pos_margin, loss.neg_margin), self.sign, (limits_of(near), limits_of(far))
-
-    def nothing(self, rows: int) -> Numbers:
-        return tuple(self.like.new_zeros(8 if self.records else 4, rows))
+        self.grad_options = (loss.pos_margin, loss.neg_margin), self.sign, (limits_of(near), limits_of(far))
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
-        numbers, grads = self.run(contrastive_rows, tile.matrix, tile.keys, *self._options, self.records)
+        numbers, grads = self.run(contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
         return numbers, grads if with_grads else []
 
     def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
@@ -467,17 +458,15 @@ class Contrastive(PairLoss):
         else:
             row_stats = row_stats * both
             column_stats = None if column_stats is None else column_stats * both
-        self._terms = row_stats.unbind(1), None if column_stats is None else column_stats.unbind(1)
-
-    def grad(self, tile: Tile) -> Tensor:
-        terms = self.of_tile(tile, self._terms)
-        return self.run(contrastive_grad, tile.matrix, tile.keys, *terms, *self._options)  # type: ignore[no-any-return]
+        self.terms = row_stats.unbind(1), None if column_stats is None else column_stats.unbind(1)
 
 
 class TripletMargin(PairLoss):
     """``relu`` (or ``softplus``) of the violation ``d_ap - d_an + margin`` over all triplets of each row."""
 
     symmetric = False
+    numbers = 2
+    recorded = 2
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
@@ -486,20 +475,14 @@ class TripletMargin(PairLoss):
         self._can_sort = _can_sort(loss, reductions) and not self.records
 
     @classmethod
-    def supports(cls, loss: Any) -> bool:
-        return not loss.swap and loss.triplets_per_anchor == "all"
-
-    @classmethod
-    def supports_reduction(cls, reduction: Reduction) -> bool:
-        return not reduction.per_anchor  # nor does PML
+    def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
+        # PML averages no triplets per anchor either
+        return not loss.swap and loss.triplets_per_anchor == "all" and not reductions[0].per_anchor
 
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         # else one positive of each row at a time: the host has to know how many times
         return _can_sort(loss, reductions)
-
-    def nothing(self, rows: int) -> Numbers:
-        return tuple(self.like.new_zeros(4 if self.records else 2, rows))
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
         numbers, grad = self._triplets(tile)

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.losses.pml_registry import pass_limits
 from lightning_ddp_losses.losses.tiled.masks import Keys, Masks, Triplets, masks_of
 
 Numbers = tuple[Tensor, ...]
@@ -108,24 +109,16 @@ def _of_both(of_rows: Tensor, of_columns: Tensor | None) -> Tensor:
 # ---------------------------------------------------------------------- limits of reducers
 
 
-def _passes(losses: Tensor, limits: Limits) -> Tensor:
-    """Return which losses pass, bool."""
-    low, high = limits
-    if low is None:
-        return losses < high if high is not None else torch.ones_like(losses, dtype=torch.bool)
-    return losses > low if high is None else (losses > low) & (losses < high)
-
-
 def _passing(losses: Tensor, weights: Tensor, limits: Limits | None) -> Tensor:
     """Return the weights of the pairs that pass, 0 for the others."""
-    return weights if limits is None else weights * _passes(losses, limits)
+    return weights if limits is None else weights * pass_limits(losses, *limits)
 
 
 def _recorded(losses: Tensor, weights: Tensor, limits: Limits | None) -> Numbers:
     """Return the numbers that a reducer only records: of all pairs, and of those above the lower limit."""
     above = weights
     if limits is not None:
-        above = weights * _passes(losses, (limits[0], None))
+        above = weights * pass_limits(losses, limits[0], None)
     return weights.sum(1, dtype=losses.dtype), above.sum(1, dtype=losses.dtype)
 
 
@@ -222,7 +215,7 @@ def ntxent_grad(
         lse, *counts = (term.unsqueeze(dim) for term in terms)
         losses, pulls = _ntxent_pair_(lse - entries, tiny, wants_loss=limits is not None)
         if limits is not None:
-            pulls.mul_(_passes(losses, limits))
+            pulls.mul_(pass_limits(losses, *limits))
         for count in counts:
             pulls.mul_(count)
         total = pulls if total is None else total.add_(pulls)
@@ -504,14 +497,8 @@ class TileCompiler:
         self._rehearsed: set[object] = set()
         self._eager = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TileCompiler:
-        return TileCompiler()  # what is compiled belongs to this process
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        TileCompiler.__init__(self)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TileCompiler, ()  # a copy compiles for itself
 
     def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
         """Compiles what a call of some kind needs, where it is the first of its kind; all ranks together.
