@@ -28,7 +28,6 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's; PML's statistics |
 | ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient; `global_mean` |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
-| ``row_chunks`` | PML's own formula, some anchors at a time |
 | ``tiled`` | the common losses in tiles of our own |
 | ``separable`` | a numerical check that a loss is a sum over samples or anchors |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; places of classes and targets; logits |

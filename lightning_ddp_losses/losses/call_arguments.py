@@ -24,7 +24,7 @@ import torch
 from pytorch_metric_learning.losses import SelfSupervisedLoss, VICRegLoss
 from torch import Tensor, nn
 
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses.pml_registry import is_of_pml, takes_class_labels
 
 _SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
@@ -50,12 +50,11 @@ def by_name(
             embeddings that are not (n, D).
     """
     twice = [name for name in names[: len(args)] if name in kwargs]
-    if len(args) > len(names) or twice:
-        got = f"{len(args)} positional ones"
-        if twice:
-            got = f"{', '.join(twice)} twice"
+    are_too_many = len(args) > len(names)
+    if are_too_many or twice:
+        got = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones"
         fix = None
-        if len(args) > len(names) and tuple(names) == TWO_VIEWS:
+        if are_too_many and tuple(names) == TWO_VIEWS:
             fix = (
                 "It compares two views. For more, hand in torch.cat(views) with labels that are unique over all ranks."
             )
@@ -75,14 +74,11 @@ def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any])
         labels = given.get(name)
         if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.is_complex()):
             continue
-        fix = "Pass class indices: labels.long()."
-        if labels.ndim > 1:
-            fix = fix_for_views(inner)
         raise InputError(
             f"{title}: {name}",
             expected="an integer per row (torch.int64)",
             got=f"a floating dtype of shape {tuple(labels.shape)}",
-            fix=fix,
+            fix="Pass class indices: labels.long()." if labels.ndim < 2 else fix_for_views(inner),
         )
 
 
@@ -104,9 +100,7 @@ def labelled_loss(loss: nn.Module) -> Any:
 
     A subclass may make something else of its views, and is a loss of its own.
     """
-    if type(loss) is SelfSupervisedLoss:
-        return loss.loss
-    return loss
+    return loss.loss if type(loss) is SelfSupervisedLoss else loss
 
 
 def stacks_views(loss: nn.Module) -> bool:
@@ -158,9 +152,7 @@ def identities_of(counts: Sequence[int], device: torch.device) -> Tensor:
 
 def by_view(rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the rows of one process, the first view of all ranks before the second, from rows in the order of ``identities_of``."""
-    sizes: list[int] = []
-    for both in counts:
-        sizes += [both // 2, both // 2]
+    sizes = [both // 2 for both in counts for _ in TWO_VIEWS]
     parts = torch.split(rows, sizes)
     return torch.cat([*parts[0::2], *parts[1::2]])
 
@@ -176,20 +168,14 @@ def fix_for_views(loss: nn.Module) -> str:
 
 
 def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
-    shapes = []
-    for name, value in given.items():
-        form = type(value).__name__
-        if isinstance(value, Tensor):
-            form = str(tuple(value.shape))
-        shapes.append(f"{name} {form}")
-    views = [given.get(name) for name in TWO_VIEWS]
-    are_tensors = set(given) == set(TWO_VIEWS) and all(isinstance(view, Tensor) and view.ndim == 2 for view in views)
-    if are_tensors and views[0].shape == views[1].shape:  # type: ignore[union-attr]
-        return
-    raise InputError(
+    shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in given.items()}
+    first, second = (shapes.get(name) for name in TWO_VIEWS)
+    expect(
+        len(shapes) == 2 and first is not None and first == second and len(first) == 2,
         f"{title}: views",
         expected="embeddings and ref_emb, (n, D) each: row i of one belongs to row i of the other",
-        got=", ".join(shapes),
+        got=", ".join(f"{name} {shape or type(given[name]).__name__}" for name, shape in shapes.items()),
+        error=InputError,
     )
 
 
@@ -357,15 +343,11 @@ def _fewest_of_a_rank(mined: Indices, bounds_by_rank: list[Bounds]) -> int:
 
 def _of_anchors(mined: Indices, start: int, stop: int) -> Indices:
     """Select the mined tuples of some anchors, whose indices then count from ``start``."""
-    if len(mined) == 3:
-        return _select(mined, start, stop)
-    return (*_select(mined[:2], start, stop), *_select(mined[2:], start, stop))
-
-
-def _select(tuples: Indices, start: int, stop: int) -> Indices:
-    anchors, *others = tuples
-    local = ((anchors >= start) & (anchors < stop)).nonzero().squeeze(1)
-    return (anchors[local] - start, *(other[local] for other in others))
+    found: Indices = ()
+    for anchors, *others in [mined] if len(mined) == 3 else [mined[:2], mined[2:]]:
+        local = ((anchors >= start) & (anchors < stop)).nonzero().squeeze(1)
+        found += (anchors[local] - start, *(other[local] for other in others))
+    return found
 
 
 # ---------------------------------------------------------------------- tuples that a miner returned
@@ -430,20 +412,23 @@ class GlobalTuples(tuple[Tensor, ...]):
         Raises:
             InputError: naming both numbers of rows.
         """
-        if self.rows != rows:
-            raise InputError(
-                f"{title}: indices_tuple of GlobalBatchMiner",
-                expected=f"of the {rows} rows that the loss gets",
-                got=f"of {self.rows} rows",
-                fix="Mine the embeddings that the loss gets, over the same process group.",
-            )
-        if references is not None and self.references > references:
-            raise InputError(
-                f"{title}: indices_tuple of GlobalBatchMiner",
-                expected=f"of the {references} references that the loss gets",
-                got=f"of {self.references} references",
-                fix="Give the loss the ref_emb that the miner got.",
-            )
+        what = f"{title}: indices_tuple of GlobalBatchMiner"
+        expect(
+            self.rows == rows,
+            what,
+            expected=f"of the {rows} rows that the loss gets",
+            got=f"of {self.rows} rows",
+            fix="Mine the embeddings that the loss gets, over the same process group.",
+            error=InputError,
+        )
+        expect(
+            references is None or self.references <= references,
+            what,
+            expected=f"of the {references} references that the loss gets",
+            got=f"of {self.references} references",
+            fix="Give the loss the ref_emb that the miner got.",
+            error=InputError,
+        )
 
 
 def refuse_malformed_tuples(what: str, tuples: Sequence[Tensor]) -> None:

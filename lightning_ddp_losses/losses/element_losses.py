@@ -36,32 +36,24 @@ _CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropy
 # ---------------------------------------------------------------------- pytorch-metric-learning
 
 
-def element_losses(loss: Any, embeddings: Tensor, labels: Tensor | None) -> dict[str, Any]:
-    """Return the element losses of local rows, for a loss that is a sum over samples."""
-    loss.reset_stats()
-    return loss.compute_loss(embeddings, labels, None, embeddings, labels)  # type: ignore[no-any-return]
-
-
-def anchor_losses(
+def element_losses(
     loss: Any,
     embeddings: Tensor,
     labels: Tensor | None,
-    tuples: tuple[Tensor, ...],
-    ref_emb: Tensor,
-    ref_labels: Tensor | None,
+    tuples: tuple[Tensor, ...] | None = None,
+    references: tuple[Tensor, Tensor | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the element losses of local anchors against all rows, for a loss that is a sum over anchors.
+    """Return the element losses of local rows: alone for a sum over samples, against all rows for a sum over anchors.
 
     Args:
         loss: PML's.
-        embeddings: (B, D), the anchors.
+        embeddings: (B, D), the rows or anchors.
         labels: (B,).
         tuples: From ``anchor_tuples``: local anchors, global others.
-        ref_emb: (G, D).
-        ref_labels: (G,).
+        references: (G, D) rows and their (G,) labels. None: the rows themselves.
     """
     loss.reset_stats()
-    return loss.compute_loss(embeddings, labels, tuples, ref_emb, ref_labels)  # type: ignore[no-any-return]
+    return loss.compute_loss(embeddings, labels, tuples, *(references or (embeddings, labels)))  # type: ignore[no-any-return]
 
 
 def partial_sums_of(
@@ -209,19 +201,11 @@ def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
 
 
 def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
-    """Return the sum of the class weights of the targets that count."""
-    if ignore_index is None:
-        ignore_index = -100  # torch's default
-    if target.device.type != "cpu":
-        # to select them would wait for their number
-        counts = target != ignore_index
-        if weight is None:
-            return counts.sum()
-        return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
-    counted = target[target != ignore_index]
+    """Return the sum of the class weights of the targets that count; to select them would wait for their number."""
+    counts = target != (-100 if ignore_index is None else ignore_index)  # torch's default
     if weight is None:
-        return host_number(counted.numel())
-    return torch.sum(weight[counted])
+        return counts.sum()
+    return torch.where(counts, weight[torch.where(counts, target, 0)], 0).sum()
 
 
 # ---------------------------------------------------------------------- statistics that PML records (``collect_stats=True``)
@@ -241,33 +225,24 @@ def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
     """Record the numbers of elements of one sub-loss over all ranks, on its reducers."""
     # reducers that average per anchor got the pairs, the last one what is left of them
     *per_anchor, last = reducer_chain(loss.reducer, name)
-    for reducer in per_anchor:
-        _record_size(reducer, counts.pairs)
-    _record_size(last, counts.elements)
-    _record_passed(last, counts)
+    for reducer, size in (*((each, counts.pairs) for each in per_anchor), (last, counts.elements)):
+        reducer.reset_stats()
+        if reducer.collect_stats:
+            reducer.losses_size = max(int(size), 1)  # what has no elements is the number 0
+    # what passed the limits, or the divisor, in the attributes that PML 2.9 gives a reducer
+    reduction = reduction_of(last)
+    if reduction is None or not last.collect_stats:
+        return
+    if reduction.selects and counts.elements:
+        last.num_past_filter = int(counts.passed)
+        if reduction.low is not None:
+            last.num_above_low = int(counts.above_low)
+        if reduction.high is not None:
+            last.num_above_high = int(counts.passed)
+    if reduction.given_divisor:
+        last.divisor = counts.passed
 
 
 def collects_counts(loss: Any) -> bool:
     """Say whether a reducer of the loss records anything; its numbers then travel through the hosts."""
     return any(module.collect_stats for module in loss.modules() if isinstance(module, BaseReducer))
-
-
-def _record_size(reducer: Any, elements: float) -> None:
-    reducer.reset_stats()
-    if reducer.collect_stats:
-        reducer.losses_size = max(int(elements), 1)  # what has no elements is the number 0
-
-
-def _record_passed(reducer: Any, counts: ElementCounts) -> None:
-    """Record what passed a reducer's limits, or its divisor, in the attributes that PML 2.9 gives it."""
-    reduction = reduction_of(reducer)
-    if reduction is None or not reducer.collect_stats:
-        return
-    if reduction.selects and counts.elements:
-        reducer.num_past_filter = int(counts.passed)
-        if reduction.low is not None:
-            reducer.num_above_low = int(counts.above_low)
-        if reduction.high is not None:
-            reducer.num_above_high = int(counts.passed)
-    if reduction.given_divisor:
-        reducer.divisor = counts.passed

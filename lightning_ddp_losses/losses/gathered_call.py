@@ -11,9 +11,10 @@ are no others).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pytorch_metric_learning.utils import common_functions as c_f
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses.call_arguments import (
     GlobalTuples,
     anchor_tuples,
@@ -57,6 +58,7 @@ class PMLCall:
     Attributes:
         given: What this rank gave.
         arguments: The arguments over all ranks, for ``inner(**arguments)``.
+        args: Those without a name: none.
         counts: Rows of each rank, per gathered tensor.
         local_labels: This rank's labels; its own identities where none were given.
         seed: For random draws, the same on every rank.
@@ -76,7 +78,13 @@ class PMLCall:
         self._matching_counts: Tensor | None = None
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
         self._identities_wanted = without_labels and not facts_of(inner).pairs_views
-        self._refuse_labels_of_references_alone()
+        expect(
+            not (self._identities_wanted and "ref_labels" in given),
+            f"{type(inner).__name__}: labels",
+            expected="labels and ref_labels, or neither (each row its own identity)",
+            got="ref_labels only",
+            error=InputError,
+        )
         # what travels: each tensor once, and each index tensor of this rank's own tuples
         aliases = {name: own for name, own in _REFERENCES if _is_same_tensor(given, name, own)}
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
@@ -109,11 +117,7 @@ class PMLCall:
         for name, value in given.items():
             arguments.setdefault(name, value)
         self.arguments = arguments
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        """Positional arguments over all ranks: none, they all have names."""
-        return ()
+        self.args: tuple[Any, ...] = ()
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -159,20 +163,16 @@ class PMLCall:
 
     def bounds(self, name: str = "embeddings") -> list[tuple[int, int]]:
         """Return the global rows of each rank: first, one past the last."""
-        bounds, start = [], 0
-        for rows in self.counts[name]:
-            bounds.append((start, start + rows))
-            start += rows
-        return bounds
+        stops = itertools.accumulate(self.counts[name])
+        return [(stop - rows, stop) for rows, stop in zip(self.counts[name], stops, strict=True)]
 
     def rows_possible(self) -> bool:
         """Say whether each rank may evaluate its own anchors; the same answer on every rank."""
         labels, ref_labels = self.arguments.get("labels"), self.ref_labels
         if labels is None or ref_labels is None:
             return False
-        mined, matching = self.arguments.get("indices_tuple"), None
-        if mined is None:
-            matching = self._matching()
+        mined = self.arguments.get("indices_tuple")
+        matching = self._matching() if mined is None else None
         return are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
 
     def global_pair_counts(self) -> tuple[int, int]:
@@ -221,9 +221,7 @@ class PMLCall:
     def rows_to_remember(self) -> int:
         """Return how many rows go to a cross-batch memory: all, or those that ``enqueue_mask`` marks."""
         mask = self.arguments.get("enqueue_mask")
-        if mask is None:
-            return self.total_rows
-        return int(mask.sum())
+        return self.total_rows if mask is None else int(mask.sum())
 
     def _matching(self) -> Tensor:
         """Return ``same_label_counts``, once computed."""
@@ -235,14 +233,6 @@ class PMLCall:
         ref_labels = self.ref_labels
         assert ref_labels is not None
         return self.arguments["labels"], ref_labels
-
-    def _refuse_labels_of_references_alone(self) -> None:
-        if self._identities_wanted and "ref_labels" in self.given:
-            raise InputError(
-                f"{type(self._inner).__name__}: labels",
-                expected="labels and ref_labels, or neither (each row its own identity)",
-                got="ref_labels only",
-            )
 
     def _refuse_lengths(self) -> None:
         """Refuse labels or a mask of another length than the rows they belong to; every rank sees every rank's numbers."""
@@ -286,24 +276,19 @@ class PMLCall:
             start, limit = (number.repeat_interleave(times, output_size=len(index)) for number in numbers)
             are_of_others.append(((index < 0) | (index >= limit)).any())
             renumbered.append(index + start)
-        # indices of rows that a rank has not would be other ranks': an accelerator is waited for once, as its miner did
+        # out-of-range indices would address another rank's rows: one wait for an accelerator, as the miner has forced one already
         if not facts_of(self._inner).own_references and bool(torch.stack(are_of_others).any()):
-            for position, (index, of) in enumerate(zip(indices, names, strict=True)):
-                self._refuse_indices(torch.split(index.cpu(), counts[position]), of)
+            for are_wrong, index, times, of in zip(are_of_others, indices, counts, names, strict=True):
+                if are_wrong:
+                    self._refuse_indices(index, times, of)
         return renumbered
 
-    def _refuse_indices(self, by_rank: Sequence[Tensor], of: str) -> None:
+    def _refuse_indices(self, index: Tensor, counts: list[int], of: str) -> NoReturn:
         """Refuse tuples of rows that a rank has not: it mined something else."""
-        ranges, rows_by_rank = [_range_of(index) for index in by_rank], self.counts[of]
-        if all(low >= 0 and high < rows for (low, high), rows in zip(ranges, rows_by_rank, strict=True)):
-            return
         lines = []
-        for (low, high), rows in zip(ranges, rows_by_rank, strict=True):
+        for own, rows in zip(torch.split(index.cpu(), counts), self.counts[of], strict=True):
             # a rank without tuples has no range
-            if high < 0:
-                lines.append("none")
-            else:
-                lines.append(f"{low} to {high} for {rows} rows")
+            lines.append(f"{int(own.min())} to {int(own.max())} for {rows} rows" if own.numel() else "none")
         raise InputError(
             f"{type(self._inner).__name__}: indices_tuple",
             expected=f"rows of {of} on the same rank",
@@ -339,22 +324,11 @@ def _indexed_rows(number: int, references: str) -> tuple[str, ...]:
     return ("embeddings", *[references] * (number - 1))
 
 
-def _range_of(index: Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest index; (0, -1) where there is none."""
-    if not index.numel():
-        return 0, -1
-    return int(index.min()), int(index.max())
-
-
 def _counts_from_zero(labels: Tensor) -> bool:
-    """Say whether labels are 0, 1, 2, ..., or that twice (two views)."""
+    """Return whether labels are 0, 1, 2, ..., or that twice (two views)."""
     rows = len(labels)
-    if rows < 3:
-        return False
-    if torch.equal(labels, torch.arange(rows, device=labels.device).to(labels)):
-        return True
-    one_view = torch.arange(rows // 2, device=labels.device)
-    return rows % 2 == 0 and torch.equal(labels, one_view.repeat(2).to(labels))
+    numbers = torch.arange(rows, device=labels.device).to(labels)
+    return rows >= 3 and any(torch.equal(labels, each) for each in (numbers, numbers[: rows // 2].repeat(2)))
 
 
 # ---------------------------------------------------------------------- a call of any other loss
@@ -394,12 +368,16 @@ class TensorCall:
         dims: dict[int | str, int] = {}
         for name, value in values.items():
             dim = batch_dims.get(name, 0)
-            if dim is None:
-                continue
-            if isinstance(value, (list, tuple, dict)):
-                _refuse_nested(title, name, value)
-            elif isinstance(value, Tensor) and value.ndim:
+            if dim is not None and isinstance(value, Tensor) and value.ndim:
                 dims[name] = dim
+            expect(
+                dim is None or isinstance(value, Tensor) or not any(inner.ndim for inner in nests.tensors_in(value)),
+                f"{title}: argument {name}",
+                expected="a tensor",
+                got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
+                fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
+                error=InputError,
+            )
         # batches travel with their samples along dim 0
         gathered = gather({str(name): values[name].movedim(dim, 0) for name, dim in dims.items()})
         for (name, dim), tensor in zip(dims.items(), gathered.tensors, strict=True):
@@ -408,16 +386,6 @@ class TensorCall:
         self.kwargs = {name: values[name] for name in kwargs}
         self.batches: Iterable[Any] = gathered.tensors
         self.seed = shared_seed(gathered)
-
-
-def _refuse_nested(title: str, name: int | str, value: Any) -> None:
-    if any(tensor.ndim for tensor in nests.tensors_in(value)):
-        raise InputError(
-            f"{title}: argument {name}",
-            expected="a tensor",
-            got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
-            fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
-        )
 
 
 # ---------------------------------------------------------------------- the same random numbers on every rank

@@ -273,10 +273,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Return how a loss that is not PML's is evaluated, and its call."""
         if mode == "elements":
             return Elements(self.loss, self._exchange(rows)), LocalCall(args, kwargs)
-        call = TensorCall(
-            self._title, args, kwargs, self.batch_dims, lambda batches: self._gather(rows, batches, self.backward)
-        )
-        return Replicated(self.loss), call
+        gather = partial(self._gather, rows, self.backward)
+        return Replicated(self.loss), TensorCall(self._title, args, kwargs, self.batch_dims, gather)
 
     def _choose_pml(
         self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -315,10 +313,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
         """Return positional arguments by what messages call them."""
-        names = (
-            self._argument_names(args) if is_pml_loss(self.loss) else tuple(f"argument {i}" for i in range(len(args)))
-        )
-        return dict(zip(names, args, strict=False))
+        if is_pml_loss(self.loss):
+            return dict(zip(self._argument_names(args), args, strict=False))
+        return {f"argument {position}": value for position, value in enumerate(args)}
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Return what PML calls the positional arguments; a memory also takes as many as a plain loss does."""
@@ -335,9 +332,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             # where each rank computes its own anchors, the gradients of a row come from all ranks
             return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
 
-        def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            return self._gather(rows, batches, backward)
-
+        gather = partial(self._gather, rows, backward)
         return PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
 
     def _are_few(self, counts: dict[str, list[int]]) -> bool:
@@ -358,34 +353,34 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         watched = _WATCHED_CALLS if inputs.on_host([labels]) else 1  # to look at labels waits for an accelerator
         if self._seeds.number > watched or process_groups.world_size(self._group) == 1:
             return
-        self._warned = call.ranks_with_local_identities() > 1
-        if self._warned and process_groups.rank(self._group) == 0:
-            warnings.warn(
-                f"{self._title}: several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same "
-                "identity. If each row is its own identity, let the loss number them: "
-                "GlobalBatchLoss(SelfSupervisedLoss(...))(view1, view2).",
-                stacklevel=2,
+        if call.ranks_with_local_identities() > 1:
+            self._warn_once(
+                "several ranks hand in the same labels 0, 1, 2, ...: rows of different ranks count as the same identity. "
+                "If each row is its own identity, let the loss number them: "
+                "GlobalBatchLoss(SelfSupervisedLoss(...))(view1, view2)."
             )
 
     def _warn_moved_pairs(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that row i of all ranks' references is not of the rank that holds row i; all ranks see it."""
         if self._warned or not call.moves_pairs():
             return
+        counts = zip(call.counts["embeddings"], call.counts["ref_emb"], strict=True)
+        by_rank = ", ".join(f"rank {rank}: {rows} and {refs}" for rank, (rows, refs) in enumerate(counts))
+        self._warn_once(
+            "without labels, row i of all ranks' embeddings is paired with row i of all ranks' ref_emb, as in one process on the "
+            f"concatenated batch. A rank has other numbers of the two ({by_rank}), so rows of the ranks after it meet another "
+            "rank's references. Give labels, or as many references as rows on all ranks but the last."
+        )
+
+    def _warn_once(self, text: str) -> None:
         self._warned = True
         if process_groups.rank(self._group) == 0:
-            counts = zip(call.counts["embeddings"], call.counts["ref_emb"], strict=True)
-            by_rank = ", ".join(f"rank {rank}: {rows} and {refs}" for rank, (rows, refs) in enumerate(counts))
-            warnings.warn(
-                f"{self._title}: without labels, row i of all ranks' embeddings is paired with row i of all ranks' ref_emb, as in one "
-                f"process on the concatenated batch. A rank has other numbers of the two ({by_rank}), so rows of the ranks after it meet "
-                "another rank's references. Give labels, or as many references as rows on all ranks but the last.",
-                stacklevel=2,
-            )
+            warnings.warn(f"{self._title}: {text}", stacklevel=3)
 
     # ------------------------------------------------------------------ exchange
 
     def _gather(
-        self, rows: RowsAsGiven, batches: dict[str, Tensor], backward: Backward | BackwardChoice
+        self, rows: RowsAsGiven, backward: Backward | BackwardChoice, batches: dict[str, Tensor]
     ) -> GatheredBatch:
         seed, must_match = self._seeds.next(), self._take_must_match(rows)
         return gather_batch(

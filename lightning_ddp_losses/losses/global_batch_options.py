@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.call_arguments import labelled_loss
 from lightning_ddp_losses.losses.pml_registry import MODES, allowed_modes, gathers_by_itself, returns_no_number
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
@@ -25,21 +25,14 @@ def refuse_options(
     """
     refuse_unfit(loss)
     title = f"GlobalBatchLoss({type(loss).__name__})"
-    known = mode in ("auto", *MODES)
-    expect(known, "GlobalBatchLoss: mode", expected=f"'auto' or one of {MODES}", got=repr(mode))
-    known = backward in ("own_slice", "sum")
-    expect(known, "GlobalBatchLoss: backward", expected="'own_slice' or 'sum'", got=repr(backward))
+    expect_option("GlobalBatchLoss: mode", mode, ("auto", *MODES))
+    expect_option("GlobalBatchLoss: backward", backward, ("own_slice", "sum"))
     allowed = allowed_modes(labelled_loss(loss))
     if mode != "auto" and mode not in allowed:
         raise not_exact(title, mode, allowed)
     # tiles
-    is_size = isinstance(tile_bytes, int) and not isinstance(tile_bytes, bool) and tile_bytes >= 1
-    expect(
-        tile_bytes is None or is_size,
-        f"{title}: tile_bytes",
-        expected="a positive number of bytes, or None",
-        got=repr(tile_bytes),
-    )
+    if tile_bytes is not None:
+        expect_count(f"{title}: tile_bytes", tile_bytes)
     expect(
         gather == "all",
         f"{title}: gather",
@@ -69,7 +62,16 @@ def refuse_unfit(loss: nn.Module) -> None:
         got="DoNothingReducer, which returns a dict",
         fix="Give the loss the reducer that you apply afterwards.",
     )
-    _refuse_global_parts(loss)
+    # rows that a part gathers once more would count W times
+    for name, module in loss.named_modules():
+        place = f" in {name}" if name else ""
+        expect(
+            not gathers_by_itself(module),
+            title,
+            expected="losses and miners that look at the rows they are given",
+            got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
+            fix="Leave out one of the two wrappers.",
+        )
     expect(
         not isinstance(loss, TORCH_LOSS_TYPES) or getattr(loss, "reduction", "mean") != "none",
         f"{title}: reduction",
@@ -77,19 +79,6 @@ def refuse_unfit(loss: nn.Module) -> None:
         got="'none'",
         fix="What is reduced later cannot be made global here; let the loss reduce.",
     )
-
-
-def _refuse_global_parts(loss: nn.Module) -> None:
-    """Refuse parts that gather by themselves: rows gathered once more would count W times."""
-    for name, module in loss.named_modules():
-        place = f" in {name}" if name else ""
-        expect(
-            not gathers_by_itself(module),
-            f"GlobalBatchLoss({type(loss).__name__})",
-            expected="losses and miners that look at the rows they are given",
-            got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
-            fix="Leave out one of the two wrappers.",
-        )
 
 
 def _has_tiles_of_products(loss: nn.Module, mode: str) -> bool:

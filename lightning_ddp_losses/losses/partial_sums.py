@@ -118,6 +118,15 @@ class PartialSum:
         return 1.0 / world if self.divisor is None else self.divisor
 
 
+def sum_of(parts: Sequence[PartialSum]) -> PartialSum:
+    """Return one sub-loss, which is not ``full``, from its parts."""
+    total = torch.stack([part.total for part in parts]).sum()
+    divisors = [part.divisor for part in parts if part.divisor is not None]
+    divisor = torch.stack(divisors).sum() if divisors else None
+    columns = zip(*(part.counts for part in parts), strict=True)
+    return PartialSum(total, divisor, name=parts[0].name, counts=ElementCounts(*map(sum, columns)))
+
+
 def host_number(number: float) -> Tensor:
     """Return a number of the host as a tensor, in float64."""
     return torch.tensor(number, dtype=torch.float64)
@@ -510,7 +519,9 @@ def global_mean(
         call = window.enter(name or "", title, parts)
         weights = [weight * share for weight, share in zip(weights, call.weights, strict=True)]
     # 4. the numbers, with W times this rank's part of their gradients
-    graph = for_mean_over_ranks(totals, group) * _per_mean(totals, weights)
+    # a single number needs no tensor
+    share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)
+    graph = for_mean_over_ranks(totals, group) * share
     mean = value_with_grad(value, graph)
     note_parts(mean, parts)
     if call is not None:
@@ -518,11 +529,6 @@ def global_mean(
     autograd_graph.remember_global_value(mean)
     watched: Tensor = watch.watch(mean, group=group)
     return watched
-
-
-def _per_mean(totals: Tensor, numbers: Sequence[float]) -> Tensor | float:
-    """Return numbers to multiply sums with; a single one needs no tensor."""
-    return numbers[0] if totals.ndim == 0 else totals.new_tensor(numbers)
 
 
 def _divided_on_device(totals: Tensor, counts: Sequence[float], empty: float, group: Group) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.losses.call_arguments import anchor_tuples, labelled_loss
-from lightning_ddp_losses.losses.element_losses import anchor_losses, element_losses, partial_sums_of, torch_partial_sum
-from lightning_ddp_losses.losses.partial_sums import PartialSum
+from lightning_ddp_losses.losses.element_losses import element_losses, partial_sums_of, torch_partial_sum
+from lightning_ddp_losses.losses.partial_sums import PartialSum, sum_of
 from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
@@ -73,12 +73,10 @@ def _sub_loss(halves: tuple[PartialSum, ...]) -> Tensor:
     """Return one sub-loss from its two partial sums, with its graph."""
     if halves[0].full:
         return halves[0].total
-    total = torch.stack([half.total for half in halves]).sum()
-    divisors = [half.divisor for half in halves if half.divisor is not None]
-    if not divisors:
-        return total
-    divisor = torch.stack(divisors).sum()
-    return total / divisor if divisor else torch.zeros_like(total)
+    whole = sum_of(halves)
+    if whole.divisor is None:
+        return whole.total
+    return whole.total / whole.divisor if whole.divisor else torch.zeros_like(whole.total)
 
 
 def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int], mode: Mode) -> list[PartialSum]:
@@ -96,7 +94,7 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
     else:
         triplets = facts_of(loss).compares_triplets
         tuples = anchor_tuples(labels, labels, bounds, None, triplets=triplets, same=True)
-        losses = anchor_losses(loss, rows, own_labels, tuples, leaf, labels)
+        losses = element_losses(loss, rows, own_labels, tuples, (leaf, labels))
     return partial_sums_of(loss.reducer, losses, rows, own_labels)
 
 
