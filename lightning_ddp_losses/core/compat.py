@@ -479,9 +479,20 @@ def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
     return twin
 
 
-def training_source(loop: Any) -> Any:
-    """Return what gives a fit its training loaders: the place where they come from the user, before Lightning reads their lengths."""
-    return loop._data_source
+def replace_training_source(trainer: Any, replacement: Callable[[Callable[[], Any]], Any]) -> Callable[[], object]:
+    """Let a function replace the training loaders that a fit gets from the user, before Lightning reads their lengths.
+
+    Args:
+        trainer: The trainer.
+        replacement: Gets a function that returns the user's loaders, and returns the fit's.
+
+    Returns:
+        A function that undoes all replacements.
+    """
+    source = trainer.fit_loop._data_source
+    request = source.dataloader
+    source.dataloader = lambda: replacement(request)
+    return lambda: vars(source).pop("dataloader", None)
 
 
 def prefetched_batches(loop: Any) -> int:

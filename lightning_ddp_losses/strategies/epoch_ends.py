@@ -33,7 +33,7 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import InputError, PeerError, expect
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.strategies import empty_batches
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
@@ -61,15 +61,11 @@ class UnevenEnds(FitPart):
         mode: ``uneven`` of the options.
     """
 
+    _has_logged = False
+
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self.mode = fit.options.uneven
-        self._has_logged = False
-        self._source: Any = None
-
-    @property
-    def _trainer(self) -> pl.Trainer:
-        return self.fit.trainer
 
     def setup(self) -> None:
         """Replace the training loaders, before ``configure_optimizers``, which may ask for them.
@@ -87,24 +83,14 @@ class UnevenEnds(FitPart):
             fix="Take the batch as an argument, or use strategy='ddp'.",
         )
         if process_groups.world_size() > 1:
-            self._source = compat.training_source(self._trainer.fit_loop)
-            self._request = self._source.dataloader
-            self._source.dataloader = self._request_loader
-
-    def teardown(self) -> None:
-        """Let the trainer's next fit have its own loader."""
-        if self._source is not None:
-            del self._source.dataloader
-            self._source = None
+            self.undo.callback(compat.replace_training_source(self.fit.trainer, self._request_loader))
 
     # ------------------------------------------------------------------ the loader
 
-    def _request_loader(self) -> Any:
-        """Return what the user gives for training, as a loader with common ends. Communication: one handshake."""
-        try:
-            given = self._request()
-        except Exception as error:
-            handshake.raise_in_all_groups(error, "train_dataloader")
+    def _request_loader(self, request: Callable[[], Any]) -> CombinedLoader:
+        """Return the user's training loaders with common ends. Communication: one handshake."""
+        with self.fit.raise_on_all_ranks("train_dataloader"):
+            given = request()
         # Lightning waits here, for a rank that may have failed
         handshake.all_gather_between_steps("train_dataloader", {})
         return with_common_ends(given, self)
@@ -118,10 +104,8 @@ class UnevenEnds(FitPart):
 
         Communication: one handshake.
         """
-        try:
+        with self.fit.raise_on_all_ranks("len() of a training loader"):
             own = [sized_len(loader) for loader in loaders]
-        except Exception as error:
-            handshake.raise_in_all_groups(error, "len() of a training loader")
         payloads = handshake.all_gather_between_steps(
             "training loaders", {"number": len(own)}, json.dumps(own).encode()
         )
@@ -140,7 +124,8 @@ class UnevenEnds(FitPart):
                 )
 
     def _allows_no_batches(self) -> bool:
-        holders = self._trainer.lightning_module, getattr(self._trainer, "datamodule", None)
+        trainer = self.fit.trainer
+        holders = trainer.lightning_module, getattr(trainer, "datamodule", None)
         return any(getattr(holder, "allow_zero_length_dataloader_with_multiple_devices", False) for holder in holders)
 
     # ------------------------------------------------------------------ the ends of one epoch
@@ -150,8 +135,8 @@ class UnevenEnds(FitPart):
         return max(numbers) if self.mode == "join" else min(numbers)
 
     def trained_batches(self) -> int:
-        """Return how many batches of this epoch were trained on, before the first fetch: some, where a fit resumes inside it."""
-        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        """Return how many batches of this epoch were trained on, before the first fetch: some, if a fit resumes inside it."""
+        return int(self.fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
     def refuse_lengths(self, lengths: Sequence[float]) -> None:
         """Refuse lengths by rank that differ, unless the fit ends before.
@@ -159,7 +144,7 @@ class UnevenEnds(FitPart):
         Raises:
             InputError: on every rank.
         """
-        trained = self.trained_batches() if self._trainer.fit_loop.restarting else 0
+        trained = self.trained_batches() if self.fit.trainer.fit_loop.restarting else 0
         if len(set(lengths)) > 1 and min(lengths) < self._end_of_fit(trained):
             self._refuse([f"{length} batches" for length in lengths])
 
@@ -175,7 +160,7 @@ class UnevenEnds(FitPart):
             InputError: on every rank, where ends are not to differ and the fit goes on.
         """
         if self.mode == "stop":
-            self._say_left_out(["1 or more" if has else "none" for has in has_batch])
+            self.log_left_out(["1 or more" if has else "none" for has in has_batch])
             raise StopIteration
         if fetched < self._end_of_fit(self.trained_batches()):
             more, no_more = f"more than {fetched} batches", f"{fetched} batches"
@@ -183,20 +168,16 @@ class UnevenEnds(FitPart):
 
     def _end_of_fit(self, trained: int) -> float:
         """Return the batch of this epoch at which ``max_steps`` ends the fit, given how many were trained on."""
-        return trained - trained % self._trainer.accumulate_grad_batches + batches_until_max_steps(self._trainer)
+        trainer = self.fit.trainer
+        return trained - trained % trainer.accumulate_grad_batches + batches_until_max_steps(trainer)
 
     def _refuse(self, ranks: Sequence[str]) -> None:
         texts = FAULTS["F36"].explain("check")
         raise InputError(texts.what, expected=texts.expected, ranks=ranks, fix=texts.fix, collective=True)
 
-    def say_lengths(self, lengths: Sequence[int], common: int) -> None:
-        """Say what each rank leaves out of an epoch of so many batches."""
-        if max(lengths) > common:
-            self._say_left_out([str(max(length - common, 0)) for length in lengths])
-
-    def _say_left_out(self, left: Sequence[str]) -> None:
-        """Say once in a fit what each rank leaves out."""
-        if not self._has_logged:
+    def log_left_out(self, left: Sequence[object]) -> None:
+        """Log once in a fit the number of batches that each rank leaves out."""
+        if not self._has_logged and any(left):
             self._has_logged = True
             shown = ", ".join(f"rank {rank}: {batches}" for rank, batches in enumerate(left))
             rank_zero_info(
@@ -241,10 +222,15 @@ class JoinedEnds(FitPart):
 
 def with_common_ends(given: Any, ends: UnevenEnds) -> CombinedLoader:
     """Return what a user gives for training as a combined loader with common ends."""
-    # a copy: the user's own keeps its loaders, and its class says nothing of ours
+    return as_combined(given, _CommonEnds, {"ends": ends})
+
+
+def as_combined(given: Any, kind: type[CombinedLoader], members: dict[str, Any]) -> CombinedLoader:
+    """Return what a user gives for training as a combined loader of one more class, with these members."""
+    # a copy: the user's own keeps its loaders, and its class
     loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
-    kind = type(loader)
-    loader.__class__ = type(kind.__name__, (_CommonEnds, kind), {"ends": ends})
+    own = type(loader)
+    loader.__class__ = type(own.__name__, (kind, own), members)
     return loader
 
 
@@ -296,11 +282,9 @@ class _CommonEnds(CombinedLoader):
 
     def __iter__(self) -> Any:
         """Make the ranks' iterators and agree on their ends. Communication: one handshake."""
-        try:
+        with self.ends.fit.raise_on_all_ranks("the iterator of a training loader"):
             super().__iter__()
             own = self._own_sizes()
-        except Exception as error:
-            handshake.raise_in_all_groups(error, "the iterator of a training loader")
         payloads = handshake.all_gather_between_steps(
             "training epoch", {"uneven": self.ends.mode}, json.dumps(own).encode()
         )
@@ -340,25 +324,21 @@ class _CommonEnds(CombinedLoader):
     def _agree(self, sizes: Sequence[_EpochSizes]) -> None:
         """Let each loader be a stream that ends where the others' do; Lightning's modes combine those."""
         iterator = compat.mode_iterator(self)
-        by_loader = list(zip(*(size.lengths for size in sizes), strict=True))
         # 1. limits that are a fraction of a length differ as lengths do
         limits_by_rank = [size.limits for size in sizes]
         iterator.limits = [self.ends.common(limits) for limits in zip(*limits_by_rank, strict=True)]
         # 2. the streams, around the iterators that were made
         streams = []
-        is_alone = len(by_loader) == 1
-        for loader, lengths in zip(self.flattened, by_loader, strict=True):
+        for loader, *lengths in zip(self.flattened, *(size.lengths for size in sizes), strict=True):
+            title = f"training loader ({type(loader).__name__})"
             known = None if None in lengths else lengths
-            streams.append(
-                _Stream(self.ends, f"training loader ({type(loader).__name__})", known, loader, is_alone=is_alone)
-            )
+            streams.append(_Stream(self.ends, title, known, loader, is_alone=len(self.flattened) == 1))
         self._streams = iterator.iterables = streams
-        iterator.iterators = [
-            stream.over(own.__next__) for stream, own in zip(streams, iterator.iterators, strict=False)
-        ]
-        # 3. what the shortest rank leaves out
+        iterators = zip(streams, iterator.iterators, strict=False)
+        iterator.iterators = [stream.over(own.__next__) for stream, own in iterators]
+        # 3. batches that the shortest rank leaves out
         if all(size.is_known for size in sizes):
-            self.ends.say_lengths([size.together or 0 for size in sizes], len(self))
+            self.ends.log_left_out([max((size.together or 0) - len(self), 0) for size in sizes])
 
 
 class _Stream:
@@ -377,20 +357,10 @@ class _Stream:
     """
 
     def __init__(
-        self,
-        ends: UnevenEnds,
-        title: str,
-        lengths: Sequence[int] | None,
-        loader: Any = None,
-        *,
-        is_alone: bool = True,
+        self, ends: UnevenEnds, title: str, lengths: Sequence[int] | None, loader: Any = None, *, is_alone: bool = True
     ) -> None:
-        self._ends, self._title, self._loader, self._is_alone = ends, title, loader, is_alone
-        self._lengths = lengths
-        self._fetch: Callable[[], Any] | None = None
-        self._fetched = 0
+        self._ends, self._title, self._lengths, self._loader, self._is_alone = ends, title, lengths, loader, is_alone
         self._trained: int | None = None  # batches before the first of this iterator; None until it is fetched
-        self.has_ended = False
         self._empty: Any = None  # a batch of 0 rows, or why there cannot be one
         self._has_empty = self._is_shared = self.lacks_rows = False
 
@@ -494,24 +464,18 @@ class _Stream:
         own = b""
         if batch is not None:
             self._keep_structure(batch)
-            empty = self._empty_batch()
-            try:
-                own = safe_payload.pack_readable(empty, _STRUCTURE)
-            except InputError as error:
-                handshake.raise_in_all_groups(error, _FETCH)
+            with self._ends.fit.raise_on_all_ranks(_FETCH):
+                own = safe_payload.pack_readable(self._empty_batch(), _STRUCTURE)
         payloads = handshake.all_gather_between_steps("structure of a batch", {}, own)
         first = next(rank for rank, payload in enumerate(payloads) if payload)
-        try:  # every rank reads it, so that all refuse the same one
+        with self._ends.fit.raise_on_all_ranks(_FETCH):  # every rank reads it, so that all refuse the same one
             shared = safe_payload.unpack_from(payloads[first], _STRUCTURE, first)
-        except PeerError as error:
-            handshake.raise_in_all_groups(error, _FETCH)
         if batch is None and not self._has_empty:
             self._empty, self._has_empty = shared, True
         return self._empty_batch()
 
     def _own_batch(self) -> tuple[bool, Any]:
-        """Return whether this rank has a batch, and the batch; what fails here fails on every rank."""
-        assert self._fetch is not None
+        """Return whether this rank has a batch, and the batch; an error is one on every rank."""
         if self.has_ended:
             return False, None
         try:

@@ -29,6 +29,7 @@ from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
+from lightning_ddp_losses.strategies.epoch_ends import as_combined
 
 TITLE = "training loaders with a state of their own"
 _INSIDE = f"{TITLE}, resumed in the middle of an epoch"
@@ -73,11 +74,8 @@ class NotingLoader(CombinedLoader):
             take_saved: Returns the entry of a loaded checkpoint, once; None without one.
             progress: Returns the number of trained batches of this epoch, and the number of batches of a step.
         """
-        loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
-        kind = type(loader)
         members = {"take_saved": staticmethod(take_saved), "progress": staticmethod(progress), "notes": {}}
-        loader.__class__ = type(kind.__name__, (NotingLoader, kind), members)
-        return loader
+        return as_combined(given, NotingLoader, members)
 
     def __iter__(self) -> Any:
         try:

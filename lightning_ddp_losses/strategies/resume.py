@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class Resume(FitPart):
         self._seed: int | None = None  # of the run that was resumed
         self._draws: list[GlobalDraw] = []  # of the training loaders, in Lightning's order
         self._num_placed = 0
-        self._undo, self._quiet = ExitStack(), ExitStack()
+        self._quiet = ExitStack()
 
     # ------------------------------------------------------------------ hooks of a fit
 
@@ -95,16 +95,11 @@ class Resume(FitPart):
         """Note the states of training loaders at each fetch. ``epoch_ends`` asks for the same loaders, before this part."""
         if not self.fit.is_fitting:
             return
-        source = compat.training_source(self.fit.trainer.fit_loop)
-        request, was_replaced = source.dataloader, "dataloader" in vars(source)
-        source.dataloader = lambda: NotingLoader.of(request(), self._take_loader_states, self._fetched)
 
-        def undo() -> None:
-            del source.dataloader
-            if was_replaced:
-                source.dataloader = request
+        def noting(request: Callable[[], Any]) -> Any:
+            return NotingLoader.of(request(), self._take_loader_states, self._fetched)
 
-        self._undo.callback(undo)
+        self.undo.callback(compat.replace_training_source(self.fit.trainer, noting))
 
     def process_dataloader(self, dataloader: object) -> object:
         """Set epoch and place of a training loader's global sampler, before Lightning makes an iterator.
@@ -132,8 +127,8 @@ class Resume(FitPart):
 
     def teardown(self) -> None:
         """Let samplers and loaders begin the next fit by themselves."""
+        super().teardown()
         self._quiet.close()
-        self._undo.close()
         for draw in self._draws:
             draw.forget_place()
 

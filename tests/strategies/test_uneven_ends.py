@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -434,7 +435,10 @@ def steps_of(meeting: Meeting, rank: int, plan: Plan, kind: str, mode: str) -> l
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=progress), restarting=False)
     module = SimpleNamespace(training_step=Rows.training_step, allow_zero_length_dataloader_with_multiple_devices=True)
     trainer = SimpleNamespace(fit_loop=loop, lightning_module=module)
-    ends = UnevenEnds(SimpleNamespace(trainer=trainer, options=SimpleNamespace(uneven=mode)))  # type: ignore[arg-type]
+    fit = SimpleNamespace(
+        trainer=trainer, options=SimpleNamespace(uneven=mode), raise_on_all_ranks=lambda where: nullcontext()
+    )
+    ends = UnevenEnds(fit)  # type: ignore[arg-type]
     batches = [torch.zeros(size, 1) for size in plan[rank]]
     loader = with_common_ends(listed(batches) if kind == "known" else Stream(batches), ends)
     loader.limits = math.inf
