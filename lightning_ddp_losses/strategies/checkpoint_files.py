@@ -14,7 +14,6 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 import socket
 import zipfile
 import zlib
@@ -36,6 +35,9 @@ METADATA = "meta.pt"
 
 BLOCKS = "ddp_losses_blocks"
 """Key of that file: the folder of the blocks, and the checksums of its files. A loaded checkpoint with this key is a folder."""
+
+LOSS_KINDS = "ddp_losses_kinds"
+"""Key of a checkpoint: the class of each loss."""
 
 _PARTIAL = ".partial-"
 _OWNER = re.compile(re.escape(_PARTIAL) + r"(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]+")
@@ -100,15 +102,10 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     partial = folder / f"{_PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         # 1. the content, on the disk; no other process writes to this name
-        with partial.open("xb") as file:
-            checked = _CheckedFile(file)
-            try:
-                write(checked)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            except Exception as error:
-                # torch's writer says only that a write failed
-                raise (checked.error or error) from error
+        with file_errors(), partial.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
         # 2. the name, and that the folder has it
         os.replace(partial, path)
     except BaseException:
@@ -118,22 +115,15 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     sync_folder(folder)
 
 
-class _CheckedFile:
-    """A file that remembers why it could not be written."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
+@contextlib.contextmanager
+def file_errors() -> Iterator[None]:
+    """Raise the file system's error in place of that of ``torch.save``, which says only that a write failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -147,22 +137,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def _remove_partials_of_dead(folder: Path) -> None:
-    """Remove what processes of this machine that are no more have left in a folder."""
-    with contextlib.suppress(OSError):
-        for found in folder.glob(f"{_PARTIAL}*"):
-            owner = _OWNER.fullmatch(found.name)
-            if owner is not None and owner["host"] == socket.gethostname() and not _is_running(int(owner["pid"])):
+    """Remove the partial files of ended processes of this machine from a folder."""
+    for found in folder.glob(f"{_PARTIAL}*"):
+        owner = _OWNER.fullmatch(found.name)
+        if owner is None or owner["host"] != socket.gethostname():
+            continue
+        with contextlib.suppress(OSError):  # a process of another user runs too
+            try:
+                os.kill(int(owner["pid"]), 0)
+            except ProcessLookupError:
                 found.unlink(missing_ok=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        return True
-    return True
 
 
 @contextlib.contextmanager
@@ -182,12 +166,10 @@ def saved_on_all_ranks(path: Any, *, is_collective: bool) -> Iterator[None]:
         yield
     except OSError as error:
         failed = unwritten(path, {process_groups.rank(): error})
-        if not is_collective:
-            raise failed from error
-        try:
+        failed.__cause__ = error
+        if is_collective:
             handshake.raise_on_all_ranks(failed, SAVING)
-        except DDPLossError as told:
-            raise told from error
+        raise failed from error
     if is_collective:
         handshake.all_gather_between_steps(SAVING, {"written": True})
 
@@ -229,8 +211,7 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
 
     Communication: two handshakes.
     """
-    checkpoint: dict[str, Any] = {}
-    content = ""
+    checkpoint, content, problem = dict[str, Any](), "", ""
     cause: Exception | None = None
     try:
         if is_local(path):
@@ -239,8 +220,7 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise ValueError("it holds no 'state_dict': it is no checkpoint of Lightning")
     except Exception as error:
-        cause = error
-    problem = "" if cause is None else _shown(cause)
+        cause, problem = error, _shown(error)
     payloads = handshake.all_gather_between_steps(LOADING, {}, problem.encode())
     problems = [payload.decode() for payload in payloads]
     if any(problems):
@@ -299,10 +279,8 @@ def loaded_on_all_ranks(path: Any, what: str) -> Iterator[None]:
             got=_shown(error, lines=12),
             fix="Load a checkpoint of the same module: its losses, numbers of classes, sizes and optimizers.",
         )
-        try:
-            handshake.raise_on_all_ranks(refused, LOADING)
-        except DDPLossError as told:
-            raise told from error
+        refused.__cause__ = error
+        handshake.raise_on_all_ranks(refused, LOADING)
 
 
 def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[str]) -> None:
@@ -316,31 +294,20 @@ def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[st
     Raises:
         InputError: the same on every rank.
     """
-    if saved is None:
-        return
-    saved_kinds = dict(entry.split(": ", 1) for entry in saved)
+    saved_kinds = dict(entry.split(": ", 1) for entry in saved or ())
     own_kinds = dict(entry.split(": ", 1) for entry in own)
-    different = {name for name in saved_kinds.keys() & own_kinds.keys() if saved_kinds[name] != own_kinds[name]}
+    different = sorted(name for name, kind in own_kinds.items() if saved_kinds.get(name, kind) != kind)
     if different:
         raise InputError(
             f"checkpoint {path}",
-            expected=", ".join(f"{name}: {own_kinds[name]}" for name in sorted(different)),
-            got=", ".join(f"{name}: {saved_kinds[name]}" for name in sorted(different)),
+            expected=", ".join(f"{name}: {own_kinds[name]}" for name in different),
+            got=", ".join(f"{name}: {saved_kinds[name]}" for name in different),
             fix="Go on with the loss that was trained. To begin another one from these weights, load the state_dict alone, or delete "
             f"checkpoint['{LOSS_KINDS}'] in on_load_checkpoint.",
             collective=True,
         )
 
 
-LOSS_KINDS = "ddp_losses_kinds"
-"""Key of a checkpoint that says of which class each loss was."""
-
-
 def _shown(error: BaseException, lines: int = 1) -> str:
     shown = "\n".join(str(error).strip().splitlines()[:lines])[:_SHOWN_CHARACTERS]
     return f"{type(error).__name__}: {shown}"
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder as far as that can be done."""
-    shutil.rmtree(folder, ignore_errors=True)

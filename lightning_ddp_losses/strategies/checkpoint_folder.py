@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import pickle
 import secrets
+import shutil
 import zlib
 from collections.abc import Mapping
 from functools import partial
@@ -54,7 +55,7 @@ from lightning_ddp_losses.strategies.checkpoint_files import (
     BLOCKS,
     METADATA,
     SAVING,
-    remove_folder,
+    file_errors,
     sync_folder,
     unwritten,
     write_whole,
@@ -107,13 +108,11 @@ class _Block(Tensor):
 
 
 class _Writer(FileSystemWriter):
-    """Writes this rank's file, and reports the file system's error, of which torch.save says only that a write failed."""
+    """Writes this rank's file, and reports the file system's error."""
 
     def write_data(self, *args: Any) -> Any:
-        try:
+        with file_errors():
             return super().write_data(*args)
-        except RuntimeError as error:
-            raise error.__context__ or error from None
 
 
 def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str, nn.Parameter]) -> None:
@@ -153,12 +152,12 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
         write_whole(path / METADATA, partial(torch.save, rest))
     except Exception:
         if rank == 0:
-            remove_folder(blocks)
+            shutil.rmtree(blocks, ignore_errors=True)
         raise
     _write_index(path, name)
     for found in path.iterdir():
         if found.name.startswith(_BLOCKS_PREFIX) and found.name != name:
-            remove_folder(found)
+            shutil.rmtree(found, ignore_errors=True)
 
 
 def _parted(

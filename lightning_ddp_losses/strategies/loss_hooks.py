@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
@@ -359,7 +360,7 @@ class LossHooks(ParallelStrategy):
                 checkpoint_folder.write_folder(Path(filepath), checkpoint, losses.sharding.parameters)
                 return
             if self.is_global_zero and is_folder(filepath):
-                checkpoint_files.remove_folder(Path(filepath))
+                shutil.rmtree(filepath, ignore_errors=True)
             ParallelStrategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 
     # ------------------------------------------------------------------ out of a checkpoint
