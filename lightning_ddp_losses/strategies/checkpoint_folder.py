@@ -93,9 +93,8 @@ class _Block(Tensor):
         return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)] if self.part.numel() else []
 
     def __create_write_items__(self, fqn: str, block: Any) -> list[WriteItem]:
-        items = []
+        items, properties = [], TensorProperties.create_from_tensor(self.part)
         for chunk in self.__create_chunk_list__():
-            properties = TensorProperties.create_from_tensor(self.part)
             data = TensorWriteData(chunk=chunk, properties=properties, size=self.size())
             items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return items
@@ -131,10 +130,10 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
     folder, name = json.loads(handshake.all_gather_between_steps(SAVING, {}, place.encode())[0])
     path, blocks = Path(folder), Path(folder, name)
     rest, state = _parted(checkpoint, shards)
+    group = process_groups.internal_groups().host if process_groups.is_distributed() else None
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         # 2. each rank's file; of tensors that several ranks hold, the first one's
-        group = process_groups.internal_groups().host if process_groups.is_distributed() else None
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         try:
             save(state, storage_writer=_Writer(blocks), planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:  # on every rank, with the errors of all
@@ -219,9 +218,9 @@ def read_rest(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
             raise ValueError(f"{blocks.name}/{name} is not what was written (checksum)")
     tree = _saved_tree(blocks)
     rest["state_dict"] = {**tree.pop("state_dict", {}), **rest.get("state_dict", {})}
-    titles = [f"optimizer_{number}" for number in range(len(tree))]
-    states = [tree[title] for title in titles if title in tree]
-    return {**rest, "optimizer_states": states} if states else rest
+    if "optimizer_0" in tree:
+        rest["optimizer_states"] = [tree[f"optimizer_{number}"] for number in range(len(tree))]
+    return rest
 
 
 def read_state(path: Path, checkpoint: Mapping[str, Any], likes: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -253,11 +252,10 @@ def read_optimizer_state(
         likes: Parameters by name. Of a divided one this rank's part is read.
     """
     saved = checkpoint["optimizer_states"][number]
-    entries = {}
-    for name, entry in saved.get("state", {}).items():  # an optimizer that has not stepped has none
-        entries[name] = _places_for(entry, likes.get(name))
-    read = {"state": entries, "param_groups": saved["param_groups"]}
-    state = _read(_blocks_of(path, checkpoint), f"optimizer_{number}", read)
+    saved_state = saved.get("state", {})  # an optimizer that has not stepped has none
+    entries = {name: _places_for(entry, likes.get(name)) for name, entry in saved_state.items()}
+    places = {"state": entries, "param_groups": saved["param_groups"]}
+    state = _read(_blocks_of(path, checkpoint), f"optimizer_{number}", places)
     groups = _elements_of(state["param_groups"])
     return {**state, "param_groups": [{**group, "params": _elements_of(group["params"])} for group in groups]}
 
@@ -273,16 +271,10 @@ def own_optimizer_state(
     names = names_of(parameters, optimizer)
     likes = dict(zip(names, parameters_in_order(optimizer), strict=True))
     state = read_optimizer_state(path, checkpoint, number, likes)
-    saved, own = state["param_groups"], optimizer.state_dict()["param_groups"]
-    for saved_group, own_group in zip(saved, own, strict=True):
-        expected = [names[index] for index in own_group["params"]]
-        expect(
-            saved_group["params"] == expected,
-            f"checkpoint: parameters of optimizer {number}",
-            expected=", ".join(expected),
-            got=", ".join(saved_group["params"]),
-            error=InputError,
-        )
+    for saved, own in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+        expected, got = ", ".join(names[index] for index in own["params"]), ", ".join(saved["params"])
+        title = f"checkpoint: parameters of optimizer {number}"
+        expect(got == expected, title, expected=expected, got=got, error=InputError)
     return _with_numbers(state)
 
 

@@ -43,26 +43,41 @@ class Interruptions(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        self._termination, self._requeue = Termination(), Requeue()
-        self._after_error = AfterError(fit, self._termination)
+        self._sigterm = _Flag("SIGTERM reached rank {0}: all {1} ranks end after this step.")
+        self._requeue = _Requeue()
+        self._after_error = _AfterError(fit, self._sigterm)
 
     def setup(self) -> None:
-        """Take a place among the callbacks."""
+        """Come before Lightning's checkpoint callbacks, and after the checks, which inform peers by themselves."""
+        callbacks: list[Callback] = self.fit.trainer.callbacks  # type: ignore[attr-defined]
+        savers = [index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
         if process_groups.world_size() > 1:
-            self._after_error.install(self.fit.trainer)
+            self.undo.callback(self._after_error.restore, callbacks)
+            callbacks.insert(min(savers, default=len(callbacks)), self._after_error)
 
     def on_train_start(self) -> None:
-        """Replace the signal handlers, which Lightning has installed by now; without call checks nothing could travel."""
-        if self.fit.options.check_calls and process_groups.world_size() > 1:
-            self._termination.install(self.fit)
-            self._requeue.install(self.fit)
+        """Replace the signal handlers, which Lightning has installed by now and removes at the end of the run.
 
-    def teardown(self) -> None:
-        """Leave the trainer as it came."""
-        trainer = attached_trainer(self.fit.module)
-        self._requeue.remove(trainer)
-        self._termination.remove()
-        self._after_error.remove(trainer)
+        Without call checks no flag could travel. Whether SLURM's travels depends on the cluster environment, the same on all ranks.
+        """
+        if not self.fit.options.check_calls or process_groups.world_size() == 1:
+            return
+        trainer = self.fit.trainer
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        compat.replace_sigterm_notice(trainer, self._note_sigterm)
+        self.undo.callback(compat.skip_sigterm_broadcast(trainer))
+        self._sigterm.travel(self.fit, lambda: compat.mark_sigterm_(trainer))
+        if compat.requeues_on_signal(trainer):
+            self._requeue.save_and_requeue = compat.replace_requeue_handler(trainer, self._requeue.flag.set)
+            self._requeue.flag.travel(self.fit, self._requeue.save_after_this_batch)
+            callbacks.append(self._requeue)
+            self.undo.callback(_remove, callbacks, self._requeue)
+
+    def _note_sigterm(self) -> None:
+        launcher = self.fit.trainer.strategy.launcher
+        if not self._sigterm.is_set and launcher is not None:
+            launcher.kill(signal.SIGTERM)  # processes that this one has started, as Lightning does
+        self._sigterm.set()
 
     def saves_together(self, path: object) -> bool:
         """Return whether all ranks save this checkpoint, at the same place of the run or after an error that all of them have."""
@@ -71,150 +86,114 @@ class Interruptions(FitPart):
     def is_collective(self, path: object) -> bool:
         """Return whether all ranks save this checkpoint at the same place of a healthy run.
 
-        A save from a SLURM signal is not collective, unless ``Requeue`` handles the signal. After an error each rank may be anywhere.
+        A save from a SLURM signal is not collective, unless the flag of the signal has travelled. After an error each rank may be
+        anywhere.
         """
         trainer = attached_trainer(self.fit.module)
         is_interrupted = trainer is not None and trainer.interrupted
-        if is_interrupted and (self.fit.is_alone or not self._termination.is_together):
+        if is_interrupted and (self.fit.is_alone or not self._sigterm.is_known):
             return False
-        return self._requeue.is_together or not PurePath(str(path)).name.startswith(_REQUEUED)
+        return self._requeue.is_saving or not PurePath(str(path)).name.startswith(_REQUEUED)
+
+
+def _remove(callbacks: list[Callback], callback: Callback) -> None:
+    if callback in callbacks:
+        callbacks.remove(callback)
 
 
 # ---------------------------------------------------------------------- signals
 
 
-class Termination:
-    """What this rank knows of a request to end.
+class _Flag:
+    """The flag of a signal, which travels in the call check.
+
+    Args:
+        report: Text for the log, with places for the ranks that the signal reached and for the number of ranks.
 
     Attributes:
-        is_together: All ranks know, and end after the step in which they were told.
+        is_set: Whether the signal reached this rank.
+        is_known: Whether all ranks know that it reached one of them.
     """
 
-    def __init__(self) -> None:
-        self.is_together = False
-        self._is_noted = False
-        self._trainer: pl.Trainer | None = None
-        self._restore_broadcast: Callable[[], None] | None = None
+    def __init__(self, report: str) -> None:
+        self.is_set = self.is_known = False
+        self._report = report
 
-    def install(self, fit: Fit) -> None:
-        """Replace Lightning's own note in the signal's handler; Lightning removes the handler when the run ends."""
-        self._trainer = trainer = fit.trainer
-        compat.replace_sigterm_notice(trainer, self._note)
-        self._restore_broadcast = compat.skip_sigterm_broadcast(trainer)
-        fit.attach_payload(lambda: bytes([self._is_noted]), self._judge)
+    def set(self) -> None:
+        """Note the signal."""
+        self.is_set = True
 
-    def _note(self) -> None:
-        trainer = self._trainer
-        assert trainer is not None
-        launcher = trainer.strategy.launcher
-        if not self._is_noted and launcher is not None:
-            launcher.kill(signal.SIGTERM)  # processes that this one has started, as Lightning does
-        self._is_noted = True
+    def travel(self, fit: Fit, then: Callable[[], None]) -> None:
+        """Let the flag travel, and call a function on all ranks in the first step after a signal."""
 
-    def remove(self) -> None:
-        """Leave the trainer as it came."""
-        if self._restore_broadcast is not None:
-            self._restore_broadcast()
-            self._restore_broadcast = None
+        def judge(flags: Sequence[bytes]) -> None:
+            ranks = [str(rank) for rank, flag in enumerate(flags) if flag == b"\1"]
+            if ranks and not self.is_known:  # the signal to another rank may come a step later
+                self.is_known = True
+                rank_zero_info(self._report.format(", ".join(ranks), len(flags)))
+                then()
 
-    def _judge(self, notes: Sequence[bytes]) -> None:
-        told = [rank for rank, note in enumerate(notes) if note == b"\1"]
-        if told and not self.is_together and self._trainer is not None:
-            self.is_together = True
-            rank_zero_info(
-                f"SIGTERM reached rank {', '.join(map(str, told))}: all {len(notes)} ranks end after this step."
-            )
-            compat.mark_sigterm_(self._trainer)
+        fit.attach_payload(lambda: bytes([self.is_set]), judge)
 
 
-class Requeue(Callback):
-    """What this rank knows of a request to save and be queued again; Lightning calls it when a batch is done.
+class _Requeue(Callback):
+    """Saves on all ranks, and queues the job again on rank 0, after the batch in which a flag arrived.
 
     Attributes:
-        is_together: All ranks save now what Lightning saves for the signal.
+        save_and_requeue: Lightning's own handler of the signal.
+        is_saving: Whether all ranks save now.
     """
 
+    save_and_requeue: Callable[[], None]
+
     def __init__(self) -> None:
-        self._is_noted = self._is_heard = self._is_due = self.is_together = False
-        self._save_and_requeue: Callable[[], None] | None = None
+        self.flag = _Flag("The signal to requeue reached rank {0}: all save after this step.")
+        self._is_due = self.is_saving = False
 
-    def install(self, fit: Fit) -> None:
-        """Replace Lightning's handler if there is one; Lightning removes it when the run ends.
-
-        Whether flags travel depends on the cluster environment, which is the same on all ranks.
-        """
-        trainer = fit.trainer
-        if not compat.requeues_on_signal(trainer):
-            return
-        self._save_and_requeue = compat.replace_requeue_handler(trainer, self._note)
-        fit.attach_payload(lambda: bytes([self._is_noted]), self._judge)
-        trainer.callbacks.append(self)  # type: ignore[attr-defined]
-
-    def remove(self, trainer: pl.Trainer | None) -> None:
-        """Leave the trainer as it came."""
-        callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
-            callbacks.remove(self)
-
-    def _note(self) -> None:
-        self._is_noted = True
-
-    def _judge(self, notes: Sequence[bytes]) -> None:
-        """Hear of all ranks' notes; the same on all of them."""
-        told = [rank for rank, note in enumerate(notes) if note == b"\1"]
-        if told and not self._is_heard:  # the signal to another rank may come a step later
-            self._is_heard = self._is_due = True
-            rank_zero_info(f"The signal to requeue reached rank {', '.join(map(str, told))}: all save after this step.")
+    def save_after_this_batch(self) -> None:
+        """Save as soon as Lightning calls this callback."""
+        self._is_due = True
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Save on all ranks, and queue the job again on rank 0, where a rank was told to before this batch was done."""
-        if self._is_due and self._save_and_requeue is not None:
-            self._is_due, self.is_together = False, True
+        """Save if a flag has arrived in this batch."""
+        if self._is_due:
+            self._is_due, self.is_saving = False, True
             try:
-                self._save_and_requeue()
+                self.save_and_requeue()
             finally:
-                self.is_together = False
+                self.is_saving = False
 
 
 # ---------------------------------------------------------------------- errors
 
 
-class AfterError(Callback):
+class _AfterError(Callback):
     """Handles an error before the callbacks that save.
 
     Args:
         fit: The fit.
-        termination: Knows whether all ranks end by SIGTERM after the same step. That is no error: all save together then.
+        sigterm: Flag of SIGTERM. Ranks that end by it after the same step have no error. They save together.
 
     Attributes:
         is_together: After the error all ranks stand at the same place, so they can save what is divided over them.
     """
 
-    def __init__(self, fit: Fit, termination: Termination) -> None:
+    def __init__(self, fit: Fit, sigterm: _Flag) -> None:
         self.is_together = False
-        self._fit, self._termination = fit, termination
+        self._fit, self._sigterm = fit, sigterm
         self._set_aside: list[Callback] = []
 
-    def install(self, trainer: pl.Trainer) -> None:
-        """Come before Lightning's checkpoint callbacks, and after the checks, which inform peers by themselves."""
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        savers = [index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
-        callbacks.insert(min(savers, default=len(callbacks)), self)
-
-    def remove(self, trainer: pl.Trainer | None) -> None:
-        """Leave the trainer as it came."""
-        callbacks: list[Callback] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
-            callbacks.remove(self)
-            callbacks += self._set_aside
-        self._set_aside = []
+    def restore(self, callbacks: list[Callback]) -> None:
+        """Leave the callbacks as they came."""
+        _remove(callbacks, self)
+        callbacks += self._set_aside
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Tell the peers, then settle what the callbacks after this one may save, and with whom.
 
         Communication: one handshake, which meets the peers' next one; one more where something is divided and all ranks have the error.
         """
-        if self._termination.is_together and isinstance(exception, SIGTERMException):
+        if self._sigterm.is_known and isinstance(exception, SIGTERMException):
             return
         self._fit.on_exception(exception)
         is_divided, is_told = self._fit.is_divided, peer_errors.has_reached_all(exception)

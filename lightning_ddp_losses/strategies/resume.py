@@ -21,7 +21,6 @@ epoch: random numbers of workers, and those of a batch that was fetched ahead (a
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -44,7 +43,7 @@ from lightning_ddp_losses.core.random_state import (
     write_random_states_,
 )
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import InputError, PeerError, expect
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -115,8 +114,8 @@ class Resume(FitPart):
     def on_train_start(self) -> None:
         """Complete what could not be restored with the loaders: the checkpoint is loaded, the iterators are made."""
         with self.fit.raise_on_all_ranks("on_train_start"):
-            self._complete_places()
-            self._complete_loader_states()
+            self._restore_early_loaders()
+            self._check_places()
             self._restore_random_states()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -154,15 +153,14 @@ class Resume(FitPart):
         if not has_loaders and not has_random:
             return entries
         at_end, device = iterator_follows(trainer), self.fit.strategy.root_device
-        notes: list[StateNote] = []
-        random: dict[str, Tensor] = {}
+        notes, random = list[StateNote](), dict[str, Tensor]()
         if together:
             note, names = None, list[str]()
             if has_loaders:
                 note = combined.note_now() if at_end else combined.note_at(trained.batches)
                 names = [type(holder).__name__ for holder in combined.holders()]
             own_random = read_random_states(device) if has_random else {}
-            notes, random = _states_of_all_ranks(note, names, own_random)
+            notes, random = self._states_of_all_ranks(note, names, own_random)
         # 3. states of all ranks
         if has_loaders:
             entries[LOADER_STATES] = {
@@ -181,6 +179,29 @@ class Resume(FitPart):
                 "draw_counts": read_draw_counts(trainer.lightning_module),
             }
         return entries
+
+    def _states_of_all_ranks(
+        self, note: StateNote | None, names: list[str], random: Mapping[str, Tensor]
+    ) -> tuple[list[StateNote], dict[str, Tensor]]:
+        """Gather the states of loaders and generators.
+
+        Args:
+            note: States of this rank's loaders; None if none has a state, on every rank.
+            names: Names of the owners' classes, which ranks have in common.
+            random: uint8 (bytes,) by name of the generator. Empty to leave it out.
+
+        Returns:
+            The loader states by rank, and uint8 (W, bytes) by name of the generator, equal on every rank.
+
+        Communication: one handshake, as long as the states.
+        """
+        facts = {"loaders": names, "generators": {name: len(state) for name, state in random.items()}}
+        with self.fit.raise_on_all_ranks(_SAVED):
+            payload = safe_payload.pack_readable((None if note is None else tuple(note), dict(random)), TITLE)
+            payloads = handshake.all_gather(_SAVED, facts, payload, of_user=True)
+            everyone = [safe_payload.unpack_from(payload, _SAVED, rank) for rank, payload in enumerate(payloads)]
+        notes = [StateNote(*own) for own, _ in everyone if own is not None]
+        return notes, {name: torch.stack([states[name] for _, states in everyone]) for name in random}
 
     # ------------------------------------------------------------------ out of the checkpoint
 
@@ -243,20 +264,27 @@ class Resume(FitPart):
         draw.load_state_dict(state, announced=epoch)
         handshake.all_gather(f"{draw.title} resumes", {name: state[name] for name in ("epoch", "seed", "rows")})
 
-    def _complete_places(self) -> None:
-        """Place samplers of loaders that were made before the checkpoint was loaded; silence Lightning's warning if all loaders resume.
+    def _restore_early_loaders(self) -> None:
+        """Restore loaders that were made before the checkpoint was loaded, because ``estimated_stepping_batches`` asked for them."""
+        fit_loop = self.fit.trainer.fit_loop
+        combined = compat.combined_loader(fit_loop)
+        draws = self._draws if self._places is not None and not self._num_placed else []
+        for draw in draws:
+            self._place(draw)
+        has_states = isinstance(combined, NotingLoader) and combined.holders()
+        if draws or (self._loaders is not None and has_states):
+            compat.make_iterator_anew(fit_loop)
+        self._loaders = None
+
+    def _check_places(self) -> None:
+        """Compare the samplers with those of the checkpoint; silence Lightning's warning if all loaders resume.
 
         Raises:
             InputError: if the checkpoint belongs to other samplers.
         """
         if self._places is None:
             return
-        fit_loop, saved = self.fit.trainer.fit_loop, len(self._places)
-        if self._draws and not self._num_placed:
-            # estimated_stepping_batches asked for the loaders before the checkpoint was loaded (adopt=True)
-            for draw in self._draws:
-                self._place(draw)
-            compat.make_iterator_anew(fit_loop)
+        saved = len(self._places)
         all_placed = self._num_placed > 0 and self._num_placed % max(saved, 1) == 0
         expect(
             all_placed or not saved or not self._trained.batches,
@@ -266,10 +294,9 @@ class Resume(FitPart):
             fix="Resume with the loaders that were saved, or from a checkpoint at the end of an epoch.",
             error=InputError,
         )
-        combined = compat.combined_loader(fit_loop)
-        loaders = [] if combined is None else combined.flattened
-        has_no_place = any(draw_of(loader) and not self._places for loader in loaders)
-        if not has_no_place and all(draw_of(loader) or state_holder(loader) for loader in loaders):
+        # a sampler without a place does not resume
+        resumes = [saved if draw_of(loader) else state_holder(loader) for loader in self._loaders_of_fit()]
+        if all(resumes):
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
 
@@ -285,13 +312,9 @@ class Resume(FitPart):
         trainer = self.fit.trainer
         return trained_batches(trainer).batches, _window(trainer)
 
-    def _complete_loader_states(self) -> None:
-        """Restore states of loaders that were made before the checkpoint was loaded (``estimated_stepping_batches``)."""
-        fit_loop = self.fit.trainer.fit_loop
-        combined = compat.combined_loader(fit_loop)
-        if self._loaders is not None and isinstance(combined, NotingLoader) and combined.holders():
-            compat.make_iterator_anew(fit_loop)
-        self._loaders = None
+    def _loaders_of_fit(self) -> list[Any]:
+        combined = compat.combined_loader(self.fit.trainer.fit_loop)
+        return [] if combined is None else list(combined.flattened)
 
     # ------------------------------------------------------------------ random states
 
@@ -318,11 +341,22 @@ class Resume(FitPart):
         compat.set_loaders_made_in_(fit_loop, saved.get("loaders_made_in", made_in))
         if not saved["iterator_follows"]:
             return
-        _make_iterator_anew(trainer)
+        self._make_iterator_anew()
         if compat.makes_loaders_anew(fit_loop) and not is_made_by_lightning:
             # the other run makes an iterator with its loaders, and one more for the epoch
-            _make_iterator_anew(trainer)
+            self._make_iterator_anew()
             compat.set_loaders_made_in_(fit_loop, made_in)
+
+    def _make_iterator_anew(self) -> None:
+        """Make the training iterator from the restored state, or draw as that would: an IterableDataset may have no second first batch."""
+        loaders = self._loaders_of_fit()
+        torchs = [loader for loader in loaders if isinstance(loader, DataLoader)]
+        if len(torchs) == len(loaders) and not any(isinstance(loader.dataset, IterableDataset) for loader in torchs):
+            compat.make_iterator_anew(self.fit.trainer.fit_loop)
+            return
+        for loader in torchs:
+            # the seed of the workers, as torch draws it for each iterator
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def _places_in(combined: Any, trained: TrainedBatches) -> list[Mapping[str, Any]]:
@@ -341,38 +375,6 @@ def _places_in(combined: Any, trained: TrainedBatches) -> list[Mapping[str, Any]
     return places
 
 
-def _states_of_all_ranks(
-    note: StateNote | None, names: list[str], random: Mapping[str, Tensor]
-) -> tuple[list[StateNote], dict[str, Tensor]]:
-    """Gather the states of loaders and generators.
-
-    Args:
-        note: States of this rank's loaders; None if none has a state, on every rank.
-        names: Names of the owners' classes, which ranks have in common.
-        random: uint8 (bytes,) by name of the generator. Empty to leave it out.
-
-    Returns:
-        The loader states by rank, and uint8 (W, bytes) by name of the generator, equal on every rank.
-
-    Communication: one handshake, as long as the states.
-    """
-    facts = {"loaders": names, "generators": {name: len(state) for name, state in random.items()}}
-    try:
-        payload = safe_payload.pack_readable((None if note is None else tuple(note), dict(random)), TITLE)
-    except InputError as error:
-        handshake.raise_in_all_groups(error, _SAVED)
-    payloads = handshake.all_gather(_SAVED, facts, payload, of_user=True)
-    try:
-        everyone = [safe_payload.unpack_from(payload, _SAVED, rank) for rank, payload in enumerate(payloads)]
-    except PeerError as error:
-        handshake.raise_in_all_groups(error, _SAVED)
-    notes = [StateNote(*own) for own, _ in everyone if own is not None]
-    gathered = {}
-    for name in random:
-        gathered[name] = torch.stack([states[name] for _, states in everyone])
-    return notes, gathered
-
-
 def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> str | None:
     """Return why saved random states cannot be restored; None if they can."""
     W = process_groups.world_size()
@@ -384,19 +386,6 @@ def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> st
     if sizes != {name: tuple(state.shape) for name, state in own.items()}:
         return f"the checkpoint holds those of {', '.join(sizes)}, of another kind than {', '.join(own)} here"
     return None
-
-
-def _make_iterator_anew(trainer: pl.Trainer) -> None:
-    """Make the training iterator from the restored state, or draw what that would; an IterableDataset may have no second first batch."""
-    combined = compat.combined_loader(trainer.fit_loop)
-    loaders = [] if combined is None else combined.flattened
-    torchs = [loader for loader in loaders if isinstance(loader, DataLoader)]
-    if len(torchs) == len(loaders) and not any(isinstance(loader.dataset, IterableDataset) for loader in torchs):
-        compat.make_iterator_anew(trainer.fit_loop)
-        return
-    for loader in torchs:
-        # the seed of the workers, as torch draws it for each iterator
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 # ---------------------------------------------------------------------- Lightning's counters
@@ -421,10 +410,9 @@ def trained_batches(trainer: pl.Trainer) -> TrainedBatches:
 def iterator_follows(trainer: pl.Trainer) -> bool:
     """Return whether the iterator from which training continues is yet to be made: between two epochs."""
     trained, progress = trained_batches(trainer), trainer.fit_loop.epoch_loop.batch_progress
-    counts = vars(progress.current)
-    processed = counts["processed"]
+    processed = progress.current.processed
     is_over = processed == 0 or progress.is_last_batch or processed >= trainer.num_training_batches
-    return trained.epoch > 0 and trained.batches == 0 and is_over and counts["ready"] <= processed
+    return trained.epoch > 0 and trained.batches == 0 and is_over and progress.current.ready <= processed
 
 
 def _trained(
@@ -449,27 +437,23 @@ def _trained(
 
 def _rewound(fit_loop: Mapping[str, Any], trained: TrainedBatches) -> dict[str, Any]:
     """Return the fit loop of a checkpoint with the counters of epochs and batches after ``trained``."""
-    fit_loop = dict(fit_loop)
     # Lightning logs by the batches that stepped, and counts one after the hooks in which it saves
-    progress = fit_loop["epoch_loop.state_dict"]
-    if trained.epoch > fit_loop["epoch_progress"]["current"]["processed"]:
-        fit_loop["epoch_loop.state_dict"] = progress | {"_batches_that_stepped": progress["_batches_that_stepped"] + 1}
+    logged = dict(fit_loop["epoch_loop.state_dict"])
+    logged["_batches_that_stepped"] += trained.epoch > fit_loop["epoch_progress"]["current"]["processed"]
     # 1. epochs: this one has begun if some of its batches are trained on
     begun = trained.epoch + (trained.batches > 0)
     wanted = {"ready": begun, "started": begun, "processed": trained.epoch, "completed": trained.epoch}
-    fit_loop["epoch_progress"] = _counted(fit_loop["epoch_progress"], wanted)
+    epochs = _counted(fit_loop["epoch_progress"], wanted)
     # 2. batches
-    name = "epoch_loop.batch_progress"
-    fit_loop[name] = _counted(fit_loop[name], dict.fromkeys(wanted, trained.batches)) | {"is_last_batch": False}
-    return fit_loop
+    batches = _counted(fit_loop["epoch_loop.batch_progress"], dict.fromkeys(wanted, trained.batches))
+    batches["is_last_batch"] = False
+    changed = {"epoch_loop.state_dict": logged, "epoch_progress": epochs, "epoch_loop.batch_progress": batches}
+    return {**fit_loop, **changed}
 
 
 def _counted(progress: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, Any]:
     """Return counters with these values, and totals that fit them."""
-    counted = copy.deepcopy(dict(progress))
     # totals count from what was processed: a batch that failed was ready and started only
     before = progress["total"]["processed"] - progress["current"]["processed"]
-    for field, value in wanted.items():
-        counted["current"][field] = value
-        counted["total"][field] = before + value
-    return counted
+    total = {field: before + value for field, value in wanted.items()}
+    return {**progress, "current": {**progress["current"], **wanted}, "total": {**progress["total"], **total}}

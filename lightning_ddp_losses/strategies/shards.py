@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups, raw_coll
 from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, local_part, shard_of, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
 from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies.checkpoint_files import LOADING, SAVING
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 Owners = list[tuple[int, ClassShard]]
@@ -32,8 +32,6 @@ Owners = list[tuple[int, ClassShard]]
 
 RECORDS = "ddp_losses_shards"
 """Key of a checkpoint under which each divided weight has its number of rows per class."""
-
-_SAVING, _LOADING = "saving a checkpoint", "loading a checkpoint"
 
 # norms, factors or directions of a whole weight, or of all weights together
 _OF_WHOLE_WEIGHTS = frozenset({"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"})
@@ -58,7 +56,6 @@ class Shards(FitPart):
         self._parameters_of = parameters_of
         self._replicas: dict[str, int] = {}
         self._is_set_up = False
-        self._restore: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------------ set-up
 
@@ -124,10 +121,8 @@ class Shards(FitPart):
 
     def teardown(self) -> None:
         """Undo ``install``; the next use looks for shards again."""
-        for undo in self._restore:
-            undo()
-        self.parameters, self.owners, self._replicas = {}, {}, {}
-        self._is_set_up, self._restore = False, []
+        super().teardown()
+        self.parameters, self.owners, self._replicas, self._is_set_up = {}, {}, {}, False
 
     @staticmethod
     @contextlib.contextmanager
@@ -157,8 +152,7 @@ class Shards(FitPart):
         name = type(optimizer).__name__
         if process_groups.world_size() == 1 or name.lower() not in _OF_WHOLE_WEIGHTS:
             return
-        stepped = [self.of(parameter) for parameter in parameters_in_order(optimizer)]
-        divided = [found for found in stepped if found is not None]
+        divided = list(filter(None, map(self.of, parameters_in_order(optimizer))))
         if divided:
             raise ConfigurationError(
                 f"optimizer of {divided[0]}",
@@ -216,16 +210,15 @@ class Shards(FitPart):
 
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = clip, clip_values
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-            self._restore.append(partial(plugin.__dict__.pop, name, None))
+            self.undo.callback(vars(plugin).pop, name, None)
 
     def _clip_(self, parameters: list[nn.Parameter], limit: float) -> None:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class."""
         grads = [(local_part(p.grad), self._copies(p)) for p in parameters if p.grad is not None]
         if not grads:
             return
-        # 1. squares of what is equal on all ranks, and of this rank's parts (once for all their replicas)
-        equal = torch.zeros((), device=grads[0][0].device)
-        own_parts = torch.zeros_like(equal)
+        # 1. squares of gradients that all ranks have, and of this rank's parts (once for all their replicas)
+        equal = own_parts = torch.zeros((), device=grads[0][0].device)
         for grad, copies in grads:
             square = torch.linalg.vector_norm(grad).to(equal.device).square()
             if copies is None:
@@ -272,17 +265,15 @@ class Shards(FitPart):
 
     def whole_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state dict with the whole of what belongs to a divided parameter, on rank 0."""
-        entries = dict(state["state"])
-        for number, parameter in enumerate(parameters_in_order(optimizer)):
-            if number in entries:
-                entry = {key: _on_rank_zero(value) for key, value in entries[number].items()}
-                name = self.of(parameter)
-                # moments have the parameter's shape; step counts and the like do not
-                for key, value in entry.items():
-                    if name is not None and is_part(value, parameter):
-                        entry[key] = self._assemble(name, value)
-                entries[number] = entry
-        return {**state, "state": entries}
+
+        def whole(value: Any, parameter: Tensor) -> Any:
+            name = self.of(parameter)
+            # moments have the parameter's shape; step counts and the like do not
+            if name is not None and is_part(value, parameter):
+                return self._assemble(name, value)
+            return _on_rank_zero(value)
+
+        return _map_optimizer_state(optimizer, state, whole)
 
     def completed(self, checkpoint: Mapping[str, Any], *, as_folder: bool) -> dict[str, Any]:
         """Return a checkpoint whose averages, which a callback put in place of the weights, are whole too. Every rank comes here.
@@ -303,7 +294,7 @@ class Shards(FitPart):
             is_replaced = not as_folder or not value.is_set_to(parameter)
             if is_replaced and shard.classes < shard.num_classes:
                 parts.append(name)
-        handshake.all_gather(_SAVING, {"class shards that a callback replaced": ", ".join(parts)})
+        handshake.all_gather(SAVING, {"class shards that a callback replaced": ", ".join(parts)})
         if parts and as_folder:
             raise ConfigurationError(
                 "sharded_checkpoints",
@@ -313,9 +304,7 @@ class Shards(FitPart):
                 collective=True,
             )
         state |= {name: self._assemble(name, state[name]) for name in parts}
-        records = {}
-        for name, blocks in self.owners.items():
-            records[f"state_dict/{name}"] = {"per_class": blocks[0][1].per_class}
+        records = {f"state_dict/{name}": {"per_class": own[0][1].per_class} for name, own in self.owners.items()}
         return {**checkpoint, "state_dict": state, RECORDS: records}
 
     def refuse_other_classes(self, checkpoint: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -331,7 +320,7 @@ class Shards(FitPart):
         Communication: none, or one handshake that meets the peers' next one.
         """
         fix = "Load a checkpoint of a loss with the same classes and embedding size; nothing was loaded."
-        try:
+        with self.fit.raise_on_all_ranks(LOADING):
             for name, parameter in self.parameters.items():
                 shard, value = shard_of(parameter), state.get(name)
                 if shard is None or value is None:
@@ -349,8 +338,6 @@ class Shards(FitPart):
                     fix=fix,
                     error=InputError,
                 )
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, _LOADING)
 
     def _assemble(self, name: str, value: Tensor, receiver: int = 0) -> Tensor:
         shard = shard_of(self.parameters[name])
@@ -475,9 +462,16 @@ def own_part(value: Any, like: Tensor | None) -> Any:
 
 
 def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved optimizer's state with this rank's part of what belongs to divided parameters."""
+    """Return a saved optimizer's state with this rank's part of each tensor that belongs to a divided parameter."""
+    return _map_optimizer_state(optimizer, state, own_part)
+
+
+def _map_optimizer_state(
+    optimizer: Optimizer, state: Mapping[str, Any], change: Callable[[Any, nn.Parameter], Any]
+) -> dict[str, Any]:
+    """Return an optimizer's state dict with other values, which a function makes of each value and its parameter."""
     entries = dict(state["state"])
     for number, parameter in enumerate(parameters_in_order(optimizer)):
         if number in entries:
-            entries[number] = {key: own_part(value, parameter) for key, value in entries[number].items()}
+            entries[number] = {key: change(value, parameter) for key, value in entries[number].items()}
     return {**state, "state": entries}
