@@ -175,7 +175,7 @@ def test_an_audits_folder_is_for_this_user_alone_and_goes_after_an_error(monkeyp
             seen.append((target.scratch, stat.S_IMODE(target.scratch.stat().st_mode)))
             raise ZeroDivisionError
 
-    monkeypatch.setattr(api, "_Auditor", Breaks)
+    monkeypatch.setattr(api, "Runs", Breaks)
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     with pytest.raises(ZeroDivisionError):

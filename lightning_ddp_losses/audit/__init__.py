@@ -2,7 +2,8 @@
 
 An audit from top to bottom:
 
-* `api`: `audit` and `assert_parity`; makes the recordings, each once, and puts the report together.
+* `api`: `audit` and `assert_parity`; puts the report together.
+* `runs`: makes the recordings, each once, when a comparison or a rule asks.
 * `worker`: starts processes, awaits them within a time limit; in each a Trainer.
 * `recorder`: the callback that writes down what a run does.
 * `rank_record`: what it writes, one `RankRecord` and the tensors of each rank, and how they are read.
@@ -24,7 +25,7 @@ joined; FSDP and DeepSpeed are refused). A tensor as long as the batch counts as
 
 A newcomer who adds a fault writes a function in `rules`, gives it its place in ``STAGES`` (or ``DESYNC_RULES``), a case in
 ``faults.yaml``, and one small module with the fault in ``tests/audit``. What a rule must know of a rank is a field of
-`RankRecord` that the `recorder` fills; what it must try is a field of `CounterfactualRuns`.
+`RankRecord` that the `recorder` fills; what it must try is a method of `AuditContext`.
 """
 
 from lightning_ddp_losses.audit.api import assert_parity, audit

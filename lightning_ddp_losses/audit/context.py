@@ -1,21 +1,36 @@
-"""A finished audit as the rules of diagnosis see it: rows, records of the ranks, and counterfactual runs made when a rule asks."""
+"""A finished audit as the rules of diagnosis see it: rows, records of the ranks, and counterfactual runs made when a rule asks.
+
+A counterfactual run is a run of what did not happen: with something switched off, with rows exchanged between ranks, with batches in
+another order. `Runs` makes each once.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.compare import ComparedRow, Comparison, has_same_batches
+from lightning_ddp_losses.audit.compare import (
+    AccumulationParity,
+    ComparedRow,
+    Comparison,
+    compare,
+    first_traced_difference,
+    has_same_batches,
+    is_mean_of,
+)
 from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording, fewest_rows
+from lightning_ddp_losses.audit.runs import Runs
 from lightning_ddp_losses.core.faults import FAULTS
 
 Severity = Literal["error", "explanation", "note"]
+_OTHER_SEED = 12345  # of the run that shows whether random numbers matter
 
 
 @dataclass(frozen=True)
@@ -40,55 +55,6 @@ class Diagnosis:
     severity: Severity = "error"
     parameters: tuple[str, ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        fault: str,
-        case: str = "audit",
-        *,
-        confirmed: str = "",
-        severity: Severity = "error",
-        parameters: tuple[str, ...] = (),
-        **fields: object,
-    ) -> Diagnosis:
-        """Return a diagnosis with the texts of the table of faults.
-
-        Args:
-            fault: Id in the table.
-            case: Case of the fault's row.
-            confirmed: Counterfactual run that showed it.
-            severity: Severity of the diagnosis.
-            parameters: Names that it is about.
-            **fields: Numbers and names that the case's templates show.
-        """
-        texts = FAULTS[fault].explain(case, **fields)
-        return cls(fault, texts.what, texts.evidence, texts.fix, confirmed, severity, parameters)
-
-
-@dataclass(frozen=True)
-class CounterfactualRuns:
-    """Runs of what did not happen, each made at first use.
-
-    Attributes:
-        without: Ranks and one process again, with something switched off on both sides.
-        is_local_mean: Whether the ranks' gradients are the mean of those of their own losses, up to a step.
-        exchanged: Ranks with the next rank's row at every second place, against the ranks.
-        reversed_order: One process with the ranks' batches joined in reverse order, against one process.
-        unaccumulated: One process without accumulation, all batches of a step joined, against one process.
-        reseeded: One process with other random numbers, against one process.
-        single_ranks: One process for each rank, on that rank's batches of the first step.
-        first_traced_difference: Where activations or gradients differ first, in forward order, as a sentence.
-    """
-
-    without: Callable[..., Comparison]
-    is_local_mean: Callable[[int], bool]
-    exchanged: Callable[[], Comparison]
-    reversed_order: Callable[[], Comparison]
-    unaccumulated: Callable[[], Comparison]
-    reseeded: Callable[[], Comparison]
-    single_ranks: Callable[[], Sequence[Recording]]
-    first_traced_difference: Callable[[], str]
-
 
 @dataclass(frozen=True)
 class Factors:
@@ -100,25 +66,130 @@ class Factors:
 
 @dataclass
 class AuditContext:
-    """What the rules look at.
+    """An audit as the rules look at it.
 
     Attributes:
-        user_run: Recording of the ranks on the user's own data.
-        ranks: Recording of the ranks; another one where something is switched off.
+        runs: Makes counterfactual runs.
+        off: Names out of ``ABLATIONS`` that are switched off on both sides.
+        ranks: Recording of the ranks; another one than the user's own run if something is switched off.
         one: Recording of one process.
         comparison: Their rows.
-        counterfactual: Runs that a rule may ask for.
-        unit: The rounding unit of the precision.
-        switched_off: Names out of ``ABLATIONS``.
     """
 
-    user_run: Recording
+    runs: Runs
+    off: frozenset[str]
     ranks: Recording
     one: Recording
     comparison: Comparison
-    counterfactual: CounterfactualRuns
-    unit: float
-    switched_off: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(cls, runs: Runs, off: frozenset[str]) -> AuditContext:
+        """Compare ranks with one process, both without ``off``."""
+        ranks, one = runs.pair(off)
+        return cls(runs, off, ranks, one, compare(ranks, one, runs.allowed(off)))
+
+    def diagnosis(
+        self,
+        fault: str,
+        case: str = "audit",
+        *,
+        about: Sequence[ComparedRow] = (),
+        parameters: Sequence[str] = (),
+        severity: Severity = "error",
+        **fields: object,
+    ) -> Diagnosis:
+        """Return a diagnosis with the texts of the table of faults.
+
+        Args:
+            fault: Id in the table.
+            case: Case of the fault's row.
+            about: Rows that it is about.
+            parameters: Names that it is about, if there are no rows of them.
+            severity: Severity of the diagnosis.
+            **fields: Numbers and names that the case's templates show. The number of ranks, the first step that differs and the names of
+                the parameters are known.
+        """
+        parameters = tuple(parameters) or tuple(row.parameter for row in about)
+        known = {"W": self.W, "step": self.step, "names": quoted([self.name(name) for name in parameters])}
+        texts = FAULTS[fault].explain(case, **(known | fields))
+        return Diagnosis(fault, texts.what, texts.evidence, texts.fix, texts.confirmed, severity, parameters)
+
+    # ------------------------------------------------------------------ counterfactual runs
+
+    def without(self, *names: str) -> AuditContext:
+        """Return the same audit with more switched off on both sides."""
+        return AuditContext.of(self.runs, self.off | self.runs.possible(names))
+
+    def _compare(self, ours: Recording, theirs: Recording) -> Comparison:
+        return compare(ours, theirs, self.runs.allowed(self.off))
+
+    def against_one(self, assignment: str, **options: Any) -> Comparison:
+        """Compare one process that gets the batches in another way with the one process of this audit."""
+        return self._compare(self.runs.in_one(self.off, assignment, **options), self.one)
+
+    def changes_with_seed(self) -> bool:
+        """Return whether one process with other random numbers has other gradients."""
+        return not self.against_one("joined", seed=_OTHER_SEED).equal
+
+    @cached_property
+    def on_whole_windows(self) -> Recording:
+        """One process on all rows of each window at once."""
+        if self.runs.joins_windows:
+            return self.one
+        return self.runs.in_one(self.off, "joined", whole_windows=True)
+
+    def needs_micro_batches(self) -> bool:
+        """Return whether one process without accumulation has other gradients."""
+        return not self._compare(self.on_whole_windows, self.one).equal
+
+    def accumulation(self) -> AccumulationParity | None:
+        """Compare the ranks with one process in both ways to accumulate; None if each step has one batch, or the module decides."""
+        by_step = Counter(batch.step for batch in self.record.batches)
+        most = max(by_step.values(), default=1)
+        if not self.info.automatic or most == 1:
+            return None
+        same = self.one
+        if self.runs.joins_windows:
+            same = self.runs.in_one(self.off, "joined", whole_windows=False)
+        of_same, of_whole = self._compare(self.ranks, same), self._compare(self.ranks, self.on_whole_windows)
+        return AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
+
+    @cached_property
+    def is_local_mean(self) -> bool:
+        """Whether the ranks do what DDP promises up to the first step that differs: the mean of their own gradients."""
+        if not self.info.automatic:  # one process cannot be made to accumulate
+            return self.step == 1 and is_mean_of(self.single_ranks, self.ranks, self.runs.allowed(self.off))
+        averaged = self.runs.in_one(self.off, "local", accumulate=self.W)
+        return self._is_equal_so_far(self._compare(self.ranks, averaged))
+
+    @cached_property
+    def single_ranks(self) -> Sequence[Recording]:
+        """One process for each rank, on that rank's batches of the first step."""
+        return self.runs.single_ranks(self.off)
+
+    @cached_property
+    def keeps_gradients_of_exchanged_rows(self) -> bool:
+        """Whether the ranks' mean gradient stays the same when rows change ranks and keep their places: no row meets another.
+
+        False as well where that cannot be tried: without a second row, or where the ranks have the same rows.
+        """
+        for column in zip(*(record.batches for record in self.ranks.records), strict=False):
+            if column[0].step <= self.step and min(fewest_rows(batch.rows) for batch in column) < 2:
+                return False
+        for column in zip(*(record.batches for record in self.user_run.records), strict=False):
+            if len({batch.digest for batch in column}) < len(column):
+                return False
+        return self._is_equal_so_far(self._compare(self.runs.exchanged(self.off), self.ranks))
+
+    def _is_equal_so_far(self, comparison: Comparison) -> bool:
+        return all(row.exact for row in comparison.rows if row.step <= self.step)
+
+    def first_traced_difference(self) -> str:
+        """Return where activations or gradients differ first, in forward order, as a sentence."""
+        if self.runs.joins_windows:
+            return "(Activations of micro-batches are not compared with those of whole windows.)"
+        ranks, one = self.runs.traced(self.off, self.step)
+        return first_traced_difference(ranks, one, min(0.1, 256 * self.unit))
 
     # ------------------------------------------------------------------ what the ranks recorded
 
@@ -126,6 +197,16 @@ class AuditContext:
     def W(self) -> int:  # noqa: N802 - the legend's name
         """Number of ranks."""
         return self.ranks.ranks
+
+    @property
+    def unit(self) -> float:
+        """The rounding unit of the runs."""
+        return self.runs.unit
+
+    @property
+    def user_run(self) -> Recording:
+        """Recording of the ranks on the user's own data, with nothing switched off."""
+        return self.runs.user_run
 
     @property
     def record(self) -> RankRecord:
@@ -197,14 +278,18 @@ class AuditContext:
                 return index
         return None
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Path where an unregistered parameter was found, by its name."""
+        return self.one.records[0].module_info.aliases | self.info.aliases
+
     def name(self, parameter: str) -> str:
         """Return a parameter's name as the user knows it: for unregistered ones the path where it was found."""
-        aliases = self.one.records[0].module_info.aliases | self.info.aliases
-        return aliases.get(parameter, parameter)
+        return self.aliases.get(parameter, parameter)
 
-    def names(self, rows: Iterable[ComparedRow], most: int = 4) -> str:
+    def names(self, rows: Iterable[ComparedRow]) -> str:
         """List the parameters of rows, the first few."""
-        return quoted([self.name(row.parameter) for row in rows], most)
+        return quoted([self.name(row.parameter) for row in rows])
 
     # ------------------------------------------------------------------ what differs
 
@@ -228,25 +313,10 @@ class AuditContext:
         """Gradients that the ranks do not agree on there."""
         return [row for row in self.rows if not row.ranks_agree]
 
-    @cached_property
-    def is_local_mean(self) -> bool:
-        """Whether the ranks do what DDP promises at the first step that differs: the mean of their own gradients."""
-        return self.counterfactual.is_local_mean(self.step)
-
-    @cached_property
-    def keeps_gradients_of_exchanged_rows(self) -> bool:
-        """Whether the ranks' mean gradient stays the same when rows change ranks and keep their places: no row meets another.
-
-        False as well where that cannot be tried: without a second row, or where the ranks have the same rows.
-        """
-        for column in zip(*(record.batches for record in self.ranks.records), strict=False):
-            if column[0].step <= self.step and min(fewest_rows(batch.rows) for batch in column) < 2:
-                return False
-        for column in zip(*(record.batches for record in self.user_run.records), strict=False):
-            if len({batch.digest for batch in column}) < len(column):
-                return False
-        rows = self.counterfactual.exchanged().rows
-        return all(row.exact for row in rows if row.step <= self.step)
+    @property
+    def desynchronized_updates(self) -> list[ComparedRow]:
+        """Parameters that the ranks do not agree on after that step."""
+        return [row for row in self.comparison.first_updates() if not row.ranks_agree]
 
     @cached_property
     def factors(self) -> Factors:
@@ -280,7 +350,7 @@ class AuditContext:
 
     def _gradient_products(self) -> Tensor:
         """Multiply the ranks' own gradients and one process's (the last) with each other, a piece at a time."""
-        alone = self.counterfactual.single_ranks()
+        alone = self.single_ranks
         gram = torch.zeros(len(alone) + 1, len(alone) + 1, dtype=torch.float64)
         for name, of_one in self.one.entries(0, 1, "gradient").items():
             entries: list[Entry] = [run.entries(0, 1, "gradient").get(name, NO_TENSOR) for run in alone]

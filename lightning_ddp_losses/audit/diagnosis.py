@@ -3,60 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
 from itertools import chain
+from typing import Any
 
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, quoted
 from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, local_statistics, unknown
 
-MakeContext = Callable[[frozenset[str]], AuditContext]
 
-
-def diagnose(context: AuditContext, make: MakeContext) -> list[Diagnosis]:
-    """Say why the ranks differ from one process, the likeliest first; faults of the data also where nothing differs.
-
-    Args:
-        context: The audit as it ran.
-        make: The same audit with something switched off.
-    """
+def diagnose(context: AuditContext) -> list[Diagnosis]:
+    """Return why the ranks differ from one process, the likeliest first; faults of the data also if nothing differs."""
     # the data: also where every gradient is equal
     found = [diagnosis for rule in DATA_RULES if (diagnosis := rule(context)) is not None]
     if context.comparison.equal:
         return found
 
     # randomness hides everything else: without it first
-    if context.used_rng and "randomness" not in context.switched_off:
-        quiet = make(frozenset(context.switched_off) | {"randomness"})
+    if context.used_rng and "randomness" not in context.off:
+        quiet = context.without("randomness")
         if quiet.comparison.equal:
             return [*found, _random_numbers_differ(context, alone=True)]
-        rest = _ask_stages(quiet, make)
+        rest = _ask_stages(quiet)
         if rest:
             found += [_under(each, "every random draw replaced by its mean") for each in rest]
             if _differs_less(quiet, context):
                 found.append(_random_numbers_differ(context, alone=False))
             return found
-        if not context.counterfactual.reseeded().equal:
-            return [
-                *found,
-                Diagnosis.of("F72", "no_mean", confirmed="one process with two seeds", severity="explanation"),
-            ]
+        if context.changes_with_seed():
+            return [*found, context.diagnosis("F72", "no_mean", severity="explanation")]
         context = quiet
 
-    return found + (_ask_stages(context, make) or [unknown(context)])
+    return found + (_ask_stages(context) or [unknown(context)])
 
 
-def _ask_stages(context: AuditContext, make: MakeContext) -> list[Diagnosis]:
+def _ask_stages(context: AuditContext) -> list[Diagnosis]:
     """Ask the rules stage by stage; where none knows, once more with batch norm in evaluation mode."""
     for stage in STAGES:
         found = [diagnosis for rule in stage if (diagnosis := rule(context)) is not None]
         if found:
             return found
-    if not context.local_norms or "batch_norm" in context.switched_off:
+    if not context.local_norms or "batch_norm" in context.off:
         return []
     # perhaps the statistics of batch norm hide something else
-    eval_mode = make(frozenset(context.switched_off) | {"batch_norm"})
-    rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode, make)]
+    eval_mode = context.without("batch_norm")
+    rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode)]
     if rest and _differs_less(eval_mode, context):
         rest.append(local_statistics(context))
     return rest
@@ -76,57 +65,35 @@ def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
     if context.info.dropout:
         source = f"dropout in {quoted(context.info.dropout)}"
     confirmed = "with every draw replaced by its mean both runs are equal" if alone else ""
-    return Diagnosis.of("F72", confirmed=confirmed, severity="explanation", source=source, W=context.W)
+    return context.diagnosis("F72", severity="explanation", source=source, confirmed=confirmed)
 
 
 # ---------------------------------------------------------------------- notes
 
 
-def notes(context: AuditContext, make: MakeContext, *, needs_group: bool) -> list[Diagnosis]:
-    """List what is true of both runs: no difference, but worth knowing.
-
-    Args:
-        context: The audit as it ran.
-        make: The same audit with something switched off.
-        needs_group: The module calls torch.distributed itself.
-    """
-    rules = (
-        _without_optimizer,
-        partial(_accumulated_rows, make=make),
-        _changed_dtype,
-        _overflow,
-        _repeated_in_validation,
-    )
+def notes(context: AuditContext) -> list[Diagnosis]:
+    """List what is true of both runs: no difference, but worth knowing."""
+    rules = (_without_optimizer, _accumulated_rows, _changed_dtype, _overflow, _repeated_in_validation)
     found = [note for rule in rules if (note := rule(context)) is not None]
-    if needs_group:
-        found.append(_note("F09", "group"))
+    if context.runs.needs_group:
+        found.append(context.diagnosis("F09", "group", severity="note"))
     return [*found, _meaning_of_a_batch(context)]
-
-
-_note = partial(Diagnosis.of, severity="note")
 
 
 def _without_optimizer(context: AuditContext) -> Diagnosis | None:
     names = context.info.unoptimized
-    confirmed = "optimizers compared with the module's parameters"
     # tensors in the optimizers that are not the module's
     foreign = _foreign_parameters(context)
     if foreign:
-        unoptimized = quoted(names) or "none"
-        return _note(
-            "F02", "foreign", confirmed=confirmed, count=len(foreign), first=foreign[0], unoptimized=unoptimized
-        )
-    if not names:
-        return None
-    return _note("F01", confirmed=confirmed, names=quoted(names))
+        fields: dict[str, Any] = {"count": len(foreign), "first": foreign[0], "unoptimized": quoted(names) or "none"}
+        return context.diagnosis("F02", "foreign", severity="note", **fields)
+    return context.diagnosis("F01", severity="note", names=quoted(names)) if names else None
 
 
 def _repeated_in_validation(context: AuditContext) -> Diagnosis | None:
     repeated = context.user_run.records[0].module_info.repeated_rows
-    if not any(repeated):
-        return None
     counts = comma_list(f"loader {index}: {rows}" for index, rows in enumerate(repeated) if rows)
-    return _note("F54", confirmed="the validation loaders' samplers", counts=counts)
+    return context.diagnosis("F54", severity="note", counts=counts) if counts else None
 
 
 def _foreign_parameters(context: AuditContext) -> list[str]:
@@ -142,30 +109,22 @@ def _foreign_parameters(context: AuditContext) -> list[str]:
     return [name for name in owners if owners[name] == "unregistered" and name in stepped - with_gradient]
 
 
-def _accumulated_rows(context: AuditContext, make: MakeContext) -> Diagnosis | None:
-    info = context.info
-    if info.accumulate <= 1 or not info.automatic:
+def _accumulated_rows(context: AuditContext) -> Diagnosis | None:
+    if context.info.accumulate <= 1 or not context.info.automatic:
         return None
     # random draws and batch statistics are others in one large batch, whatever the loss is
-    off = set(context.switched_off)
-    if context.used_rng:
-        off.add("randomness")
+    off = {"randomness"} if context.used_rng else set()
     if context.record.norms_at_wrap:
         off.add("batch_norm")
-    quiet = context
-    if off != set(context.switched_off):
-        quiet = make(frozenset(off))
-    if quiet.used_rng and not quiet.counterfactual.reseeded().equal:
+    quiet = context if off <= context.off else context.without(*off)
+    if quiet.used_rng and quiet.changes_with_seed():
         return None  # draws that no mean can replace
-    if quiet.counterfactual.unaccumulated().equal:
+    if not quiet.needs_micro_batches():
         return None
-    sizes = set()
-    for record in context.ranks.records:
-        sizes |= {batch.total_rows for batch in record.batches}
+    sizes = {batch.total_rows for record in context.ranks.records for batch in record.batches}
     if len(sizes) > 1 and quiet.is_local_mean:
         return None  # unequal pieces of a plain mean
-    confirmed = "one process without accumulation has other gradients"
-    return _note("F33", confirmed=confirmed, accumulate=info.accumulate)
+    return context.diagnosis("F33", severity="note", accumulate=context.info.accumulate)
 
 
 def _changed_dtype(context: AuditContext) -> Diagnosis | None:
@@ -173,7 +132,7 @@ def _changed_dtype(context: AuditContext) -> Diagnosis | None:
     events = context.one.records[0].parameter_events
     for name, what in events.items():
         if what.startswith("changed from"):
-            return _note("F78", "changed", name=name, event=what)
+            return context.diagnosis("F78", "changed", severity="note", name=name, event=what)
     return None
 
 
@@ -185,7 +144,8 @@ def _overflow(context: AuditContext) -> Diagnosis | None:
             if entry.exists and not all(bool(piece.isfinite().all()) for piece in entry.pieces()):
                 names.append(name)
         if names:
-            return _note("F79", "both", name=names[0], more=len(names) - 1, step=step)
+            fields: dict[str, Any] = {"name": names[0], "more": len(names) - 1, "step": step}
+            return context.diagnosis("F79", "both", severity="note", **fields)
     return None
 
 
@@ -193,12 +153,12 @@ def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:
     # rows of a step against those of one device, for which learning rates are tuned
     rows = context.rows_per_rank(1)
     rates = sorted(set(chain.from_iterable(context.record.learning_rates[:1])))
-    return _note(
+    return context.diagnosis(
         "F18",
         "batch",
+        severity="note",
         total=sum(rows),
         summands=" + ".join(map(str, rows)),
-        W=context.W,
         accumulate=context.info.accumulate,
         rates=comma_list(f"{rate:g}" for rate in rates) or "unknown",
         rows=rows[0],

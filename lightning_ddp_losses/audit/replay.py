@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.audit.rank_record import BatchRecord, LoaderRows, Recording, RowCount, sum_rows, tensor_digest
 from lightning_ddp_losses.core.nests import children_of, is_array, leaves, rebuild_nest
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect
 
 # ---------------------------------------------------------------------- runs
 
@@ -55,58 +55,40 @@ class AuditTarget:
     ckpt_path: Any = None
 
 
-Part = tuple[int, int, int]
-"""(start, stop, W): equal parts ``start`` to ``stop`` of W; what does not divide is left out."""
+Choice = Callable[[list[int]], list[int]]
+"""From the number of rows in each recorded batch to the places that are taken, of all their rows joined."""
 
 
 @dataclass(frozen=True)
 class ReplayBatch:
-    """One batch of a replay: recorded batches joined in this order, or a part of what they make.
+    """One batch of a replay: recorded batches joined in this order, or some of the rows that they make.
 
     Attributes:
         files: The recorded batches.
         rows: Rows in each.
-        part: The part; None: all rows.
-        exchanged: Take the first batch alone, with rows of the second at every second place.
+        choose: Chooses rows, of each loader by itself; None: all rows.
     """
 
     files: tuple[str, ...]
     rows: tuple[LoaderRows, ...]
-    part: Part | None = None
-    exchanged: bool = False
+    choose: Choice | None = None
 
     def load(self) -> Any:
         """Read the recorded batches and make the one that is replayed."""
-        batches = [load_batch(file) for file in self.files]
-        if self.exchanged:
-            return exchange_rows(batches, self.rows)
-        joined = join_batches(batches, self.rows)
-        if self.part is None:
-            return joined
-        return take_part(joined, self.part, _joined_rows(self.rows))
+        return join_batches([load_batch(file) for file in self.files], self.rows, self.choose)
 
     @property
     def row_count(self) -> LoaderRows:
         """Samples in the batch, as far as the recorded ones tell."""
-        if self.exchanged:
-            return self.rows[0]
-        rows = self.rows[0] if len(self.rows) == 1 else _joined_rows(self.rows)
-        return rows if self.part is None else _part_of(rows, self.part)
+        return self._count(self.rows)
 
-
-def _joined_rows(rows: Sequence[LoaderRows]) -> LoaderRows:
-    """Add up what ranks have, loader by loader."""
-    lists = [each for each in rows if isinstance(each, list)]
-    if len(lists) == len(rows) and len(set(map(len, lists))) == 1:
-        return [_joined_rows(of_loader) for of_loader in zip(*lists, strict=True)]
-    return sum(map(sum_rows, rows))
-
-
-def _part_of(rows: LoaderRows, part: Part) -> LoaderRows:
-    if isinstance(rows, list):
-        return [_part_of(each, part) for each in rows]
-    start, stop, W = part
-    return None if rows is None else rows // W * (stop - start)
+    def _count(self, rows: Sequence[LoaderRows]) -> LoaderRows:
+        """Count the rows that are taken, loader by loader."""
+        lists = [each for each in rows if isinstance(each, list)]
+        if len(lists) == len(rows) and len(set(map(len, lists))) == 1:
+            return [self._count(of_loader) for of_loader in zip(*lists, strict=True)]
+        counts = list(map(sum_rows, rows))
+        return sum(counts) if self.choose is None else len(self.choose(counts))
 
 
 Plan = list[list[ReplayBatch]]
@@ -157,15 +139,28 @@ Column = list[BatchRecord]  # the batches that the ranks had at the same time, i
 Assignment = Callable[[Column, int], list[list[ReplayBatch]]]  # a column, a rank -> batches for each process
 
 
-def _replay_batch(records: Sequence[BatchRecord], part: Part | None = None, *, exchanged: bool = False) -> ReplayBatch:
-    files = tuple(record.file for record in records)
-    rows = tuple(record.rows for record in records)
-    return ReplayBatch(files, rows, part, exchanged)
+def _replay_batch(records: Sequence[BatchRecord], choose: Choice | None = None) -> ReplayBatch:
+    return ReplayBatch(tuple(record.file for record in records), tuple(record.rows for record in records), choose)
 
 
-def _with_next_rank(column: Column, rank: int) -> ReplayBatch:
-    """Plan a rank's batch with rows of the next rank's; the others tell how many places all ranks have."""
-    return _replay_batch(column[rank:] + column[:rank], exchanged=True)
+def even_rows(start: int, stop: int | None = None) -> Choice:
+    """Choose the equal shares ``start`` to ``stop`` of as many as there are batches; rows that do not divide are left out."""
+
+    def choose(counts: list[int]) -> list[int]:
+        share = sum(counts) // len(counts)
+        last = len(counts) if stop is None else stop
+        return list(range(share * start, share * last))
+
+    return choose
+
+
+def exchanged_rows(counts: list[int]) -> list[int]:
+    """Choose the first batch's rows, but the second one's row at every second place that all batches have."""
+    own = counts[0]
+    places = list(range(own))
+    for place in range(1, min(counts), 2):
+        places[place] = own + place
+    return places
 
 
 _ASSIGNMENTS: dict[str, Assignment] = {
@@ -173,10 +168,12 @@ _ASSIGNMENTS: dict[str, Assignment] = {
     "joined": lambda column, _: [[_replay_batch(column)]],
     "reversed": lambda column, _: [[_replay_batch(column[::-1])]],
     "local": lambda column, _: [[_replay_batch([record]) for record in column]],
-    "even": lambda column, _: [[_replay_batch(column, (r, r + 1, len(column)))] for r in range(len(column))],
-    "even joined": lambda column, _: [[_replay_batch(column, (0, len(column), len(column)))]],
+    "even": lambda column, _: [[_replay_batch(column, even_rows(r, r + 1))] for r in range(len(column))],
+    "even joined": lambda column, _: [[_replay_batch(column, even_rows(0))]],
     "one rank": lambda column, rank: [[_replay_batch([column[rank]])]],
-    "exchanged": lambda column, _: [[_with_next_rank(column, rank)] for rank in range(len(column))],
+    "exchanged": lambda column, _: [
+        [_replay_batch(column[r:] + column[:r], exchanged_rows)] for r in range(len(column))
+    ],
 }
 
 
@@ -252,15 +249,15 @@ def count_loader_rows(batch: Any, hints: LoaderRows) -> LoaderRows:
     if not isinstance(hints, list):
         return count_rows(batch, hints)
     of_loaders = _loader_batches(batch, hints)
-    if of_loaders is None:  # a hook of the module has made something else of it
+    if not of_loaders:  # a hook of the module has made something else of it
         return count_rows(batch)
     return [count_loader_rows(child, hint) for (_, child), hint in zip(of_loaders, hints, strict=True)]
 
 
-def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any]] | None:
-    """List the batches of the loaders by key; None where ``rows`` speaks of one loader, or of others than the batch has."""
+def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any]]:
+    """List the batches of the loaders by key; none if ``rows`` counts those of one loader, or of others than the batch has."""
     if not isinstance(rows, list) or not isinstance(batch, (Mapping, list, tuple)) or len(batch) != len(rows):
-        return None
+        return []
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
     return [(f"[{key!r}]", child) for key, child in items]
 
@@ -305,94 +302,53 @@ def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
 # ---------------------------------------------------------------------- joining and cutting
 
 
-def join_batches(batches: Sequence[Any], hints: Sequence[LoaderRows] | None = None, path: str = "batch") -> Any:
+def join_batches(
+    batches: Sequence[Any],
+    hints: Sequence[LoaderRows] | None = None,
+    choose: Choice | None = None,
+    path: str = "batch",
+) -> Any:
     """Join the rows of all batches to one batch, in the order given; batches of several loaders loader by loader.
 
     Args:
         batches: One for each rank, alike in structure.
-        hints: How many rows each has, where that is known.
-        path: What errors call the batch.
+        hints: Number of rows in each, if that is known.
+        choose: Chooses rows of the joined batch; None: all rows.
+        path: Name of the batch in errors.
 
     Raises:
-        InputError: naming the path of what cannot be joined, with what each rank has there.
+        InputError: A part that cannot be joined, by its path, with what each rank has there.
     """
-    if len(batches) == 1:
-        return batches[0]
     known = hints or [None] * len(batches)
-    joined = _loader_by_loader(join_batches, batches, known, path)
-    if joined is not None:
-        return joined
+    # batches of several loaders: the same for each of them
+    of_ranks = [_loader_batches(batch, rows) for batch, rows in zip(batches, known, strict=True)]
+    if all(of_ranks) and len({len(of_rank) for of_rank in of_ranks}) == 1:
+        children = []
+        for index, (key, _) in enumerate(of_ranks[0]):
+            column = [of_rank[index][1] for of_rank in of_ranks]
+            rows_of_loader = [rows[index] for rows in known if isinstance(rows, list)]
+            children.append(join_batches(column, rows_of_loader, choose, path + key))
+        return rebuild_nest(batches[0], children)
+    # one loader
     pairs = zip(batches, known, strict=True)
     counts = [count_rows(batch, None if isinstance(rows, list) else rows) for batch, rows in pairs]
-    sample_lists = any(_has_sample_lists(batch, count) for batch, count in zip(batches, counts, strict=True))
-    return _join_places(list(batches), _RankRows(counts, sample_lists), path)
+    joined = batches[0] if len(batches) == 1 else _Join(batches, counts).join(batches, path)
+    if choose is None:
+        return joined
+    numbers = [count or 0 for count in counts]
+    return take_rows(joined, choose(numbers), sum(numbers))
 
 
-def _loader_by_loader(
-    change: Callable[[Sequence[Any], Sequence[LoaderRows], str], Any],
-    batches: Sequence[Any],
-    rows: Sequence[LoaderRows],
-    path: str = "batch",
-) -> Any:
-    """Change the batches of each loader by itself and nest the results like the first batch; None unless all come from several loaders.
-
-    Args:
-        change: Function of one loader's batches, their rows and their path.
-        batches: One for each rank.
-        rows: Samples in each.
-        path: Name of the batch in errors.
-    """
-    of_ranks = [_loader_batches(batch, each) for batch, each in zip(batches, rows, strict=True)]
-    if any(each is None or len(each) != len(of_ranks[0] or ()) for each in of_ranks):
-        return None
-    children = []
-    for index, (key, _) in enumerate(of_ranks[0] or ()):
-        column = [each[index][1] for each in of_ranks if each is not None]
-        rows_of_loader = [each[index] for each in rows if isinstance(each, list)]
-        children.append(change(column, rows_of_loader, path + key))
-    return rebuild_nest(batches[0], children)
-
-
-def take_part(batch: Any, part: Part, rows: LoaderRows) -> Any:
-    """Take the rows of a part of the batch, of each loader's rows where it comes from several."""
-
-    def take(column: Sequence[Any], rows_of_loader: Sequence[LoaderRows], _: str) -> Any:
-        return take_part(column[0], part, rows_of_loader[0])
-
-    taken = _loader_by_loader(take, [batch], [rows])
-    if taken is not None:
-        return taken
-    start, stop, W = part
-    hint = sum_rows(rows)
-    size = (count_rows(batch, hint) or 0) // W
-    return take_rows(batch, slice(size * start, size * stop), hint)
-
-
-def exchange_rows(batches: Sequence[Any], rows: Sequence[LoaderRows], path: str = "batch") -> Any:
-    """Return the first batch with the second one's row at every second place that all batches have."""
-    exchanged = _loader_by_loader(exchange_rows, batches, rows, path)
-    if exchanged is not None:
-        return exchanged
-    # places in the two batches joined: a row of the second lies behind all of the first
-    hints = [None if isinstance(each, list) else each for each in rows]
-    counts = [count_rows(batch, hint) or 0 for batch, hint in zip(batches, hints, strict=True)]
-    own = counts[0]
-    places = list(range(own))
-    for place in range(1, min(counts), 2):
-        places[place] = own + place
-    return take_rows(join_batches(batches[:2], rows[:2]), places, own + counts[1])
-
-
-def take_rows(batch: Any, part: slice | list[int], hint: RowCount = None) -> Any:
-    """Take the rows of ``part``; what is not rows stays."""
+def take_rows(batch: Any, places: Sequence[int], hint: RowCount = None) -> Any:
+    """Take the rows at ``places``; parts that are not rows stay."""
     rows = count_rows(batch, hint)
     sample_lists = _has_sample_lists(batch, rows)
 
     def cut(tree: Any) -> Any:
         if _are_rows(tree, rows, sample_lists):
-            return tree[part] if isinstance(part, slice) else [tree[place] for place in part]
+            return [tree[place] for place in places]
         if is_array(tree) and tree.ndim and tree.shape[0] == rows:
-            return tree[part]
+            return tree[list(places)]
         children = children_of(tree)
         if children is None:
             return tree
@@ -401,70 +357,66 @@ def take_rows(batch: Any, part: slice | list[int], hint: RowCount = None) -> Any
     return cut(batch)
 
 
-@dataclass(frozen=True)
-class _RankRows:
-    """How many rows each rank's batch has, and whether its lists hold one sample each."""
+class _Join:
+    """Joins the ranks' batches of one loader, place by place.
 
-    counts: list[RowCount]
-    sample_lists: bool
+    Args:
+        batches: One for each rank.
+        counts: Rows in each.
+    """
 
+    def __init__(self, batches: Sequence[Any], counts: list[RowCount]) -> None:
+        self.counts = counts
+        pairs = zip(batches, counts, strict=True)
+        self.sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
 
-def _join_places(items: list[Any], rows: _RankRows, path: str) -> Any:
-    """Join what the ranks have at one place of the nest."""
-    first = items[0]
-    if any(type(item) is not type(first) for item in items):
-        raise _cannot_join(path, "the same type on every rank", [type(item).__name__ for item in items])
-    # tensors and arrays
-    if isinstance(first, Tensor):
-        return _join_tensors(items, rows, path)
-    if is_array(first):
-        try:
-            return _join_tensors([torch.as_tensor(item) for item in items], rows, path).numpy()
-        except TypeError as error:
-            raise _cannot_join(path, "an array of numbers", [str(item.dtype) for item in items]) from error
-    # lists of one element for each row
-    lengths_fit = isinstance(first, list) and [len(item) for item in items] == rows.counts
-    if lengths_fit and _are_rows(first, rows.counts[0], rows.sample_lists):
-        return list(chain.from_iterable(items))
-    # plain values
-    nests = [children_of(item) for item in items]
-    if nests[0] is None:
+    def join(self, items: Sequence[Any], path: str) -> Any:
+        """Join what the ranks have at one place of the nest."""
+        first = items[0]
+        if any(type(item) is not type(first) for item in items):
+            raise _cannot_join(path, "the same type on every rank", [type(item).__name__ for item in items])
+        # tensors and arrays
+        if isinstance(first, Tensor):
+            return self._join_tensors(items, path)
+        if is_array(first):
+            try:
+                return self._join_tensors([torch.as_tensor(item) for item in items], path).numpy()
+            except TypeError as error:
+                raise _cannot_join(path, "an array of numbers", [str(item.dtype) for item in items]) from error
+        # lists of one element for each row
+        lengths_fit = isinstance(first, list) and [len(item) for item in items] == self.counts
+        if lengths_fit and _are_rows(first, self.counts[0], self.sample_lists):
+            return list(chain.from_iterable(items))
+        # plain values
+        if children_of(first) is None:
+            if all(_is_same(item, first) for item in items):
+                return first
+            shown = [repr(item)[:60] for item in items]
+            raise _cannot_join(path, "a value that is the same on every rank, or tensors", shown)
+        # nests, child by child
+        nests = [dict(children_of(item) or ()) for item in items]
+        if any(list(nest) != list(nests[0]) for nest in nests):
+            shown = [" ".join(nest) or "nothing" for nest in nests]
+            raise _cannot_join(path, "the same keys on every rank", shown)
+        children = [self.join([nest[key] for nest in nests], f"{path}{key}") for key in nests[0]]
+        return rebuild_nest(first, children)
+
+    def _join_tensors(self, items: Sequence[Tensor], path: str) -> Tensor:
+        first = items[0]
+        if any(item.is_nested for item in items):
+            shown = ["a nested tensor" if item.is_nested else "a tensor" for item in items]
+            raise _cannot_join(path, "plain tensors", shown)
+        # rows: alike in all but the first dimension, and as many as the batch has
+        alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
+        if alike and [item.shape[0] for item in items] == self.counts:
+            return torch.cat(list(items))
+        # no rows, and the same everywhere: class weights, a temperature
         if all(_is_same(item, first) for item in items):
             return first
-        shown = [repr(item)[:60] for item in items]
-        raise _cannot_join(path, "a value that is the same on every rank, or tensors", shown)
-    # nests, child by child
-    keys = [_keys(nest) for nest in nests]
-    if any(each != keys[0] for each in keys):
-        raise _cannot_join(path, "the same keys on every rank", [" ".join(each) or "nothing" for each in keys])
-    children = []
-    for index, key in enumerate(keys[0]):
-        column = [nest[index][1] for nest in nests if nest is not None]
-        children.append(_join_places(column, rows, f"{path}{key}"))
-    return rebuild_nest(first, children)
-
-
-def _keys(nest: list[tuple[str, Any]] | None) -> list[str]:
-    return [key for key, _ in nest or ()]
-
-
-def _join_tensors(items: list[Tensor], rows: _RankRows, path: str) -> Tensor:
-    first = items[0]
-    if any(item.is_nested for item in items):
-        kinds = {True: "a nested tensor", False: "a tensor"}
-        raise _cannot_join(path, "plain tensors", [kinds[item.is_nested] for item in items])
-    # rows: alike in all but the first dimension, and as many as the batch has
-    alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
-    if alike and [item.shape[0] for item in items] == rows.counts:
-        return torch.cat(items)
-    # no rows, and the same everywhere: class weights, a temperature
-    if all(item.shape == first.shape and item.dtype == first.dtype and _is_same(item, first) for item in items):
-        return first
-    shown = []
-    for item, count in zip(items, rows.counts, strict=True):
-        shown.append(f"{tuple(item.shape)} {item.dtype}, in a batch of {count} rows")
-    expected = "rows along the first dimension, the other dimensions and the dtype alike on every rank"
-    raise _cannot_join(path, expected, shown)
+        pairs = zip(items, self.counts, strict=True)
+        shown = [f"{tuple(item.shape)} {item.dtype}, in a batch of {count} rows" for item, count in pairs]
+        expected = "rows along the first dimension, the other dimensions and the dtype alike on every rank"
+        raise _cannot_join(path, expected, shown)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -557,15 +509,16 @@ def refuse_foreign_file(path: Path) -> None:
     """Refuse a file that is not this user's, in a folder into which this user alone writes.
 
     Raises:
-        InputError: saying whose it is.
+        InputError: The owner of the file and of its folder.
     """
     if not hasattr(os, "getuid"):
         return
-    folder, user = path.absolute().parent.stat(), os.getuid()
-    if path.stat().st_uid != user or folder.st_uid != user or folder.st_mode & 0o022:
-        raise InputError(
-            f"{path}",
-            expected=f"a file of user {user} in a folder that nobody else can write to",
-            got=f"a file of user {path.stat().st_uid}, in a folder of user {folder.st_uid} with mode {folder.st_mode & 0o777:o}",
-            fix="Set TMPDIR to a folder of your own.",
-        )
+    file, folder, user = path.stat(), path.absolute().parent.stat(), os.getuid()
+    expect(
+        file.st_uid == user and folder.st_uid == user and not folder.st_mode & 0o022,
+        f"{path}",
+        expected=f"a file of user {user} in a folder that nobody else can write to",
+        got=f"a file of user {file.st_uid}, in a folder of user {folder.st_uid} with mode {folder.st_mode & 0o777:o}",
+        fix="Set TMPDIR to a folder of your own.",
+        error=InputError,
+    )

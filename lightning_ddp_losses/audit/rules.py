@@ -21,14 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, quoted
 from lightning_ddp_losses.audit.rank_record import Entry
 
 Rule = Callable[[AuditContext], Diagnosis | None]
-
-_MEAN_OF_RANKS = "one process that averages the ranks' own losses has the ranks' gradients"
-
 
 # ---------------------------------------------------------------------- data: also where every gradient is equal
 
@@ -36,12 +34,9 @@ _MEAN_OF_RANKS = "one process that averages the ranks' own losses has the ranks'
 def identical_batches(context: AuditContext) -> Diagnosis | None:
     """F67, F71: every rank draws the same rows."""
     columns = list(zip(*(record.batches for record in context.user_run.records), strict=False))
-    if context.W == 1 or not columns:
+    if not columns or any(len({batch.digest for batch in column}) > 1 for column in columns):
         return None
-    for column in columns:
-        if any(batch.digest != column[0].digest for batch in column):
-            return None
-    return Diagnosis.of("F67", confirmed="digests of the batches", batches=len(columns), W=context.W)
+    return context.diagnosis("F67", batches=len(columns))
 
 
 def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
@@ -50,7 +45,7 @@ def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
     if not text:
         return None
     evidence, _, fix = text.partition("\n")
-    return Diagnosis.of("F68", confirmed="the loader's sampler", evidence=evidence, fix=fix)
+    return context.diagnosis("F68", evidence=evidence, fix=fix)
 
 
 # ---------------------------------------------------------------------- at the wrap
@@ -62,8 +57,7 @@ def parameter_order(context: AuditContext) -> Diagnosis | None:
     first = _first_difference(list(zip_longest(*orders, fillvalue="nothing")), "`{}`")
     if first is None:
         return None
-    at, shown = first
-    return Diagnosis.of("F12", confirmed="names compared at the wrap", position=at, shown=shown)
+    return context.diagnosis("F12", position=first[0], shown=first[1])
 
 
 def norm_converted_late(context: AuditContext) -> Diagnosis | None:
@@ -75,15 +69,9 @@ def norm_converted_late(context: AuditContext) -> Diagnosis | None:
     if not late and not (plain and context.info.sync_batchnorm):
         return None
     layers = tuple(late or plain)
-    return Diagnosis.of(
-        "F60",
-        "audit" if late else "missed",
-        confirmed="classes of the layers at the wrap and at the first step",
-        parameters=tuple(row.parameter for row in context.wrong if row.parameter.startswith(layers)),
-        layer=layers[0],
-        before=at_wrap.get(layers[0]),
-        now=in_training[layers[0]],
-    )
+    rows = [row for row in context.wrong if row.parameter.startswith(layers)]
+    before, now = at_wrap.get(layers[0]), in_training[layers[0]]
+    return context.diagnosis("F60", "audit" if late else "missed", about=rows, layer=layers[0], before=before, now=now)
 
 
 def unequal_start(context: AuditContext) -> Diagnosis | None:
@@ -92,13 +80,7 @@ def unequal_start(context: AuditContext) -> Diagnosis | None:
     differ = [name for name in names if not context.ranks.ranks_agree(0, "initial", name)]
     if not differ or context.step != 1:
         return None
-    return Diagnosis.of(
-        "F04",
-        confirmed="parameters compared before the first step",
-        parameters=tuple(differ),
-        first=differ[0],
-        more=len(differ) - 1,
-    )
+    return context.diagnosis("F04", parameters=differ, first=differ[0], more=len(differ) - 1)
 
 
 # ---------------------------------------------------------------------- gradients that nobody reduces
@@ -107,14 +89,7 @@ def unequal_start(context: AuditContext) -> Diagnosis | None:
 def unregistered_loss(context: AuditContext) -> Diagnosis | None:
     """F02: an optimizer holds what the module has not registered."""
     rows = [row for row in context.desynchronized if row.owner == "unregistered"]
-    if not rows:
-        return None
-    return Diagnosis.of(
-        "F02",
-        confirmed="the optimizer's parameters against the module's",
-        parameters=tuple(row.parameter for row in rows),
-        names=context.names(rows),
-    )
+    return context.diagnosis("F02", about=rows) if rows else None
 
 
 _EVENTS = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F08"}
@@ -128,9 +103,7 @@ def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
             event = record.parameter_events.get(row.parameter, "")
             fault = _EVENTS.get(event.split(" ")[0])
             if fault is not None:
-                confirmed = "the parameter at the wrap and at the step"
-                parameters = (row.parameter,)
-                return Diagnosis.of(fault, confirmed=confirmed, parameters=parameters, name=row.parameter, event=event)
+                return context.diagnosis(fault, about=[row], name=row.parameter, event=event)
     return None
 
 
@@ -140,11 +113,16 @@ def own_backward(context: AuditContext) -> Diagnosis | None:
     if not context.desynchronized or calls <= 0:
         return None
     fault = "F09" if context.info.automatic else "F10"
-    names = context.names(context.desynchronized)
-    return Diagnosis.of(fault, confirmed="backward calls counted", calls=calls, names=names)
+    return context.diagnosis(fault, calls=calls, names=context.names(context.desynchronized))
 
 
 # ---------------------------------------------------------------------- what happens between gradient and step
+
+# stages of a gradient after its reduction, and the code that runs before each
+_PLACES = {
+    "hooked": "in on_after_backward or on_before_optimizer_step",
+    "used": "between on_before_optimizer_step and the step: configure_gradient_clipping, or the optimizer itself",
+}
 
 
 def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
@@ -152,24 +130,13 @@ def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
     unreduced = context.desynchronized
     # equal before the step and not after it: something between the two depends on the rank
     equal_before = {row.parameter for row in context.rows if row.ranks_agree}
-    updates = context.comparison.first_updates()
-    drifted = [row for row in updates if not row.ranks_agree and row.parameter in equal_before]
+    drifted = [row for row in context.desynchronized_updates if row.parameter in equal_before]
     if not unreduced or not drifted or not context.info.clip:
         return None
-    if (
-        any(map(_differ, (*context.loss_scales, *context.learning_rates)))
-        or changed_after_reduction(context) is not None
-    ):
+    if _scales_or_rates_differ(context) or changed_after_reduction(context) is not None:
         return None
-    return Diagnosis.of(
-        "F13",
-        "norm",
-        confirmed="equal before the clip, unequal after the step",
-        parameters=tuple(row.parameter for row in (*unreduced, *drifted)),
-        drifted=context.names(drifted),
-        clip=context.info.clip,
-        unreduced=context.names(unreduced),
-    )
+    names: dict[str, Any] = {"drifted": context.names(drifted), "unreduced": context.names(unreduced)}
+    return context.diagnosis("F13", "norm", about=[*unreduced, *drifted], clip=context.info.clip, **names)
 
 
 def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
@@ -177,58 +144,37 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
     if any(map(_differ, context.loss_scales)) or own_backward(context) is not None:
         return None
     by_rank = context.fingerprints_by_rank
-    apart = [row for row in (*context.rows, *context.comparison.first_updates()) if not row.ranks_agree]
+    apart = [*context.desynchronized, *context.desynchronized_updates]
     names = list(dict.fromkeys(row.parameter for row in apart))
     for name in names:
         if not _agree(by_rank, "backward", name) and not _agree(by_rank, "reduced", name):
             return None  # a gradient that nobody reduced has a rule of its own
     # where the ranks part: in the module's hooks, or between those and the step
-    stage, place = "hooked", "in on_after_backward or on_before_optimizer_step"
-    changed = [name for name in names if _agree(by_rank, stage, name) is False]
-    if not changed:
-        stage = "used"
-        place = "between on_before_optimizer_step and the step: configure_gradient_clipping, or the optimizer itself"
+    for stage, place in _PLACES.items():
         changed = [name for name in names if _agree(by_rank, stage, name) is False]
-    if not changed:
-        return None
-    # the ranks whose values are no longer what the reduction left, where the others' still are
+        if changed:
+            who = _changed_by(by_rank, stage, changed[0])
+            return context.diagnosis("F13", parameters=changed, who=who, place=place)
+    return None
+
+
+def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> str:
+    """Name the ranks whose gradient is no longer what the reduction left."""
     earlier = "reduced"
-    if not _agree(by_rank, earlier, changed[0]):
+    if not _agree(by_rank, earlier, name):
         earlier = "backward"
-    ranks = [r for r, stages in enumerate(by_rank) if stages[stage].get(changed[0]) != stages[earlier][changed[0]]]
-    who = "each rank in its own way"
-    if len(ranks) < len(by_rank):
-        who = f"by rank {comma_list(ranks)}"
-    shown = context.names({row.parameter: row for row in apart if row.parameter in changed}.values())
-    return Diagnosis.of(
-        "F13",
-        confirmed="fingerprints of the gradients on their way to the step",
-        parameters=tuple(changed),
-        names=shown,
-        who=who,
-        place=place,
-    )
+    ranks = [rank for rank, stages in enumerate(by_rank) if stages[stage].get(name) != stages[earlier][name]]
+    return f"by rank {comma_list(ranks)}" if len(ranks) < len(by_rank) else "each rank in its own way"
 
 
 def changed_outside_step(context: AuditContext) -> Diagnosis | None:
     """SYNC: the step used the same gradient and rate on all ranks, and the parameter is another one after it."""
-    by_rank = context.fingerprints_by_rank
-    apart = [row for row in context.comparison.first_updates() if not row.ranks_agree]
-    if (
-        not apart
-        or any(map(_differ, (*context.loss_scales, *context.learning_rates)))
-        or unequal_start(context) is not None
-    ):
+    apart = context.desynchronized_updates
+    if not apart or _scales_or_rates_differ(context) or unequal_start(context) is not None:
         return None
-    if not all(_agree(by_rank, "used", row.parameter) for row in apart):
+    if not all(_agree(context.fingerprints_by_rank, "used", row.parameter) for row in apart):
         return None
-    return Diagnosis.of(
-        "SYNC",
-        confirmed="fingerprints of the gradients that the step used",
-        parameters=tuple(row.parameter for row in apart),
-        names=context.names(apart),
-        step=context.step,
-    )
+    return context.diagnosis("SYNC", about=apart)
 
 
 def _agree(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> bool | None:
@@ -242,10 +188,8 @@ def skipped_step(context: AuditContext) -> Diagnosis | None:
     first = _first_difference(context.loss_scales, "{:g}")
     if first is None:
         return None
-    at, shown = first
     # scales that start apart, or a step that was skipped
-    fault = "F14" if at else "F15"
-    return Diagnosis.of(fault, confirmed="scales recorded at each step", step=at + 1, shown=shown)
+    return context.diagnosis("F14" if first[0] else "F15", step=first[0] + 1, shown=first[1])
 
 
 def different_rates(context: AuditContext) -> Diagnosis | None:
@@ -253,8 +197,7 @@ def different_rates(context: AuditContext) -> Diagnosis | None:
     first = _first_difference(context.learning_rates)
     if first is None:
         return None
-    at, shown = first
-    return Diagnosis.of("F17", confirmed="learning rates recorded at each step", step=at + 1, shown=shown)
+    return context.diagnosis("F17", step=first[0] + 1, shown=first[1])
 
 
 def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> tuple[int, str] | None:
@@ -267,6 +210,10 @@ def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> 
 
 def _differ(column: Sequence[object]) -> bool:
     return any(value != column[0] for value in column)
+
+
+def _scales_or_rates_differ(context: AuditContext) -> bool:
+    return any(map(_differ, (*context.loss_scales, *context.learning_rates)))
 
 
 # ---------------------------------------------------------------------- state beside the parameters
@@ -285,12 +232,10 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
             entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry is not None]
             if _is_counter(entries[0]):
                 continue
-            fault, case = "F64", "audit"
             if not _keeps_rows(context, name, step, entries[0]):
-                case = "statistic"
-            elif _have_the_same_rows(entries):
-                fault, case = "F26", "queue"
-            return Diagnosis.of(fault, case, confirmed="buffers compared after the step", buffer=name, step=step)
+                return context.diagnosis("F64", "statistic", buffer=name, step=step)
+            fault, case = ("F26", "queue") if _have_the_same_rows(entries) else ("F64", "audit")
+            return context.diagnosis(fault, case, buffer=name, step=step)
     return None
 
 
@@ -298,10 +243,7 @@ def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bo
     """Say whether a buffer is a memory of rows: some of them outlive a step, where all of a running statistic moves."""
     if not entry.dtype.startswith(("float", "bfloat")) or entry.numel > _SORTED:
         return True
-    kind = "buffer"
-    if step == 1:
-        kind = "initial"
-    before = context.ranks.entries_of(step - 1, kind, name)[0]
+    before = context.ranks.entries(0, step - 1, "initial" if step == 1 else "buffer").get(name)
     if before is None or before.shape != entry.shape:
         return True
     earlier = _sorted_rows(before)
@@ -330,21 +272,14 @@ def _sorted_rows(entry: Entry) -> list[list[float]]:
 def rounding(context: AuditContext) -> Diagnosis | None:
     """F78: a difference of the size that the precision makes, gone in float64."""
     # no larger than a few thousand rounding errors, which no fault is
-    worst = context.comparison.worst()
-    too_large = worst > 4096 * context.unit
-    if context.desynchronized or not context.wrong or too_large or context.unit < 1e-15:
+    unit, worst = context.unit, context.comparison.worst()
+    if context.desynchronized or not context.wrong or worst > 4096 * unit or unit < 1e-15:
         return None
-    if not context.counterfactual.without("precision").equal:
+    if not context.without("precision").comparison.equal:
         return None
-    return Diagnosis.of(
-        "F78",
-        confirmed="in float64 both runs are equal",
-        severity="explanation",
-        worst=worst,
-        precision=context.info.precision,
-        unit=context.unit,
-        tolerance=max((row.tolerance for row in context.rows), default=0.0),
-    )
+    tolerance = max((row.tolerance for row in context.rows), default=0.0)
+    numbers: dict[str, Any] = {"worst": worst, "unit": unit, "tolerance": tolerance}
+    return context.diagnosis("F78", severity="explanation", precision=context.info.precision, **numbers)
 
 
 def not_finite(context: AuditContext) -> Diagnosis | None:
@@ -357,10 +292,10 @@ def not_finite(context: AuditContext) -> Diagnosis | None:
     if odd:
         gradients = f"Not finite on rank {odd[0].rank} or in one process, but not in both: {context.names(odd)}. "
     if batch is None:
-        return Diagnosis.of("F79", "backward", gradients=gradients)
+        return context.diagnosis("F79", "backward", gradients=gradients)
     # the loss that was not finite, of several micro-batches the first
     losses = [f"rank {rank} {loss_text(record.loss_of(batch))}" for rank, record in enumerate(context.ranks.records)]
-    return Diagnosis.of("F79", gradients=gradients, batch=batch, losses=comma_list(losses))
+    return context.diagnosis("F79", gradients=gradients, batch=batch, losses=comma_list(losses))
 
 
 # ---------------------------------------------------------------------- a common factor
@@ -372,22 +307,16 @@ def metric_as_loss(context: AuditContext) -> Diagnosis | None:
     factor = context.factors.encoder
     if not metrics or not _is_factor(factor, 1 / context.W):
         return None
-    return Diagnosis.of("F27", metric=metrics[0], factor=_factor_text(factor), W=context.W)
+    return context.diagnosis("F27", metric=metrics[0], factor=_factor_text(factor))
 
 
 def factor_on_loss(context: AuditContext) -> Diagnosis | None:
     """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
     if not (_is_factor(context.factors.encoder, 1.0) and _is_factor(context.factors.losses, float(context.W))):
         return None
-    loss = [row for row in context.rows if row.owner != "encoder"]
-    return Diagnosis.of(
-        "F24",
-        parameters=tuple(row.parameter for row in loss),
-        names=context.names(loss),
-        factor=_factor_text(context.factors.losses),
-        W=context.W,
-        source=context.pml_wrapper or "The loss",
-    )
+    rows = [row for row in context.rows if row.owner != "encoder"]
+    source = context.pml_wrapper or "The loss"
+    return context.diagnosis("F24", about=rows, factor=_factor_text(context.factors.losses), source=source)
 
 
 def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
@@ -396,7 +325,7 @@ def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
     losses_fit = losses is None or _is_factor(losses, 1.0) or _is_factor(losses, 1 / context.W)
     if not _is_factor(encoder, 1 / context.W) or not losses_fit:
         return None
-    return Diagnosis.of("F20", encoder=_factor_text(encoder), losses=_factor_text(losses), W=context.W)
+    return context.diagnosis("F20", encoder=_factor_text(encoder), losses=_factor_text(losses))
 
 
 def graph_cut(context: AuditContext) -> Diagnosis | None:
@@ -404,30 +333,26 @@ def graph_cut(context: AuditContext) -> Diagnosis | None:
     encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
     if not encoder or any(map(context.has_gradient_on_a_rank, encoder)):
         return None
-    return Diagnosis.of("F20", "cut", parameters=tuple(row.parameter for row in encoder), names=context.names(encoder))
+    return context.diagnosis("F20", "cut", about=encoder)
 
 
 def double_scaling(context: AuditContext) -> Diagnosis | None:
     """F21, F22: a factor W where none is due."""
     encoder, losses = context.factors.encoder, context.factors.losses
     W = float(context.W)
-    if context.W == 1 or not (_is_factor(encoder, W) or _is_factor(encoder, W**2)):
+    if not _is_factor(encoder, W) and not _is_factor(encoder, W**2):
         return None
-    return Diagnosis.of("F21", encoder=_factor_text(encoder), losses=_factor_text(losses), W=context.W)
+    return context.diagnosis("F21", encoder=_factor_text(encoder), losses=_factor_text(losses))
 
 
 def own_rows_first(context: AuditContext) -> Diagnosis | None:
     """F26: the loss depends on the order of rows, and each rank has its own rows first."""
     if context.used_rng or not context.wrong or context.desynchronized or context.is_local_mean:
         return None
-    if context.counterfactual.reversed_order().equal:
+    if context.against_one("reversed").equal:
         return None
-    return Diagnosis.of(
-        "F26",
-        confirmed="one process, ranks joined in reverse order",
-        losses=comma_list(map(loss_text, context.losses_at(context.step))),
-        wrapper=context.pml_wrapper or "none",
-    )
+    losses = comma_list(map(loss_text, context.losses_at(context.step)))
+    return context.diagnosis("F26", losses=losses, wrapper=context.pml_wrapper or "none")
 
 
 def unknown(context: AuditContext) -> Diagnosis:
@@ -436,7 +361,7 @@ def unknown(context: AuditContext) -> Diagnosis:
         "",
         "unknown",
         f"{len(context.wrong)} of {len(context.rows)} gradients differ at step {context.step} and no known pattern "
-        f"fits. {context.counterfactual.first_traced_difference()}",
+        f"fits. {context.first_traced_difference()}",
         "Look at that layer: what in it sees more than one row, other ranks, or random numbers?",
     )
 
@@ -446,22 +371,15 @@ def unknown(context: AuditContext) -> Diagnosis:
 
 def local_batch_norm(context: AuditContext) -> Diagnosis | None:
     """F59: each rank normalises by its own rows."""
-    if not context.local_norms or context.desynchronized or not context.counterfactual.without("batch_norm").equal:
+    if not context.local_norms or context.desynchronized or not context.without("batch_norm").comparison.equal:
         return None
-    return local_statistics(context, "with batch norm in evaluation mode both runs are equal")
+    return local_statistics(context, "both runs are equal")
 
 
-def local_statistics(
-    context: AuditContext, confirmed: str = "with batch norm in evaluation mode fewer gradients differ"
-) -> Diagnosis:
+def local_statistics(context: AuditContext, outcome: str = "fewer gradients differ") -> Diagnosis:
     """F59, alone or beside something else."""
-    return Diagnosis.of(
-        "F59",
-        confirmed=confirmed,
-        parameters=tuple(row.parameter for row in context.wrong),
-        names=quoted(context.local_norms),
-        rows=comma_list(context.rows_per_rank(context.step)),
-    )
+    rows = comma_list(context.rows_per_rank(context.step))
+    return context.diagnosis("F59", about=context.wrong, names=quoted(context.local_norms), rows=rows, outcome=outcome)
 
 
 def summed_loss(context: AuditContext) -> Diagnosis | None:
@@ -469,8 +387,7 @@ def summed_loss(context: AuditContext) -> Diagnosis | None:
     weights = context.rank_weights
     if weights is None or not all(abs(weight - 1) < 0.02 for weight in weights):
         return None
-    confirmed = f"{_MEAN_OF_RANKS}, and the sum of the ranks' gradients is one process's"
-    return Diagnosis.of("F18", "sum", confirmed=confirmed, W=context.W)
+    return context.diagnosis("F18", "sum")
 
 
 def mean_of_means(context: AuditContext) -> Diagnosis | None:
@@ -482,9 +399,9 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
         # later steps have no weights: equal while batches were even, different at the first uneven one
         if context.step == 1 or not uneven or not context.is_local_mean:
             return None
-        if not context.counterfactual.without("uneven").equal:
+        if not context.without("uneven").comparison.equal:
             return None
-        return Diagnosis.of("F30", "later", confirmed=_MEAN_OF_RANKS, step=context.step, rows=comma_list(rows))
+        return context.diagnosis("F30", "later", rows=comma_list(rows))
     # equal shares are what DDP gives them: then something else differs
     shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.unit))
     if abs(sum(weights) - 1) > 0.02 or not shares_differ:
@@ -495,14 +412,14 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
     if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
         reason = f"rows ({comma_list(rows)})"
     shown = comma_list(f"{weight:.3f}" for weight in weights)
-    return Diagnosis.of("F30", confirmed=_MEAN_OF_RANKS, weights=shown, reason=reason, W=context.W)
+    return context.diagnosis("F30", weights=shown, reason=reason)
 
 
 def never_gathered(context: AuditContext) -> Diagnosis | None:
     """F29, F31: a loss that is no mean over rows sees this rank's rows only."""
     if not context.wrong or context.desynchronized or not context.is_local_mean:
         return None
-    if context.local_norms and "batch_norm" not in context.switched_off:
+    if context.local_norms and "batch_norm" not in context.off:
         return None  # local statistics look like this too: asked again with batch norm in evaluation mode
     if context.keeps_gradients_of_exchanged_rows:
         return _counts_by_place(context)
@@ -515,21 +432,17 @@ def never_gathered(context: AuditContext) -> Diagnosis | None:
     if context.step == 1 and of_one is not None:
         found += f", on the concatenated embeddings {loss_text(of_one)}"
     if without_pairs:
-        return Diagnosis.of("F31", confirmed=_MEAN_OF_RANKS, found=found, rank=without_pairs[0])
+        return context.diagnosis("F31", found=found, rank=without_pairs[0])
     if context.info.pair_losses:
-        pair_losses = quoted(context.info.pair_losses)
-        return Diagnosis.of("F29", "pairs", confirmed=_MEAN_OF_RANKS, found=found, losses=pair_losses)
+        return context.diagnosis("F29", "pairs", found=found, losses=quoted(context.info.pair_losses))
     # pairs and a function of a mean cannot be told apart from outside: |mean of y|^2 is a mean over pairs
-    return Diagnosis.of("F29", "mean", confirmed=_MEAN_OF_RANKS, found=found)
+    return context.diagnosis("F29", "mean", found=found)
 
 
 def _counts_by_place(context: AuditContext) -> Diagnosis:
     """F72, or no known fault: rows may change ranks, but not their places in a batch."""
-    confirmed = "rows that change ranks and keep their places have the same gradients"
-    without_draws = "randomness" not in context.switched_off and context.counterfactual.without("randomness").equal
-    if without_draws:
-        confirmed += ", and with every draw replaced by its mean both runs are equal"
-        return Diagnosis.of("F72", "shared", confirmed=confirmed, severity="explanation", W=context.W)
+    if "randomness" not in context.off and context.without("randomness").comparison.equal:
+        return context.diagnosis("F72", "shared", severity="explanation")
     return Diagnosis(
         "",
         "a row's place in its batch counts",
@@ -537,7 +450,7 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
         "position), and places are others in the batch of one process.",
         "Take what belongs to a row from the row (its data or its index in the data set), not from its place; else nothing is wrong "
         "but that W ranks differ from one process.",
-        confirmed=confirmed,
+        confirmed="rows that change ranks and keep their places have the same gradients",
     )
 
 

@@ -31,12 +31,14 @@ class Explanation(NamedTuple):
         expected: Healthy state.
         evidence: Measurements that show it.
         fix: What to do, as a sentence.
+        confirmed: Comparison or run that shows it; empty for a pattern alone.
     """
 
     what: str
     expected: str
     evidence: str
     fix: str
+    confirmed: str = ""
 
 
 class Fault(NamedTuple):

@@ -55,7 +55,7 @@ def test_joined_rows_are_those_of_one_batch(sizes: tuple[int, ...]) -> None:
 
 
 def test_a_part_of_the_rows() -> None:
-    assert flat(replay.take_rows(one(5, 0.0), slice(1, 4))) == flat(one(3, 1.0))
+    assert flat(replay.take_rows(one(5, 0.0), range(1, 4))) == flat(one(3, 1.0))
 
 
 def detector(n: int, boxes: int) -> tuple[list[Any], list[Any]]:
@@ -69,7 +69,7 @@ def test_lists_of_samples_of_their_own_size(sizes: tuple[int, int]) -> None:
     assert [image.shape[-1] for image in images] == [4 + i for n in sizes for i in range(n)]
     assert len(targets) == sum(sizes)
     assert replay.count_rows((images, targets)) == sum(sizes)
-    assert len(replay.take_rows((images, targets), slice(0, 2))[1]) == 2
+    assert len(replay.take_rows((images, targets), [0, 1])[1]) == 2
 
 
 def test_batches_of_two_loaders_are_joined_and_cut_loader_by_loader() -> None:
@@ -78,16 +78,17 @@ def test_batches_of_two_loaders_are_joined_and_cut_loader_by_loader() -> None:
     assert [replay.count_loader_rows(batch, [4, 2]) for batch in batches] == counts
     joined = replay.join_batches(batches, counts)
     assert flat(joined) == flat({"large": one(6, 0.0), "small": one(4, 0.0)})
-    assert flat(replay.take_part(joined, (1, 2, 2), [6, 4])) == flat({"large": one(3, 3.0), "small": one(2, 2.0)})
+    part = replay.join_batches(batches, counts, replay.even_rows(1, 2))
+    assert flat(part) == flat({"large": one(3, 3.0), "small": one(2, 2.0)})
 
 
 def test_rows_of_two_ranks_are_exchanged_loader_by_loader() -> None:
     batches = [{"large": one(4, 0.0), "small": one(2, 0.0)}, {"large": one(2, 10.0), "small": one(2, 20.0)}]
-    exchanged = replay.exchange_rows(batches, [[4, 2], [2, 2]])
+    exchanged = replay.join_batches(batches, [[4, 2], [2, 2]], replay.exchanged_rows)
     assert exchanged["large"]["x"].tolist() == [0, 11, 2, 3]
     assert exchanged["small"]["names"] == ["row 0", "row 21"]
     # a loader that has come to its end gives None
-    exchanged = replay.exchange_rows([{"large": one(4, 0.0), "small": None}] * 2, [[4, None]] * 2)
+    exchanged = replay.join_batches([{"large": one(4, 0.0), "small": None}] * 2, [[4, None]] * 2, replay.exchanged_rows)
     assert exchanged["large"]["x"].tolist() == [0, 1, 2, 3]
     assert exchanged["small"] is None
 
