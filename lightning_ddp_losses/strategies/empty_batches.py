@@ -21,9 +21,10 @@ from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.nests import children_of, is_array, rebuild_nest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.upstream_grad import is_global_value
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect
 
 _TITLE = "uneven='join': a batch of 0 rows"
+_STEP = "uneven='join', a step in which some rank has no rows"
 _FIX_STRUCTURE = "Let collate give tensors whose first axis are the rows, or use uneven='stop'."
 _OF_A_ROW = (str, bytes, int, float)  # in a list of as many as there are rows
 _KEPT = (str, bytes, bool, type(None))
@@ -51,12 +52,10 @@ def _first_axes(part: Any, path: str) -> Iterator[tuple[str, int]]:
     if isinstance(part, PackedSequence):
         raise _no_rows(path, "a PackedSequence")
     if is_array(part):
-        is_plain = not isinstance(part, Tensor) or (part.layout == torch.strided and not part.is_nested)
-        if not part.ndim or not is_plain:
-            got = f"a {type(part).__name__} that is not dense"
-            if is_plain:
-                got = "a tensor of no dimension"
-            raise _no_rows(path, got)
+        if isinstance(part, Tensor) and (part.layout != torch.strided or part.is_nested):
+            raise _no_rows(path, f"a {type(part).__name__} that is not dense")
+        if not part.ndim:
+            raise _no_rows(path, "a tensor of no dimension")
         yield path, part.shape[0]
         return
     for key, child in children_of(part) or ():
@@ -101,13 +100,10 @@ def refuse_plain_norms(module: nn.Module) -> None:
         uses_rows = is_batch_norm or getattr(layer, "track_running_stats", False)
         if isinstance(layer, compat.NORM_TYPES) and layer.training and uses_rows and not is_synced:
             plain.append(f"`{name}` ({type(layer).__name__})")
-    if plain:
-        raise InputError(
-            "uneven='join', a step in which some rank has no rows",
-            expected="norms over the rows of all ranks",
-            got=", ".join(plain),
-            fix="Set Trainer(sync_batchnorm=True), or use uneven='stop'.",
-        )
+    fix = "Set Trainer(sync_batchnorm=True), or use uneven='stop'."
+    expect(
+        not plain, _STEP, expected="norms over the rows of all ranks", got=", ".join(plain), fix=fix, error=InputError
+    )
 
 
 def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
@@ -128,7 +124,7 @@ def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
     terms: list[str] = [json.loads(payload) for payload in payloads]
     if any(terms):
         raise InputError(
-            "uneven='join', a step in which some rank has no rows",
+            _STEP,
             expected="losses over the rows of all ranks",
             ranks=[term or "nothing else" for term in terms],
             fix="Wrap the loss in GlobalBatchLoss, write global_mean(total, count) (of a term without rows: global_mean(term, 1)), wrap a "

@@ -196,19 +196,15 @@ class EvaluationLoaders(FitPart):
         if sampler is None:
             yield
             return
-        if strategy.exchanges_in_forward:
-            raise self._uneven_batches(trainer, sampler)
         # DDP's broadcast of buffers, once in an evaluation, is in a batch that all ranks have
         ddp = strategy.wrapped_model
         broadcasts = ddp is not None and ddp.will_sync_module_buffers()
         before = (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
-        yield
-        if before != (handshake.number_opened(), 0 if broadcasts else compat.collectives_started()):
-            raise self._uneven_batches(trainer, sampler)
-
-    @staticmethod
-    def _uneven_batches(trainer: pl.Trainer, sampler: EvaluationSampler) -> InputError:
-        return InputError(
+        if not strategy.exchanges_in_forward:
+            yield
+            if before == (handshake.number_opened(), 0 if broadcasts else compat.collectives_started()):
+                return
+        raise InputError(
             f"{_name(trainer)} step, which exchanges something between ranks",
             expected="as many batches on every rank",
             ranks=[f"{count} batches" for count in sampler.counts],
@@ -245,11 +241,8 @@ def _loaders_of(trainer: pl.Trainer, args: tuple[Any, ...]) -> tuple[int, list[A
 
 def _limited(trainer: pl.Trainer, count: int) -> int:
     """Return how many of a loader's batches the trainer runs."""
-    limit = trainer.limit_val_batches
-    if trainer.testing:
-        limit = trainer.limit_test_batches
-    elif trainer.predicting:
-        limit = trainer.limit_predict_batches
+    limits = {"test": trainer.limit_test_batches, "predict": trainer.limit_predict_batches}
+    limit = limits.get(_name(trainer), trainer.limit_val_batches)
     limited = int(count * limit) if isinstance(limit, float) else min(count, limit)
     return int(min(limited, trainer.num_sanity_val_steps)) if trainer.sanity_checking else limited
 

@@ -26,10 +26,10 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ddp_losses.core import compat, safe_payload
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
-from lightning_ddp_losses.strategies.epoch_ends import as_combined
+from lightning_ddp_losses.strategies.fit_part import Fit
 
 TITLE = "training loaders with a state of their own"
 _INSIDE = f"{TITLE}, resumed in the middle of an epoch"
@@ -51,49 +51,34 @@ class StateNote(NamedTuple):
 
 
 class NotingLoader(CombinedLoader):
-    """A fit's combined loader that notes the states of its loaders. ``of`` adds this class to the loader's own class.
+    """A fit's combined loader that notes the states of its loaders. ``as_combined`` adds this class to the loader's own class.
 
     Attributes:
+        take_saved: Returns the entry of a loaded checkpoint, once; None without one.
+        progress: Returns the number of trained batches of this epoch, and the number of batches of a step.
         notes: Notes of the latest places in this epoch, by k.
     """
 
+    fit: Fit
     take_saved: Callable[[], Mapping[str, Any] | None]
     progress: Callable[[], tuple[int, int]]
     notes: dict[int, StateNote]
     _place = 0
     _has_states = False  # decided with each iterator
 
-    @staticmethod
-    def of(
-        given: Any, take_saved: Callable[[], Mapping[str, Any] | None], progress: Callable[[], tuple[int, int]]
-    ) -> CombinedLoader:
-        """Return the user's training loaders as one that notes states.
-
-        Args:
-            given: Loaders, in any form that Lightning takes.
-            take_saved: Returns the entry of a loaded checkpoint, once; None without one.
-            progress: Returns the number of trained batches of this epoch, and the number of batches of a step.
-        """
-        members = {"take_saved": staticmethod(take_saved), "progress": staticmethod(progress), "notes": {}}
-        return as_combined(given, NotingLoader, members)
-
     def __iter__(self) -> Any:
-        try:
+        with self.fit.raise_on_all_ranks("load_state_dict of a training loader"):
             ended = _restore_states_(self, self.take_saved())
-        except Exception as error:
-            handshake.raise_in_all_groups(error, "load_state_dict of a training loader")
         super().__iter__()
         for stream, has_ended in zip(self._ending_streams(), ended, strict=False):
             stream.has_ended = has_ended
         self._place, self.notes = self.progress()[0], {}
         self._has_states = bool(self.holders())
         self._note()
-        try:
+        with self.fit.raise_on_all_ranks("state_dict of a training loader"):
             # a state that could not be saved, before anything is trained
             for note in self.notes.values():
                 safe_payload.pack_readable(note.states, TITLE)
-        except InputError as error:
-            handshake.raise_in_all_groups(error, "state_dict of a training loader")
         return self
 
     def __len__(self) -> int:
@@ -140,10 +125,8 @@ class NotingLoader(CombinedLoader):
         # inside a window training cannot continue, so no checkpoint asks for that place
         if not self._has_states or self._place % self.progress()[1]:
             return
-        try:
+        with self.fit.raise_on_all_ranks("state_dict of a training loader"):
             self.notes[self._place] = self.note_now()
-        except Exception as error:
-            handshake.raise_in_all_groups(error, "state_dict of a training loader")
         if len(self.notes) > _REMEMBERED:
             del self.notes[min(self.notes)]
 
@@ -173,12 +156,12 @@ def _has_state(part: Any) -> bool:
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
-def _has_stateful_rows(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and _has_state(loader.dataset)
-
-
 def _is_out_of_reach(loader: Any) -> bool:
     return not _has_state(loader) and _has_stateful_rows(loader) and bool(loader.num_workers)
+
+
+def _has_stateful_rows(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and _has_state(loader.dataset)
 
 
 # ---------------------------------------------------------------------- out of the checkpoint

@@ -46,6 +46,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw
+from lightning_ddp_losses.strategies.epoch_ends import as_combined
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.loader_states import TITLE, NotingLoader, StateNote, state_holder, warn_of_workers
 
@@ -96,7 +97,9 @@ class Resume(FitPart):
             return
 
         def noting(request: Callable[[], Any]) -> Any:
-            return NotingLoader.of(request(), self._take_loader_states, self._fetched)
+            functions = {"take_saved": self._take_loader_states, "progress": self._progress}
+            members = {name: staticmethod(function) for name, function in functions.items()}
+            return as_combined(request(), NotingLoader, {"fit": self.fit, "notes": {}, **members})
 
         self.undo.callback(compat.replace_training_source(self.fit.trainer, noting))
 
@@ -307,7 +310,7 @@ class Resume(FitPart):
         saved, self._loaders = self._loaders, None
         return saved
 
-    def _fetched(self) -> tuple[int, int]:
+    def _progress(self) -> tuple[int, int]:
         """Return the number of trained batches of this epoch, and the number of batches of a step."""
         trainer = self.fit.trainer
         return trained_batches(trainer).batches, _window(trainer)

@@ -72,22 +72,19 @@ class Shards(FitPart):
             return
         module = self.fit.module
         shard_losses(module)
-        tagged = {name: (p, shard_of(p)) for name, p in self._parameters_of(module).items()}
-        shards = {name: shard for name, (_, shard) in tagged.items() if shard is not None}
-        owners: dict[str, Owners] = {}
-        replicas: dict[str, int] = {}
+        parameters = self._parameters_of(module)
+        found = {name: shard_of(parameter) for name, parameter in parameters.items()}
+        shards = {name: shard for name, shard in found.items() if shard is not None}
         if shards:
-            # every rank learns who holds which classes
-            own = [[name, s.start, s.stop, s.num_classes, s.dim, s.per_class] for name, s in shards.items()]
+            # every rank learns which rank holds which classes
+            own = [[s.start, s.stop, s.num_classes, s.dim, s.per_class] for s in shards.values()]
             payloads = handshake.all_gather("class shards", {}, json.dumps(own).encode())
-            rows = [json.loads(payload) for payload in payloads]
-            for index, name in enumerate(shards):
-                column = [ClassShard(*row[index][1:]) for row in rows]
-                owners[name] = _owners_of_blocks(name, column)
-                replicas[name] = sum(s.classes for s in column) // column[0].num_classes
+            for name, *rows in zip(shards, *map(json.loads, payloads), strict=True):
+                of_ranks = [ClassShard(*row) for row in rows]
+                self.owners[name] = _owners_of_blocks(name, of_ranks)
+                self._replicas[name] = sum(s.classes for s in of_ranks) // of_ranks[0].num_classes
             _refuse_custom_clipping(module, shards)
-        self.parameters = {name: tagged[name][0] for name in shards}
-        self.owners, self._replicas, self._is_set_up = owners, replicas, True
+        self.parameters, self._is_set_up = {name: parameters[name] for name in shards}, True
 
     @contextlib.contextmanager
     def moving(self, module: LightningModule) -> Iterator[None]:

@@ -40,7 +40,7 @@ from torch.utils.data import (
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, format_error
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, batches_in_place, draw_of
@@ -61,7 +61,9 @@ class GivenLoaders(FitPart):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Look at a loader, which stays as it is."""
-        warn_of_reshuffle(dataloader, injecting=compat.injects_distributed_sampler(self.fit.trainer))
+        text = describe_reshuffle(dataloader, injecting=compat.injects_distributed_sampler(self.fit.trainer))
+        if text is not None:
+            rank_zero_warn(text)
         refuse_other_batches(dataloader)
         return dataloader
 
@@ -96,18 +98,6 @@ def _reshuffle_text(arguments: str, name: str, got: str) -> str:
         fix=f"Write DataLoader(..., batch_sampler=GlobalBatchSampler.batches({arguments})), or set "
         "Trainer(use_distributed_sampler=False) where the sampler itself gives each rank its own rows.",
     )
-
-
-def warn_of_reshuffle(dataloader: object, *, injecting: bool = True) -> None:
-    """Warn on rank zero when Lightning replaced the order of a structured sampler.
-
-    Args:
-        dataloader: As ``Strategy.process_dataloader`` gets it, when Lightning has resolved samplers.
-        injecting: Lightning's ``use_distributed_sampler``.
-    """
-    text = describe_reshuffle(dataloader, injecting=injecting)
-    if text is not None:
-        rank_zero_warn(text)
 
 
 def refuse_other_batches(dataloader: object) -> None:
@@ -171,29 +161,27 @@ class GlobalSamplers(FitPart):
         Raises:
             ConfigurationError: on every rank, for what cannot be sampled.
         """
-        try:
+        with self.fit.raise_on_all_ranks("train_dataloader"):
             if _has_own_batches(dataloader):
                 return None
             loader = _checked(self.fit.trainer, dataloader)
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, "train_dataloader")
         batches = _batches_for(loader)
-        self._log_once(loader, batches)
+        if not self._has_logged:
+            self._has_logged = True
+            _log(loader, batches)
         twin: object = compat.with_batch_sampler(loader, batches)
         return twin
 
-    def _log_once(self, loader: DataLoader[Any], batches: GlobalBatches) -> None:
-        if self._has_logged:
-            return
-        self._has_logged = True
-        G = (loader.batch_size or 0) * process_groups.world_size()
-        order = "rows are shuffled by a permutation of its own"
-        if isinstance(loader.sampler, SequentialSampler):
-            order = "rows come in their order, as the loader says"
-        rank_zero_info(
-            f"{_TITLE}: each step trains on the next {G} rows of one process's epoch ({order}, seed {batches.sampler.seed or 0}); "
-            "this is another order than that of strategy='ddp'."
-        )
+
+def _log(loader: DataLoader[Any], batches: GlobalBatches) -> None:
+    G = (loader.batch_size or 0) * process_groups.world_size()
+    order = "rows are shuffled by a permutation of its own"
+    if isinstance(loader.sampler, SequentialSampler):
+        order = "rows come in their order, as the loader says"
+    rank_zero_info(
+        f"{_TITLE}: each step trains on the next {G} rows of one process's epoch ({order}, seed {batches.sampler.seed or 0}); "
+        "this is another order than that of strategy='ddp'."
+    )
 
 
 def _has_own_batches(dataloader: object) -> bool:
@@ -203,21 +191,19 @@ def _has_own_batches(dataloader: object) -> bool:
     if draw_of(dataloader) is not None:
         return True
     # 1. what torch makes of batch_size= (without one it makes no batches) and shuffle=
-    sampler, data = dataloader.sampler, dataloader.dataset
-    is_torchs = dataloader.batch_sampler is None or type(dataloader.batch_sampler) is BatchSampler
-    is_torchs &= type(sampler) in (SequentialSampler, RandomSampler) and getattr(sampler, "data_source", None) is data
+    sampler, batches, data = dataloader.sampler, dataloader.batch_sampler, dataloader.dataset
+    is_plain = batches is None or type(batches) is BatchSampler
+    is_torchs = type(sampler) in (SequentialSampler, RandomSampler) and getattr(sampler, "data_source", None) is data
     if is_torchs and isinstance(sampler, RandomSampler):
         is_torchs = not sampler.replacement and len(sampler) == len(sampler.data_source)
     # 2. anything else
-    if not is_torchs:
-        batches = dataloader.batch_sampler
-        is_plain = batches is None or type(batches) is BatchSampler
-        name = type(sampler).__name__ if is_plain else type(batches).__name__
+    if not (is_plain and is_torchs):
+        name = type(sampler if is_plain else batches).__name__
         rank_zero_warn(
             f"{_TITLE} leaves a training loader with a {name} of its own as it is. To cut its batches over the ranks, write "
             "DataLoader(..., batch_sampler=GlobalBatchSampler.batches(sampler, global_batch_size))."
         )
-    return not is_torchs
+    return not (is_plain and is_torchs)
 
 
 def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
@@ -226,18 +212,16 @@ def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
     Raises:
         ConfigurationError: naming what it is instead.
     """
-    no_sampler = "Leave use_global_sampler out: what makes its own batches has no sampler."
+    leave_out = "Leave use_global_sampler out"
     if not isinstance(dataloader, DataLoader):
-        got = type(dataloader).__name__
-        raise ConfigurationError(
-            f"training loader under {_TITLE}", expected="torch's DataLoader", got=got, fix=no_sampler
-        )
+        got, fix = type(dataloader).__name__, f"{leave_out}: a loader with batches of its own has no sampler."
+        raise ConfigurationError(f"training loader under {_TITLE}", expected="torch's DataLoader", got=got, fix=fix)
     expect(
         not isinstance(dataloader.dataset, IterableDataset),
         f"data set under {_TITLE}",
         expected="one whose rows have numbers",
         got=f"{type(dataloader.dataset).__name__}, which is an IterableDataset",
-        fix="Leave use_global_sampler out and let the data set yield each rank its own rows.",
+        fix=f"{leave_out} and let the data set yield each rank its own rows.",
     )
     expect(
         dataloader.batch_size is not None,

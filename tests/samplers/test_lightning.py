@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.strategies.training_data import refuse_other_batches, warn_of_reshuffle
+from lightning_ddp_losses.strategies.training_data import describe_reshuffle, refuse_other_batches
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
@@ -198,7 +198,7 @@ def test_what_keeps_its_order_or_has_none_is_left_in_peace(
 
 
 def test_what_is_no_loader_has_no_order() -> None:
-    warn_of_reshuffle([1, 2, 3])
+    assert describe_reshuffle([1, 2, 3], injecting=True) is None
 
 
 def loader_of(size: int | None, drop_last: bool = False, own_drop_last: bool = False) -> DataLoader:
