@@ -19,11 +19,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
-from lightning_ddp_losses.samplers.seeded_draw import draw_digest, generators_of, preserve_shuffled, share
+from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, share
 
 
 class EvaluationSampler(DistributedSampler[Any]):
@@ -50,11 +49,9 @@ class EvaluationSampler(DistributedSampler[Any]):
         W, rank = process_groups.world_size(), process_groups.rank()
         super().__init__(sampler, num_replicas=W, rank=rank, shuffle=False, seed=seed, drop_last=drop_last)
         self.source, self.batch_size, self.global_rows = sampler, batch_size or 1, rows
-        self.num_samples, self.total_size = (
-            len(self),
-            sum(self._global_batch(step)[1] for step in self._irregular_steps),
-        )
-        self.total_size += (self._steps - len(self._irregular_steps)) * W * self.batch_size
+        self.num_samples, self.total_size = len(self), rows
+        if drop_last:
+            self.total_size = self._steps * W * self.batch_size
         self._drawn: tuple[int, Sequence[Any]] | None = None  # the epoch that was drawn last, and its order
 
     # ------------------------------------------------------------------ numbers
@@ -112,10 +109,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         if self.is_sequential:
             return range(self.global_rows)
         if self._drawn is None or self._drawn[0] != self.epoch:
-            seed = (self.seed + self.epoch) % NUMPY_SEEDS
-            generators = [*global_generators(), *generators_of(self.source)]
-            with preserve_random_state(generators, seed=seed), preserve_shuffled(self.source):
-                drawn = list(self.source)
+            drawn = draw_seeded(self.source, self.seed + self.epoch)
             if len(drawn) != self.global_rows:
                 raise InputError(
                     f"rows that {type(self.source).__name__} drew for an evaluation",

@@ -23,8 +23,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, check_rows
+from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count
+from lightning_ddp_losses.samplers.global_draw import GlobalDraw
 from lightning_ddp_losses.samplers.shuffled_order import NaturalOrder, Permutation, ShuffledDraw
 
 
@@ -214,11 +214,12 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
         Communication: one handshake per epoch.
         """
-        check_rows("GlobalBatchSampler.shuffled: length", length)
-        check_rows("GlobalBatchSampler.shuffled: global_batch_size", global_batch_size or 0)
-        if seed is None:
-            raise ConfigurationError("GlobalBatchSampler.shuffled: seed", expected="a whole number", got=None)
-        draw = ShuffledDraw(Permutation(length), global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
+        title = "GlobalBatchSampler.shuffled"
+        expect_count(f"{title}: length", length)
+        expect_count(f"{title}: global_batch_size", global_batch_size)
+        expect(seed is not None, f"{title}: seed", expected="a whole number", got=seed)
+        order = Permutation(length)
+        draw = ShuffledDraw(order, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed, title=title)
         return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_bytes
 from lightning_ddp_losses.distributed.raw_collectives import host_memory
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.samplers.epoch_place import EpochPlace
-from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw, share
+from lightning_ddp_losses.samplers.global_draw import EpochPlace, GlobalDraw
+from lightning_ddp_losses.samplers.seeded_draw import share
 
 _INT32_ROWS = 1 << 31
 # the order of states that were saved before it was ``torch.randperm``'s
@@ -68,71 +69,49 @@ class NaturalOrder(Permutation):
         return torch.arange(self.length, dtype=self.dtype)
 
 
+@dataclass(frozen=True)
 class LocalBatches(Sequence[list[int]]):
     """This rank's part of each batch of an epoch, made when it is read.
 
-    Args:
+    Attributes:
         order: Row numbers of the epoch, all ranks together.
         global_batch_size: Rows of a global batch, G. The last batch may have fewer.
         world_size: Number of ranks.
         rank: Number of this rank.
     """
 
-    def __init__(self, order: Tensor, *, global_batch_size: int, world_size: int, rank: int) -> None:
-        self._order, self._global_batch_size = order, global_batch_size
-        self._world_size, self._rank = world_size, rank
+    order: Tensor
+    global_batch_size: int
+    world_size: int
+    rank: int
 
     def __len__(self) -> int:
-        return math.ceil(len(self._order) / self._global_batch_size)
+        return math.ceil(len(self.order) / self.global_batch_size)
 
-    @overload
-    def __getitem__(self, number: int) -> list[int]: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[list[int]]: ...
     def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
-        start = number * self._global_batch_size
-        batch = self._order[start : start + self._global_batch_size]
-        return batch[share(len(batch), self._world_size, self._rank)].tolist()
+        start = number * self.global_batch_size
+        batch = self.order[start : start + self.global_batch_size]
+        return batch[share(len(batch), self.world_size, self.rank)].tolist()
 
 
 class ShuffledDraw(GlobalDraw):
     """The batches of an order that follows from the seed alone.
 
     Args:
-        order: Order of the rows.
-        title: Name in errors.
+        sampler: Order of the rows.
         global_batch_size: Rows of a global batch, G.
         local_batch_size: Rows of a rank's batch, instead of G, which is W times this.
         drop_last: Leave out a last batch of fewer than G rows.
         seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. None: 0, or the seed of a state that is loaded.
+        title: Name in errors.
     """
 
     source: Permutation
 
-    def __init__(
-        self,
-        order: Permutation,
-        *,
-        title: str = "GlobalBatchSampler.shuffled",
-        global_batch_size: int | None = None,
-        local_batch_size: int | None = None,
-        drop_last: bool,
-        seed: int | None,
-    ) -> None:
-        super().__init__(
-            order,
-            global_batch_size=global_batch_size,
-            local_batch_size=local_batch_size,
-            drop_last=drop_last,
-            seed=seed,
-        )
-        self.title = title
-        if seed is None:
-            self._own_seed = 0  # ranks exchange none
+    def _first_seed(self) -> int:
+        return 0  # ranks exchange none
 
     def load_state_dict(self, state: Mapping[str, Any], *, announced: int | None = None) -> None:
         """Continue where training stood; see ``GlobalBatchSampler.load_state_dict``.
@@ -160,7 +139,7 @@ class ShuffledDraw(GlobalDraw):
         if self._kept is None or self._kept[0] != place:
             order = self.source.order((self._offer() + epoch) % NUMPY_SEEDS)[: self._epoch_rows(G)]
             digest = hash_bytes(host_memory(order)).to_bytes(8, "little", signed=True)
-            self._kept = (place, digest, LocalBatches(order, global_batch_size=G, world_size=W, rank=rank))
+            self._kept = (place, digest, LocalBatches(order, G, W, rank))
         _, digest, batches = self._kept
         # seed and length make the order; its hash tells ranks with other releases of torch
         handshake.all_gather(self.title, {**self._must_match(epoch), "order": digest.hex()})

@@ -45,7 +45,7 @@ from lightning_ddp_losses.core.random_state import (
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
-from lightning_ddp_losses.samplers.seeded_draw import GlobalDraw
+from lightning_ddp_losses.samplers.global_draw import GlobalDraw
 from lightning_ddp_losses.strategies.epoch_ends import as_combined
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.loader_states import TITLE, NotingLoader, StateNote, state_holder, warn_of_workers

@@ -269,7 +269,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[DDPLossError], str]] = {
         ConfigurationError,
         "got Mine around a GlobalBatchSampler, which is cut by rank already",
     ),
-    "size 0": (lambda: GlobalBatchSampler(range(4), 0), ConfigurationError, "local_batch_size: expected a positive"),
+    "size 0": (
+        lambda: GlobalBatchSampler(range(4), 0),
+        ConfigurationError,
+        "local_batch_size: expected an integer, 1 or more",
+    ),
     "size True": (
         lambda: GlobalBatchSampler.batches(range(4), True),
         ConfigurationError,
@@ -278,7 +282,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[DDPLossError], str]] = {
     "no size": (
         lambda: GlobalBatchSampler(range(4), None),
         ConfigurationError,
-        "local_batch_size: expected a positive",
+        "local_batch_size: expected an integer, 1 or more",
     ),
     "seed": (lambda: GlobalBatchSampler(range(4), 2, seed=-1), ConfigurationError, "seed: expected a whole number"),
     "two sizes": (
@@ -386,7 +390,7 @@ ON_RANKS: dict[str, tuple[Callable[[str], None], str, str, list[str]]] = {
         "RankMismatchError",
         ["GlobalBatchSampler(MPerClassSampler) drew in epoch 0", "rank 2: digest", "same labels"],
     ),
-    "other length": (other_length, "", "RankMismatchError", ["GlobalBatchSampler(range): len", "rank 1: len=60"]),
+    "other length": (other_length, "", "RankMismatchError", ["GlobalBatchSampler(range): length", "rank 1: length=60"]),
     "other epoch": (other_epoch, "", "RankMismatchError", ["epoch", "rank 2: epoch=2"]),
     "one rank fails": (fails_on_one, "", "InputError", ["expected indices, got batches", "rank 1 of 3"]),
 }

@@ -52,7 +52,7 @@ def test_an_epoch_is_kept_in_four_bytes_a_row() -> None:
     assert first == Permutation(1_000_000).order(1 + 3)[600_000:600_004].tolist()
     batches = sampler.sampler._kept[2]
     assert isinstance(batches, LocalBatches)
-    assert batches._order.nbytes == 4_000_000
+    assert batches.order.nbytes == 4_000_000
 
 
 def test_another_order_inside_the_epoch_is_refused() -> None:

@@ -1,0 +1,457 @@
+"""The batches of one process, drawn alike on every rank, dealt to the ranks, and resumed in the middle of an epoch.
+
+Every rank draws all indices of an epoch (``seeded_draw``), the ranks compare them in a handshake, and each keeps its contiguous part of
+every batch.
+
+The place in an epoch counts rows that were trained on, of all ranks together. So it means the same for any number of ranks, and rows that
+the workers of a DataLoader had already drawn are drawn again. The rest of a saved state is compared: another sampler, seed, data set or
+global batch would give other batches without a word.
+
+Legend: ``W`` ranks, ``G`` rows of a global batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect, expect_count
+from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, nested_samplers, share
+
+Batches = list[list[Any]]
+
+_OFFER = struct.Struct("<Q16s")  # seed, digest of the draw that this rank still has
+_NONE = bytes(16)
+
+
+class EpochPlace(NamedTuple):
+    """Place in an epoch from which training goes on.
+
+    Attributes:
+        epoch: The epoch whose order is drawn.
+        rows: Rows of it that were trained on, all ranks together.
+        digest: Digest of its draw (hexadecimal); empty if it is not known.
+        announced: Epoch that ``set_epoch`` may name without moving on from here.
+    """
+
+    epoch: int
+    rows: int
+    digest: str
+    announced: int
+
+
+class GlobalDraw:
+    """The batches of one process, dealt to the ranks; asks for rank and world size each time.
+
+    Args:
+        sampler: Yields indices, or batches where no size is given.
+        local_batch_size: G is W times this.
+        global_batch_size: G.
+        drop_last: Leave out a last batch of fewer than G rows.
+        seed: Epoch ``e`` is drawn from ``seed + e``; None: from rank 0's ``torch.initial_seed()``.
+        title: Name in errors.
+    """
+
+    _place: EpochPlace | None = None  # where the epoch goes on that is drawn next
+    _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
+    _begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
+    local_name = "local_batch_size"
+    """The user's name for the rows of one rank."""
+    seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
+    """Advice if the seed differs from the saved one."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        local_batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        drop_last: bool,
+        seed: int | None,
+        title: str | None = None,
+    ) -> None:
+        self.source = checked_sampler(sampler)
+        self.title = title or f"GlobalBatchSampler({type(sampler).__name__})"
+        self.local_batch_size = local_batch_size
+        self.global_batch_size = global_batch_size
+        if local_batch_size is not None:
+            expect_count(f"{self.title}: local_batch_size", local_batch_size)
+        if global_batch_size is not None:
+            expect_count(f"{self.title}: global_batch_size", global_batch_size)
+        is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < NUMPY_SEEDS
+        expected = f"a whole number from 0 to {NUMPY_SEEDS - 1}"
+        expect(seed is None or is_seed, f"{self.title}: seed", expected=expected, got=repr(seed))
+        self.drop_last = drop_last
+        self.seed = seed
+        self.epoch = 0
+        self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
+        self._turn = 0  # how often set_epoch was called
+        self._kept: tuple[tuple[int, int, int], bytes, Sequence[list[Any]]] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next (Lightning does); a place that was loaded stays where it is in that epoch."""
+        if self._place is not None and epoch == self._place.announced:
+            return
+        self._place = None
+        # the epoch that is being read may be named once more, while workers read ahead
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._turn += 1
+        if epoch != self._begun[0]:
+            self._begun = (epoch, 0)
+
+    def keeping_last(self) -> GlobalDraw:
+        """Return a twin that keeps the last batch."""
+        twin = copy.copy(self)
+        twin.drop_last, twin._kept, twin._place = False, None, None
+        return twin
+
+    # ------------------------------------------------------------------ saving and resuming
+
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+        """Return where training stands; see ``GlobalBatchSampler.state_dict``."""
+        epoch, handed_out = self._begun
+        place = self._place
+        if place is not None and handed_out == 0 and not batches:
+            # nothing was asked for since a state was loaded
+            return self._state(place.epoch, place.rows, place.digest)
+        trained = handed_out if batches is None else batches
+        if trained and trained >= (len(self._sizes) if self._global_rows() is None else self.count()):
+            epoch, trained = epoch + 1, 0
+        return self.state_at(epoch, trained)
+
+    def state_at(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Return the state of a run that has trained on some batches of an epoch.
+
+        Args:
+            epoch: The epoch.
+            batches: Batches of it that were trained on.
+        """
+        G = self._global_rows()
+        is_kept = self._kept is not None and self._kept[0][0] == epoch
+        if G is not None:
+            rows = min(batches * G, self._epoch_rows(G))
+        elif batches == 0 or is_kept:
+            rows = sum(self._sizes[:batches])
+        else:
+            raise InputError(
+                f"{self.title}: rows of {batches} batches of epoch {epoch}",
+                expected="the epoch that it drew last",
+                got="another epoch",
+                fix="Ask for the state before the next epoch is drawn.",
+            )
+        # a draw that can be compared: another order after a resume is an error, not other batches
+        digest = self._kept[1].hex() if rows and is_kept and self._kept else ""
+        return self._state(epoch, rows, digest)
+
+    def _state(self, epoch: int, rows: int, digest: str) -> dict[str, Any]:
+        return {"epoch": epoch, "seed": self._offer(), "rows": rows, **self._compared(), "digest": digest}
+
+    def _compared(self) -> dict[str, Any]:
+        """Return what two samplers must have in common for a place in one to be a place in the other."""
+        return {
+            "sampler": type(self.source).__name__,
+            "length": len(self.source),
+            "global_batch_size": self._global_rows(),
+            "drop_last": self.drop_last,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, announced: int | None = None) -> None:
+        """Go on where training stood; see ``GlobalBatchSampler.load_state_dict``.
+
+        Args:
+            state: What ``state_dict`` returned.
+            announced: What ``set_epoch`` will call this epoch; None: what it is.
+        """
+        try:
+            place = self._read_place(state)
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, f"{self.title}, load_state_dict")
+        self._own_seed = state["seed"]
+        self._place = place if announced is None else place._replace(announced=announced)
+        self.epoch = place.epoch
+        self._turn += 1
+        self._kept, self._begun = None, (place.epoch, 0)
+
+    def forget_place(self) -> None:
+        """Start the next epoch at its beginning, whatever was loaded."""
+        self._place = None
+
+    def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
+        """Return the place that a saved state names; refuse a state of another sampler, naming both."""
+        what = f"state that {self.title} loads"
+        counts = []
+        if isinstance(state, Mapping):
+            counts = [state.get(name) for name in ("epoch", "seed", "rows")]
+        if not counts or not all(isinstance(count, int) and count >= 0 for count in counts):
+            got = f"{dict(state)}" if isinstance(state, Mapping) else type(state).__name__
+            raise InputError(what, expected="what its state_dict() returned", got=got)
+        # 1. the seed: the order of every epoch hangs on it
+        if self.seed is not None and self.seed != state["seed"]:
+            fix = self.seed_fix.format(seed=state["seed"])
+            raise InputError(f"{what}: seed", expected=state["seed"], got=self.seed, fix=fix)
+        # 2. sampler, data set and global batch
+        for name, got in self._compared().items():
+            saved = state.get(name, got)
+            if saved != got:
+                fix = "Build the sampler as it was when the state was saved."
+                if name == "length":
+                    fix = "Resume on the data it was trained on, or start a new epoch: load no state."
+                if name == "global_batch_size":
+                    got, fix = self._meaning_of(got), self._fix_of_global_batch(saved)
+                raise InputError(f"{what}: {name.replace('_', ' ')}", expected=f"{saved}, as saved", got=got, fix=fix)
+        return EpochPlace(state["epoch"], state["rows"], state.get("digest", ""), state["epoch"])
+
+    def _fix_of_global_batch(self, saved: int | None) -> str:
+        W = process_groups.world_size()
+        if self.local_batch_size is None:
+            return f"Give it {saved}: the number of ranks may change, the global batch may not."
+        if saved is not None and saved % W == 0:
+            return f"On {W} ranks give {self.local_name}={saved // W}."
+        return f"Use GlobalBatchSampler.batches(sampler, {saved}), which any number of ranks can divide."
+
+    def _epoch_rows(self, G: int) -> int:
+        """Return the rows of an epoch, all ranks together."""
+        full, rest = self._cut(G)
+        return full * G + rest
+
+    # ------------------------------------------------------------------ sizes, without drawing
+
+    def count(self) -> int:
+        """Number of batches, the same on every rank."""
+        G = self._global_rows()
+        if G is None:
+            return len(self.source)
+        full, rest = self._cut(G)
+        return full + bool(rest)
+
+    def rows(self) -> int:
+        """This rank's number of indices in an epoch (where a batch size is given)."""
+        G = self._global_rows()
+        assert G is not None
+        full, rest = self._cut(G)
+        W, rank = process_groups.world_size(), process_groups.rank()
+        of_full, of_rest = (len(range(size)[share(size, W, rank)]) for size in (G, rest))
+        return full * of_full + of_rest
+
+    def _cut(self, G: int) -> tuple[int, int]:
+        """Return the number of full batches, and the rows of the smaller one that follows; 0 where it is left out."""
+        full, rest = divmod(len(self.source), G)
+        if self.drop_last:
+            return full, 0
+        if rest:
+            self._refuse_small(rest, full)
+        return full, rest
+
+    def _global_rows(self) -> int | None:
+        """Return G now; None if the sampler makes the batches."""
+        W = process_groups.world_size()
+        G = self.global_batch_size if self.local_batch_size is None else W * self.local_batch_size
+        declared = getattr(self.source, "batch_size", None)
+        if G is not None and declared is not None and declared != G and hasattr(self.source, "m_per_class"):
+            fix = f"Give it batch_size={G}{_larger_m(self.source, G)}"
+            if self.local_batch_size is not None:
+                fix += f", or keep its batches of {declared}: batch_sampler=GlobalBatchSampler.batches(sampler, {declared})"
+                fix += " cuts them unevenly where the number of ranks does not divide them" if declared % W else ""
+            what, expected = f"batch_size of the {type(self.source).__name__}", f"{G} (global_batch_size)"
+            if self.local_batch_size is not None:
+                expected = self._meaning_of(G)
+            raise ConfigurationError(what, expected=expected, got=declared, fix=f"{fix}.")
+        return G
+
+    def _meaning_of(self, G: int | None) -> str:
+        """Return G as text, with the numbers it is made of."""
+        if self.local_batch_size is None:
+            return str(G)
+        return f"{G} ({process_groups.world_size()} ranks * {self.local_name} {self.local_batch_size})"
+
+    def _refuse_small(self, rows: int, batch: int, *, collective: bool = False) -> None:
+        W = process_groups.world_size()
+        if rows >= W:
+            return
+        fix = "Set drop_last=True to leave them out, or choose another batch size."
+        if self.global_batch_size is None and self.local_batch_size is None:
+            fix = "Make all batches larger."
+        what, expected = f"{self.title}: rows of batch {batch}", f"at least one for each of {W} ranks"
+        raise InputError(what, expected=expected, got=rows, fix=fix, collective=collective)
+
+    # ------------------------------------------------------------------ drawing
+
+    def latest_batches(self) -> Batches:
+        """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
+        return [] if self._kept is None else list(self._kept[2])
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches():
+            yield from batch
+
+    def batches(self) -> Iterator[list[Any]]:
+        """This rank's part of each batch of the epoch.
+
+        An epoch that was read to its end is followed by the next one, unless ``set_epoch`` says otherwise.
+
+        Communication: two handshakes when the first batch is asked for; one where the epoch was drawn before.
+        """
+        place, turn = self._place, self._turn
+        epoch = self.epoch if place is None else place.epoch
+        try:
+            own = self._meet(epoch)
+            start = self._first_batch(place)
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, f"{self.title}, epoch {epoch}")
+        for number in range(start, len(own)):
+            self._begun = (epoch, number + 1)
+            yield own[number]
+        # the epoch is over, and the place in it
+        if self._place is place:
+            self._place = None
+        if turn == self._turn:
+            self.epoch = epoch + 1
+
+    def _first_batch(self, place: EpochPlace | None) -> int:
+        """Return the batch at which the epoch that was just drawn goes on.
+
+        Raises:
+            InputError: on every rank, for another order than before the checkpoint, and for a place that is not the end of a batch.
+        """
+        if place is None:
+            return 0
+        assert self._kept is not None
+        digest = self._kept[1].hex()
+        if place.digest and place.digest != digest:
+            raise InputError(
+                f"indices that {self.title} drew in epoch {place.epoch}",
+                expected=f"those it drew when its state was saved (digest {place.digest[:8]})",
+                got=f"digest {digest[:8]}",
+                fix="Resume with the same labels, weights and lengths, and the same releases of torch, numpy and the sampler's library.",
+                collective=True,
+            )
+        ends = list(accumulate(self._sizes, initial=0))
+        if place.rows not in ends:
+            batches = f"{len(self._sizes)} batches of {ends[-1]} rows (length {len(self.source)})"
+            raise InputError(
+                f"{self.title}: place in epoch {place.epoch}",
+                expected=f"the end of one of its {batches}",
+                got=f"row {place.rows}",
+                fix="Resume with the sampler and the global batch that were saved.",
+                collective=True,
+            )
+        return ends.index(place.rows)
+
+    def _meet(self, epoch: int) -> Sequence[list[Any]]:
+        W, rank = process_groups.world_size(), process_groups.rank()
+        place = (epoch, W, rank)
+        kept = self._kept if self._kept and self._kept[0] == place else (place, _NONE, [])
+        payloads = handshake.all_gather(self.title, self._must_match(epoch), _OFFER.pack(self._offer(), kept[1]))
+        seeds, digests = zip(*map(_OFFER.unpack, payloads), strict=True)
+        self._own_seed = seeds[0]
+        if set(digests) == {kept[1]} and kept[1] != _NONE:
+            # a second look at the same epoch: a sampler that shuffles in place would not draw the same again
+            return kept[2]
+        everything = self._draw(seeds[0] + epoch, epoch)
+        digest = draw_digest(everything)
+        drawn = handshake.all_gather(f"{self.title}: indices", {"epoch": epoch}, digest)
+        if len(set(drawn)) > 1:
+            raise RankMismatchError(
+                f"indices that {self.title} drew in epoch {epoch}",
+                expected="the same on every rank",
+                ranks=[f"digest {of_rank.hex()[:8]}" for of_rank in drawn],
+                fix="Build the sampler from the same labels, weights and lengths on every rank, and let it draw from "
+                "torch's, numpy's or Python's global generator, or from one that is an attribute of the sampler.",
+                collective=True,
+            )
+        for number, batch in enumerate(everything):
+            self._refuse_small(len(batch), number, collective=True)
+        own = [batch[share(len(batch), W, rank)] for batch in everything]
+        self._kept, self._sizes = (place, digest, own), [len(batch) for batch in everything]
+        return own
+
+    def _must_match(self, epoch: int) -> dict[str, object]:
+        """Return what ranks that draw together have in common."""
+        rows = 0 if self._place is None else self._place.rows
+        return {"epoch": epoch, "seed": self.seed, **self._compared(), "rows trained on": rows}
+
+    def _offer(self) -> int:
+        """Return the seed of epoch 0 that this rank would take."""
+        if self._own_seed is None:
+            self._own_seed = self._first_seed() if self.seed is None else self.seed
+        return self._own_seed
+
+    def _first_seed(self) -> int:
+        return torch.initial_seed() % NUMPY_SEEDS
+
+    def _draw(self, seed: int, epoch: int) -> Batches:
+        for sampler in nested_samplers(self.source):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        drawn = draw_seeded(self.source, seed)
+        G = self._global_rows()
+        if G is None:
+            return [self._batch(items) for items in drawn]
+        indices = [self._index(item) for item in drawn]
+        batches = [indices[start : start + G] for start in range(0, len(indices), G)]
+        if self.drop_last and batches and len(batches[-1]) < G:
+            batches.pop()
+        return batches
+
+    def _index(self, item: Any) -> Any:
+        if isinstance(item, list):
+            fix = "Leave global_batch_size out: batch_sampler=GlobalBatchSampler.batches(sampler)."
+            raise InputError(f"{self.title} with a batch size", expected="indices", got="batches", fix=fix)
+        return _plain(item)
+
+    def _batch(self, items: Any) -> list[Any]:
+        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
+            fix = "Say how many indices make a batch: GlobalBatchSampler.batches(sampler, global_batch_size)."
+            raise InputError(f"{self.title} without a batch size", expected="batches", got="indices", fix=fix)
+        return [_plain(item) for item in items]
+
+
+def _larger_m(source: Any, G: int) -> str:
+    """Return what else to give an M-per-class sampler whose batches grow with the ranks: it needs m x labels >= batch size."""
+    m, labels = source.m_per_class, len(getattr(source, "labels", ()))
+    if not labels or (m * labels >= G and G % m == 0):
+        return ""
+    fitting = [rows for rows in range(-(-G // labels), G + 1) if G % rows == 0]
+    return f" and m={fitting[0]} (m x {labels} labels must be at least {G}, and m divide it: m grows with the ranks)"
+
+
+def _plain(index: Any) -> Any:
+    try:
+        return operator.index(index)  # numpy's integers and 0-d tensors
+    except TypeError:
+        return index  # a key of a data set that is no sequence
+
+
+def checked_sampler(sampler: Any) -> Any:
+    """``sampler``, if it is one over the whole data set and knows its length."""
+
+    def refuse(got: str, fix: str) -> ConfigurationError:
+        return ConfigurationError("GlobalBatchSampler", expected="a sampler with a length", got=got, fix=fix)
+
+    name = type(sampler).__name__
+    if not isinstance(sampler, Iterable) or isinstance(sampler, (Dataset, DataLoader, str, bytes, dict)):
+        raise refuse(name, "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...).")
+    for inner in nested_samplers(sampler):
+        if isinstance(inner, DistributedSampler) or hasattr(getattr(inner, "batch_size", None), "draw"):
+            cut = name if inner is sampler else f"{name} around a {type(inner).__name__}"
+            fix = "Give it the sampler that one process would use, over the whole data set."
+            raise refuse(f"{cut}, which is cut by rank already", fix)
+    try:
+        length = len(sampler) if isinstance(sampler, Sized) else None
+    except (TypeError, NotImplementedError):
+        length = None
+    if length is None or math.isinf(length):
+        raise refuse(f"{name} without one", "Give the sampler a finite __len__.")
+    return sampler
