@@ -1,9 +1,9 @@
 """Samplers that cut one process's batches over W ranks, and what puts ranks' rows back into one order.
 
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone
-* ``seeded_draw``: the draw of an epoch, equal on all ranks, and what a sampler can be built from
+* ``global_draw``: batches of one process, drawn on every rank, dealt to the ranks, and resumed in the middle of an epoch
+* ``seeded_draw``: an epoch of any sampler, drawn alike on every rank, without traces in the sampler or in random numbers
 * ``shuffled_order``: a permutation of the rows that follows from the seed, and its draw
-* ``epoch_place``: where an epoch goes on that was left in the middle, and what a saved place is compared with
 * ``evaluation``: each row of an evaluation on one rank, and as many batches on every rank
 * ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
 from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, share
 
@@ -63,19 +63,16 @@ class EvaluationSampler(DistributedSampler[Any]):
         return [self._steps - (0 < rows_of_last <= rank) for rank in range(self.num_replicas)]
 
     def __len__(self) -> int:
-        sizes = [len(self._local_part(*self._global_batch(step))) for step in self._irregular_steps]
-        return (self._steps - len(sizes)) * self.batch_size + sum(sizes)
+        # only the last two global batches may have other sizes
+        first = max(0, self._steps - 2)
+        sizes = [len(self._local_part(*self._global_batch(step))) for step in range(first, self._steps)]
+        return first * self.batch_size + sum(sizes)
 
     @property
     def _steps(self) -> int:
         """Return the number of global batches."""
         full, rest = divmod(self.global_rows, self.num_replicas * self.batch_size)
         return full + (rest > 0 and not self.drop_last)
-
-    @property
-    def _irregular_steps(self) -> range:
-        """Return the last two steps, whose global batches may have other sizes."""
-        return range(max(0, self._steps - 2), self._steps)
 
     def _global_batch(self, step: int) -> tuple[int, int]:
         """Return the first row of a global batch, and its number of rows."""
@@ -110,13 +107,10 @@ class EvaluationSampler(DistributedSampler[Any]):
             return range(self.global_rows)
         if self._drawn is None or self._drawn[0] != self.epoch:
             drawn = draw_seeded(self.source, self.seed + self.epoch)
-            if len(drawn) != self.global_rows:
-                raise InputError(
-                    f"rows that {type(self.source).__name__} drew for an evaluation",
-                    expected=f"{self.global_rows}, its length when the loader was set up",
-                    got=len(drawn),
-                    fix="Let its __len__ say what it draws, in every epoch.",
-                )
+            what = f"rows that {type(self.source).__name__} drew for an evaluation"
+            expected = f"{self.global_rows}, its length when the loader was set up"
+            is_whole, fix = len(drawn) == self.global_rows, "Let its __len__ say what it draws, in every epoch."
+            expect(is_whole, what, expected=expected, got=len(drawn), fix=fix, error=InputError)
             self._drawn = (self.epoch, drawn)
         return self._drawn[1]
 
@@ -144,12 +138,9 @@ def len_of(sampler: Any) -> int:
     try:
         return len(sampler)
     except TypeError:
-        raise ConfigurationError(
-            f"{type(sampler).__name__} in an evaluation that counts each row once",
-            expected="a sampler with a length",
-            got="none",
-            fix="Give it __len__, or set evaluation='padded'.",
-        ) from None
+        what = f"{type(sampler).__name__} in an evaluation that counts each row once"
+        fix = "Give it __len__, or set evaluation='padded'."
+        raise ConfigurationError(what, expected="a sampler with a length", got="none", fix=fix) from None
 
 
 class EvaluationBatches(BatchSampler):
@@ -174,15 +165,11 @@ def repeated_rows(loader: DataLoader[Any]) -> int:
     """Return the rows that a padding sampler hands out twice, all ranks together."""
     # a batch sampler of the user's is built around Lightning's sampler
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
-        return 0
-    if isinstance(sampler, (EvaluationSampler, GlobalBatchSampler)):  # ranks may have different numbers of rows
-        return 0
-    handed_out = len(sampler) * sampler.num_replicas
-    if not handed_out:
+    is_exact = isinstance(sampler, (EvaluationSampler, GlobalBatchSampler))  # ranks may have different numbers of rows
+    if is_exact or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return 0
     try:
         rows = len(sampler.dataset)  # type: ignore[arg-type]
     except TypeError:
         return 0
-    return max(0, handed_out - rows)
+    return max(0, len(sampler) * sampler.num_replicas - rows)

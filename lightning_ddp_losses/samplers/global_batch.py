@@ -88,13 +88,13 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     def __init__(
         self, sampler: Any, local_batch_size: int, *, drop_last: bool = False, seed: int | None = None
     ) -> None:
-        if isinstance(sampler, BatchSampler):
-            raise ConfigurationError(
-                "GlobalBatchSampler as sampler=",
-                expected="a sampler of indices",
-                got=type(sampler).__name__,
-                fix="Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler)).",
-            )
+        fix = "Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler))."
+        what, got, is_batches = (
+            "GlobalBatchSampler as sampler=",
+            type(sampler).__name__,
+            isinstance(sampler, BatchSampler),
+        )
+        expect(not is_batches, what, expected="a sampler of indices", got=got, fix=fix)
         self.local_batch_size = local_batch_size
         self._draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
         # rank and world size are placeholders of the base class's: they are asked for anew at each use
@@ -179,21 +179,17 @@ class GlobalBatchSampler(DistributedSampler[Any]):
             on every rank and before torch.distributed is initialised.
         """
         if type(sampler) is BatchSampler:
-            if global_batch_size is not None or drop_last:
-                raise ConfigurationError(
-                    "GlobalBatchSampler.batches of a BatchSampler",
-                    expected="no global_batch_size or drop_last beside its own",
-                    got=f"global_batch_size={global_batch_size}, drop_last={drop_last}",
-                    fix="Set them on one of the two.",
-                )
-            sampler, global_batch_size, drop_last = sampler.sampler, sampler.batch_size, sampler.drop_last
-        elif global_batch_size is None and drop_last:
-            raise ConfigurationError(
-                "drop_last of GlobalBatchSampler.batches",
-                expected="False where the sampler makes the batches",
-                got=True,
-                fix="Leave it to the sampler.",
+            expect(
+                global_batch_size is None and not drop_last,
+                "GlobalBatchSampler.batches of a BatchSampler",
+                expected="no global_batch_size or drop_last beside its own",
+                got=f"global_batch_size={global_batch_size}, drop_last={drop_last}",
+                fix="Set them on one of the two.",
             )
+            sampler, global_batch_size, drop_last = sampler.sampler, sampler.batch_size, sampler.drop_last
+        expected, fix = "False where the sampler makes the batches", "Leave it to the sampler."
+        has_size, what = global_batch_size is not None, "drop_last of GlobalBatchSampler.batches"
+        expect(has_size or not drop_last, what, expected=expected, got=True, fix=fix)
         draw = GlobalDraw(sampler, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
         return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
 

@@ -16,7 +16,7 @@ import copy
 import math
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -80,7 +80,8 @@ class GlobalDraw:
         seed: int | None,
         title: str | None = None,
     ) -> None:
-        self.source = checked_sampler(sampler)
+        _refuse_other_sampler(sampler)
+        self.source = sampler
         self.title = title or f"GlobalBatchSampler({type(sampler).__name__})"
         self.local_batch_size = local_batch_size
         self.global_batch_size = global_batch_size
@@ -139,17 +140,14 @@ class GlobalDraw:
         """
         G = self._global_rows()
         is_kept = self._kept is not None and self._kept[0][0] == epoch
-        if G is not None:
-            rows = min(batches * G, self._epoch_rows(G))
-        elif batches == 0 or is_kept:
+        if G is None:
+            what = f"{self.title}: rows of {batches} batches of epoch {epoch}"
+            expected, fix = "the epoch that it drew last", "Ask for the state before the next epoch is drawn."
+            is_known = batches == 0 or is_kept
+            expect(is_known, what, expected=expected, got="another epoch", fix=fix, error=InputError)
             rows = sum(self._sizes[:batches])
         else:
-            raise InputError(
-                f"{self.title}: rows of {batches} batches of epoch {epoch}",
-                expected="the epoch that it drew last",
-                got="another epoch",
-                fix="Ask for the state before the next epoch is drawn.",
-            )
+            rows = min(batches * G, self._epoch_rows(G))
         # a draw that can be compared: another order after a resume is an error, not other batches
         digest = self._kept[1].hex() if rows and is_kept and self._kept else ""
         return self._state(epoch, rows, digest)
@@ -190,26 +188,25 @@ class GlobalDraw:
     def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
         """Return the place that a saved state names; refuse a state of another sampler, naming both."""
         what = f"state that {self.title} loads"
-        counts = []
-        if isinstance(state, Mapping):
-            counts = [state.get(name) for name in ("epoch", "seed", "rows")]
-        if not counts or not all(isinstance(count, int) and count >= 0 for count in counts):
-            got = f"{dict(state)}" if isinstance(state, Mapping) else type(state).__name__
-            raise InputError(what, expected="what its state_dict() returned", got=got)
+        expected, got = "what its state_dict() returned", type(state).__name__
+        expect(isinstance(state, Mapping), what, expected=expected, got=got, error=InputError)
+        counts = [state.get(name) for name in ("epoch", "seed", "rows")]
+        is_state = all(isinstance(count, int) and count >= 0 for count in counts)
+        expect(is_state, what, expected=expected, got=dict(state), error=InputError)
         # 1. the seed: the order of every epoch hangs on it
-        if self.seed is not None and self.seed != state["seed"]:
-            fix = self.seed_fix.format(seed=state["seed"])
-            raise InputError(f"{what}: seed", expected=state["seed"], got=self.seed, fix=fix)
+        seed, fix = state["seed"], self.seed_fix.format(seed=state["seed"])
+        is_known = self.seed is None or self.seed == seed
+        expect(is_known, f"{what}: seed", expected=seed, got=self.seed, fix=fix, error=InputError)
         # 2. sampler, data set and global batch
-        for name, got in self._compared().items():
-            saved = state.get(name, got)
-            if saved != got:
-                fix = "Build the sampler as it was when the state was saved."
-                if name == "length":
-                    fix = "Resume on the data it was trained on, or start a new epoch: load no state."
-                if name == "global_batch_size":
-                    got, fix = self._meaning_of(got), self._fix_of_global_batch(saved)
-                raise InputError(f"{what}: {name.replace('_', ' ')}", expected=f"{saved}, as saved", got=got, fix=fix)
+        for name, own in self._compared().items():
+            saved, got = state.get(name, own), own
+            fix = "Build the sampler as it was when the state was saved."
+            if name == "length":
+                fix = "Resume on the data it was trained on, or start a new epoch: load no state."
+            if name == "global_batch_size":
+                got, fix = self._meaning_of(own), self._fix_of_global_batch(saved)
+            what_differs, expected = f"{what}: {name.replace('_', ' ')}", f"{saved}, as saved"
+            expect(saved == own, what_differs, expected=expected, got=got, fix=fix, error=InputError)
         return EpochPlace(state["epoch"], state["rows"], state.get("digest", ""), state["epoch"])
 
     def _fix_of_global_batch(self, saved: int | None) -> str:
@@ -263,16 +260,14 @@ class GlobalDraw:
             if self.local_batch_size is not None:
                 fix += f", or keep its batches of {declared}: batch_sampler=GlobalBatchSampler.batches(sampler, {declared})"
                 fix += " cuts them unevenly where the number of ranks does not divide them" if declared % W else ""
-            what, expected = f"batch_size of the {type(self.source).__name__}", f"{G} (global_batch_size)"
-            if self.local_batch_size is not None:
-                expected = self._meaning_of(G)
-            raise ConfigurationError(what, expected=expected, got=declared, fix=f"{fix}.")
+            what = f"batch_size of the {type(self.source).__name__}"
+            raise ConfigurationError(what, expected=self._meaning_of(G), got=declared, fix=f"{fix}.")
         return G
 
     def _meaning_of(self, G: int | None) -> str:
         """Return G as text, with the numbers it is made of."""
         if self.local_batch_size is None:
-            return str(G)
+            return f"{G} (global_batch_size)"
         return f"{G} ({process_groups.world_size()} ranks * {self.local_name} {self.local_batch_size})"
 
     def _refuse_small(self, rows: int, batch: int, *, collective: bool = False) -> None:
@@ -329,23 +324,17 @@ class GlobalDraw:
         assert self._kept is not None
         digest = self._kept[1].hex()
         if place.digest and place.digest != digest:
-            raise InputError(
-                f"indices that {self.title} drew in epoch {place.epoch}",
-                expected=f"those it drew when its state was saved (digest {place.digest[:8]})",
-                got=f"digest {digest[:8]}",
-                fix="Resume with the same labels, weights and lengths, and the same releases of torch, numpy and the sampler's library.",
-                collective=True,
-            )
+            what = f"indices that {self.title} drew in epoch {place.epoch}"
+            expected = f"those it drew when its state was saved (digest {place.digest[:8]})"
+            fix = "Resume with the same labels, weights and lengths, and the same releases of torch, numpy and the sampler's library."
+            raise InputError(what, expected=expected, got=f"digest {digest[:8]}", fix=fix, collective=True)
         ends = list(accumulate(self._sizes, initial=0))
         if place.rows not in ends:
+            what = f"{self.title}: place in epoch {place.epoch}"
             batches = f"{len(self._sizes)} batches of {ends[-1]} rows (length {len(self.source)})"
-            raise InputError(
-                f"{self.title}: place in epoch {place.epoch}",
-                expected=f"the end of one of its {batches}",
-                got=f"row {place.rows}",
-                fix="Resume with the sampler and the global batch that were saved.",
-                collective=True,
-            )
+            expected = f"the end of one of its {batches}"
+            fix = "Resume with the sampler and the global batch that were saved."
+            raise InputError(what, expected=expected, got=f"row {place.rows}", fix=fix, collective=True)
         return ends.index(place.rows)
 
     def _meet(self, epoch: int) -> Sequence[list[Any]]:
@@ -397,25 +386,23 @@ class GlobalDraw:
                 set_epoch(epoch)
         drawn = draw_seeded(self.source, seed)
         G = self._global_rows()
+        # batches of the sampler
         if G is None:
-            return [self._batch(items) for items in drawn]
-        indices = [self._index(item) for item in drawn]
-        batches = [indices[start : start + G] for start in range(0, len(indices), G)]
-        if self.drop_last and batches and len(batches[-1]) < G:
-            batches.pop()
-        return batches
-
-    def _index(self, item: Any) -> Any:
-        if isinstance(item, list):
-            fix = "Leave global_batch_size out: batch_sampler=GlobalBatchSampler.batches(sampler)."
-            raise InputError(f"{self.title} with a batch size", expected="indices", got="batches", fix=fix)
-        return _plain(item)
-
-    def _batch(self, items: Any) -> list[Any]:
-        if isinstance(items, (str, bytes)) or not isinstance(items, Iterable) or getattr(items, "shape", None) == ():
             fix = "Say how many indices make a batch: GlobalBatchSampler.batches(sampler, global_batch_size)."
-            raise InputError(f"{self.title} without a batch size", expected="batches", got="indices", fix=fix)
-        return [_plain(item) for item in items]
+            what, is_batches = f"{self.title} without a batch size", all(map(_is_batch, drawn))
+            expect(is_batches, what, expected="batches", got="indices", fix=fix, error=InputError)
+            return [list(map(_plain, items)) for items in drawn]
+        # batches of G indices
+        fix = "Leave global_batch_size out: batch_sampler=GlobalBatchSampler.batches(sampler)."
+        what, is_batches = f"{self.title} with a batch size", any(isinstance(item, list) for item in drawn)
+        expect(not is_batches, what, expected="indices", got="batches", fix=fix, error=InputError)
+        indices = list(map(_plain, drawn))
+        stop = len(indices) - len(indices) % G * self.drop_last
+        return [indices[start : start + G] for start in range(0, stop, G)]
+
+
+def _is_batch(items: Any) -> bool:
+    return isinstance(items, Iterable) and not isinstance(items, (str, bytes)) and getattr(items, "shape", None) != ()
 
 
 def _larger_m(source: Any, G: int) -> str:
@@ -434,24 +421,20 @@ def _plain(index: Any) -> Any:
         return index  # a key of a data set that is no sequence
 
 
-def checked_sampler(sampler: Any) -> Any:
-    """``sampler``, if it is one over the whole data set and knows its length."""
-
-    def refuse(got: str, fix: str) -> ConfigurationError:
-        return ConfigurationError("GlobalBatchSampler", expected="a sampler with a length", got=got, fix=fix)
-
-    name = type(sampler).__name__
-    if not isinstance(sampler, Iterable) or isinstance(sampler, (Dataset, DataLoader, str, bytes, dict)):
-        raise refuse(name, "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...).")
+def _refuse_other_sampler(sampler: Any) -> None:
+    """Refuse all but a sampler over the whole data set that knows its length."""
+    name, what, expected = type(sampler).__name__, "GlobalBatchSampler", "a sampler with a length"
+    is_sampler = isinstance(sampler, Iterable) and not isinstance(sampler, (Dataset, DataLoader, str, bytes, dict))
+    fix = "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...)."
+    expect(is_sampler, what, expected=expected, got=name, fix=fix)
+    fix = "Give it the sampler that one process would use, over the whole data set."
     for inner in nested_samplers(sampler):
-        if isinstance(inner, DistributedSampler) or hasattr(getattr(inner, "batch_size", None), "draw"):
-            cut = name if inner is sampler else f"{name} around a {type(inner).__name__}"
-            fix = "Give it the sampler that one process would use, over the whole data set."
-            raise refuse(f"{cut}, which is cut by rank already", fix)
+        is_cut = isinstance(inner, DistributedSampler) or hasattr(getattr(inner, "batch_size", None), "draw")
+        cut = name if inner is sampler else f"{name} around a {type(inner).__name__}"
+        expect(not is_cut, what, expected=expected, got=f"{cut}, which is cut by rank already", fix=fix)
     try:
-        length = len(sampler) if isinstance(sampler, Sized) else None
+        length = len(sampler)
     except (TypeError, NotImplementedError):
-        length = None
-    if length is None or math.isinf(length):
-        raise refuse(f"{name} without one", "Give the sampler a finite __len__.")
-    return sampler
+        length = math.inf
+    is_finite, fix = not math.isinf(length), "Give the sampler a finite __len__."
+    expect(is_finite, what, expected=expected, got=f"{name} without one", fix=fix)

@@ -10,7 +10,7 @@ Legend: ``W`` ranks, ``B`` rows of a batch, ``G`` rows of the data set.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,7 +71,15 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         >>> gather_predictions(trainer, predictions)
         {'twice': tensor([0, 2, 4, 6, 8])}
     """
-    _refuse_missing_group(trainer)
+    # without a group the ranks are gone: only the main process is here
+    expect(
+        trainer.world_size == 1 or process_groups.is_distributed(),
+        f"{_TITLE}: process group",
+        expected=f"that of the {trainer.world_size} ranks that predicted",
+        got=f"none: the processes of {type(trainer.strategy).__name__} are gone",
+        fix="Write each rank's rows where they are made, with lightning.pytorch.callbacks.BasePredictionWriter; or use a strategy "
+        "whose processes stay, as 'ddp_losses'.",
+    )
     # 1. the rows of this rank, by loader
     try:
         ranks = range(process_groups.world_size())
@@ -87,7 +95,11 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     try:
         everyone = [list(starmap(_LoaderRows, safe_payload.unpack(payload))) for payload in payloads]
     except pickle.UnpicklingError as error:
-        handshake.raise_on_all_ranks(_unknown_class_error(error), _TITLE)
+        expected = (
+            "tensors in dicts, lists, tuples, named tuples and dataclasses, of modules that every rank has imported"
+        )
+        got = str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0]
+        handshake.raise_on_all_ranks(InputError("predictions", expected=expected, got=got), _TITLE)
     # 3. the rows themselves
     is_kept = dst is None or process_groups.rank() == dst
     joined = []
@@ -126,28 +138,7 @@ class _LoaderRows(NamedTuple):
         return self._replace(nest=nests.map_tensors(empty, self.nest))
 
 
-def _unknown_class_error(error: Exception) -> InputError:
-    """Return the error for predictions of a class that may not be made from what another rank sends."""
-    return InputError(
-        "predictions",
-        expected="tensors in dicts, lists, tuples, named tuples and dataclasses, of modules that every rank has imported",
-        got=str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0],
-    )
-
-
 # ---------------------------------------------------------------------- this rank's rows
-
-
-def _refuse_missing_group(trainer: Trainer) -> None:
-    """Refuse to gather where the ranks are no more; only the main process is here then, and has nobody to tell."""
-    expect(
-        trainer.world_size == 1 or process_groups.is_distributed(),
-        f"{_TITLE}: process group",
-        expected=f"that of the {trainer.world_size} ranks that predicted",
-        got=f"none: the processes of {type(trainer.strategy).__name__} are gone",
-        fix="Write each rank's rows where they are made, with lightning.pytorch.callbacks.BasePredictionWriter; or use a strategy "
-        "whose processes stay, as 'ddp_losses'.",
-    )
 
 
 def current_loaders(trainer: Trainer) -> list[Any]:
@@ -158,28 +149,24 @@ def current_loaders(trainer: Trainer) -> list[Any]:
         found = trainer.test_dataloaders
     else:
         found = trainer.predict_dataloaders
+    fix = "Call it after trainer.predict, or in on_validation_epoch_end or on_test_epoch_end."
+    what, expected = f"{_TITLE}: loaders of the trainer", "those that were predicted"
+    expect(found is not None, what, expected=expected, got="none", fix=fix, error=InputError)
     if isinstance(found, dict):
         return list(found.values())
-    if isinstance(found, (list, tuple)):
-        return list(found)
-    if found is None:
-        fix = "Call it after trainer.predict, or in on_validation_epoch_end or on_test_epoch_end."
-        raise InputError(f"{_TITLE}: loaders of the trainer", expected="those that were predicted", got="none", fix=fix)
-    return [found]
+    return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
 def _by_loader(predictions: Any, loaders: Sequence[Any]) -> list[Any]:
     """Return the predictions of each loader; Lightning returns None on a rank without a single batch."""
     if predictions is None and not any(map(len, loaders)):
         return [[] for _ in loaders]
-    found = [predictions]
-    if len(loaders) > 1 and isinstance(predictions, (list, tuple)):
-        found = list(predictions)
-    if len(found) != len(loaders) or not all(isinstance(batches, (list, tuple)) for batches in found):
-        expected = "a list with an entry per batch"
-        if len(loaders) > 1:
-            expected = f"{len(loaders)} lists, one for each loader, with an entry per batch"
-        raise InputError(f"{_TITLE}: predictions", expected=expected, got=type(predictions).__name__)
+    found, expected = [predictions], "a list with an entry per batch"
+    if len(loaders) > 1:
+        expected = f"{len(loaders)} lists, one for each loader, with an entry per batch"
+        found = list(predictions) if isinstance(predictions, (list, tuple)) else []
+    is_list = len(found) == len(loaders) and all(isinstance(batches, (list, tuple)) for batches in found)
+    expect(is_list, f"{_TITLE}: predictions", expected=expected, got=type(predictions).__name__, error=InputError)
     return found
 
 
@@ -188,32 +175,35 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
     if not batches:
         return _LoaderRows(None, torch.empty(0, dtype=torch.int64))
     drawn = _drawn_batches(loader)
-    if len(batches) > len(drawn):
-        raise InputError(f"{_TITLE}: predictions", expected=f"{len(drawn)} batches, as were drawn", got=len(batches))
+    expected = f"{len(drawn)} batches, as were drawn"
+    expect(len(batches) <= len(drawn), f"{_TITLE}: predictions", expected=expected, got=len(batches), error=InputError)
     # each batch has a row for each row that was drawn for it, all on one device
-    forms = []
     for number, (batch, indices) in enumerate(zip(batches, drawn, strict=False)):
-        what = f"{_TITLE}: predictions of batch {number}"
+        what, expected = f"{_TITLE}: predictions of batch {number}", f"{len(indices)} rows, as the batch has"
         _refuse_other_leaves(batch, what)
-        counts = {tensor.shape[0] for tensor in nests.tensors_in(batch)}
-        if counts != {len(indices)}:
-            got = ", ".join(map(str, sorted(counts))) or "none"
-            fix = "Return one row for each row of the batch."
-            raise InputError(what, expected=f"{len(indices)} rows, as the batch has", got=got, fix=fix)
-        if len({tensor.device for tensor in nests.tensors_in(batch)}) > 1:
-            raise InputError(what, expected="tensors on one device", got=_form_of(batch))
-        forms.append(_form_of(batch))
-        if forms[-1] != forms[0]:
-            raise InputError(what, expected=f"as of batch 0: {forms[0]}", got=forms[-1])
+        tensors, form = nests.tensors_in(batch), _form_of(batch)
+        counts = {len(tensor) for tensor in tensors}
+        got, fix = ", ".join(map(str, sorted(counts))) or "none", "Return one row for each row of the batch."
+        expect(counts == {len(indices)}, what, expected=expected, got=got, fix=fix, error=InputError)
+        is_on_one = len({tensor.device for tensor in tensors}) == 1
+        expect(is_on_one, what, expected="tensors on one device", got=form, error=InputError)
+        first = _form_of(batches[0])
+        expect(form == first, what, expected=f"as of batch 0: {first}", got=form, error=InputError)
     # one tensor in the place of one of each batch
     parts = zip(*map(nests.tensors_in, batches), strict=True)
-    tensors = iter([torch.cat(part).detach() for part in parts])
-    nest = nests.map_tensors(lambda _: next(tensors), batches[0])
+    joined = [torch.cat(part).detach() for part in parts]
+    nest = _like(batches[0], joined)
     places = list(chain.from_iterable(drawn[: len(batches)]))
-    if not all(isinstance(place, int) for place in places):
-        raise InputError(f"{_TITLE}: indices of the sampler", expected="whole numbers", got=type(places[0]).__name__)
-    device = nests.tensors_in(nest)[0].device.type
-    return _LoaderRows(nest, torch.tensor(places, dtype=torch.int64), _rows_of_set(loader, len(batches)), device)
+    is_whole, what = all(isinstance(place, int) for place in places), f"{_TITLE}: indices of the sampler"
+    expect(is_whole, what, expected="whole numbers", got=type(places[0]).__name__, error=InputError)
+    places_tensor = torch.tensor(places, dtype=torch.int64)
+    return _LoaderRows(nest, places_tensor, _rows_of_set(loader, len(batches)), joined[0].device.type)
+
+
+def _like(nest: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a nest of the same form that holds other tensors."""
+    remaining = iter(tensors)
+    return nests.map_tensors(lambda _: next(remaining), nest)
 
 
 def _rows_of_set(loader: Any, batches: int) -> int:
@@ -248,13 +238,11 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
         inner = compat.wrapped_sampler(getattr(sampler, "dataset", None))  # Lightning's wrapper cuts it by rank
         if type(sampler if inner is None else inner) in (SequentialSampler, DistributedSampler):
             return list(batch_sampler)
-    name = type(sampler).__name__
-    if type(batch_sampler) is not BatchSampler:
-        name = type(batch_sampler).__name__
+    unknown = sampler if type(batch_sampler) is BatchSampler else batch_sampler
     raise InputError(
         f"{_TITLE}: order of {type(loader).__name__}",
         expected="one that is known: shuffle=False, DistributedSampler, or GlobalBatchSampler",
-        got=name,
+        got=type(unknown).__name__,
         fix="Use trainer.predict, whose order Lightning notes.",
     )
 
@@ -290,28 +278,21 @@ def _gather_rows(trainer: Trainer, own: _LoaderRows, everyone: Sequence[_LoaderR
     """Gather the rows of one loader, each row once, in the order of the data set."""
     forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in everyone]
     if len(set(forms) - {"no batch"}) != 1:
-        raise InputError(
-            f"{_TITLE}: predictions of {name}",
-            expected="the same tensors on every rank, on one at least",
-            ranks=forms,
-            collective=True,
-        )
+        expected = "the same tensors on every rank, on one at least"
+        raise InputError(f"{_TITLE}: predictions of {name}", expected=expected, ranks=forms, collective=True)
     # a rank without batches takes part with tensors without rows
     nest = own.nest
     if nest is None:
-        like = next(rows for rows in everyone if rows.nest is not None)
-        device = torch.device("cpu")
-        if like.device != device.type:
-            device = trainer.strategy.root_device
-        nest = nests.map_tensors(lambda tensor: tensor.to(device), like.nest)
+        peer = next(rows for rows in everyone if rows.nest is not None)
+        device = trainer.strategy.root_device if peer.device != "cpu" else torch.device("cpu")
+        nest = nests.map_tensors(lambda tensor: tensor.to(device), peer.nest)
     given = {f"tensor {number}": tensor for number, tensor in enumerate(nests.tensors_in(nest))}
     with torch.no_grad():
         gathered = gather_batch(f"{_TITLE}, {name}", given, {}).tensors
     # every rank knows all places, so all ranks raise or none does
     order = _first_places(torch.cat([rows.places for rows in everyone]))
     _refuse_other_draws(len(order), everyone, name)
-    ordered = iter([tensor[order.to(tensor.device)] for tensor in gathered])
-    return nests.map_tensors(lambda _: next(ordered), nest)
+    return _like(nest, [tensor[order.to(tensor.device)] for tensor in gathered])
 
 
 def _refuse_other_draws(different: int, everyone: Sequence[_LoaderRows], name: str) -> None:

@@ -21,7 +21,7 @@ from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_bytes
 from lightning_ddp_losses.distributed.raw_collectives import host_memory
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_draw import EpochPlace, GlobalDraw
 from lightning_ddp_losses.samplers.seeded_draw import share
 
@@ -113,23 +113,19 @@ class ShuffledDraw(GlobalDraw):
     def _first_seed(self) -> int:
         return 0  # ranks exchange none
 
-    def load_state_dict(self, state: Mapping[str, Any], *, announced: int | None = None) -> None:
-        """Continue where training stood; see ``GlobalBatchSampler.load_state_dict``.
-
-        Raises:
-            InputError: on every rank, for a place inside an epoch whose order was not yet ``torch.randperm``'s.
-        """
+    def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
+        """Return the place that a saved state names; refuse one inside an epoch whose order was not yet ``torch.randperm``'s."""
         if isinstance(state, Mapping) and state.get("sampler") == _FORMER_ORDER:
-            if state.get("rows"):
-                error = InputError(
-                    f"state that {self.title} loads",
-                    expected="the end of an epoch: rows are shuffled by torch.randperm now",
-                    got=f"row {state['rows']} of epoch {state.get('epoch')} of {_FORMER_ORDER}, another order",
-                    fix="Resume from a checkpoint that was saved at the end of an epoch.",
-                )
-                handshake.raise_on_all_ranks(error, f"{self.title}, load_state_dict")
+            expect(
+                not state.get("rows"),
+                f"state that {self.title} loads",
+                expected="the end of an epoch: rows are shuffled by torch.randperm now",
+                got=f"row {state.get('rows')} of epoch {state.get('epoch')} of {_FORMER_ORDER}, another order",
+                fix="Resume from a checkpoint that was saved at the end of an epoch.",
+                error=InputError,
+            )
             state = {**state, "sampler": type(self.source).__name__}
-        super().load_state_dict(state, announced=announced)
+        return super()._read_place(state)
 
     def _meet(self, epoch: int) -> Sequence[list[Any]]:
         W, rank = process_groups.world_size(), process_groups.rank()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import chain
@@ -457,6 +458,7 @@ def test_what_a_sampler_does_to_its_containers_is_undone() -> None:
         "set": {1, 2},
         "dict": {"a": [1, 2]},
         "array": np.arange(3),
+        "python array": array("q", [0, 1, 2]),
         "count": np.array(0),
         "fixed": fixed,
         "tensor": torch.arange(3),
@@ -469,12 +471,13 @@ def test_what_a_sampler_does_to_its_containers_is_undone() -> None:
         held["set"].clear()
         held["dict"]["a"].reverse()
         held["array"][:] = 7
+        held["python array"].pop()
         held["count"] += 1
         held["tensor"].zero_()
         sampler.count = np.array(9)
     assert held["deque"] == deque([1, 2, 3])
     assert held["set"] == {1, 2}
     assert held["dict"] == {"a": [1, 2]}
-    assert held["array"].tolist() == held["tensor"].tolist() == [0, 1, 2]
+    assert held["array"].tolist() == held["python array"].tolist() == held["tensor"].tolist() == [0, 1, 2]
     assert int(held["count"]) == 0
     assert all(vars(sampler)[name] is value for name, value in held.items())
