@@ -433,7 +433,7 @@ def _refuse_other_sampler(sampler: Any) -> None:
         cut = name if inner is sampler else f"{name} around a {type(inner).__name__}"
         expect(not is_cut, what, expected=expected, got=f"{cut}, which is cut by rank already", fix=fix)
     try:
-        length = len(sampler)
+        length: float = len(sampler)
     except (TypeError, NotImplementedError):
         length = math.inf
     is_finite, fix = not math.isinf(length), "Give the sampler a finite __len__."
