@@ -5,7 +5,8 @@ model's parameters, which runs before DDP's own, finds that point by counting by
 of autograd's backward.
 
 By then backward has passed through the losses. The upstream gradients of their global values travel along and are compared before
-anything is reduced. A rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too.
+anything is reduced. A rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and small
+gradients of the losses (``LossReducer``).
 """
 
 from __future__ import annotations
@@ -84,20 +85,20 @@ class _SaidByRank(NamedTuple):
         calls: Of each loss: calls, rows, whether a gradient is there already.
         attached: The bytes of the checks.
         upstream_grads: What came back into global values.
-        flags: Flags of gradients.
+        grads: Flags of gradients, and few bytes of them.
     """
 
     calls: list[Any]
     attached: list[bytes]
     upstream_grads: str
-    flags: bytes
+    grads: bytes
 
 
 class CallCheck:
     """Compares the ranks' calls in each synchronising backward.
 
     Args:
-        reducer: Averages gradients, and sends flags along.
+        reducer: Averages gradients, and sends few bytes of them along.
         counters: The calls of each loss.
 
     Communication: one handshake per synchronising backward, one more in a step in which parameters appeared.
@@ -145,6 +146,7 @@ class CallCheck:
         }
         has_grad = {p.owner for p in parameters if p.parameter.grad is not None}
         payload = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counters))
+        self._reducer.start_backward(parameters, [counter.calls > 0 for counter in self._counters])
         for counter in self._counters:
             counter.reset()
         for attached in self._attached:
@@ -172,8 +174,8 @@ class CallCheck:
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             return
-        flags = self._reducer.pack_flags(prepared.parameters)
-        own = prepared.payload + sized(self._upstream_grads.take().encode()) + sized(flags)
+        grads = self._reducer.pack(prepared.parameters)
+        own = prepared.payload + sized(self._upstream_grads.take().encode()) + sized(grads)
         payloads = handshake.all_gather("backward", prepared.must_match, own)
         self._calls = self._compare(payloads, prepared.parameters)
         if prepared.new_parameters:
@@ -204,7 +206,7 @@ class CallCheck:
         refuse_other_upstream_grads([rank.upstream_grads for rank in said])
         for index, attached in enumerate(self._attached):
             attached.judge([rank.attached[index] for rank in said])
-        self._reducer.receive_flags([rank.flags for rank in said])
+        self._reducer.receive([rank.grads for rank in said])
         return calls
 
     def _read(self, payload: bytes) -> _SaidByRank:
@@ -214,8 +216,8 @@ class CallCheck:
         for _ in range(len(self._attached) + 2):
             part, end = read_sized(payload, end)
             parts.append(part)
-        *attached, upstream_grads, flags = parts
-        return _SaidByRank(calls, attached, upstream_grads.decode(), flags)
+        *attached, upstream_grads, grads = parts
+        return _SaidByRank(calls, attached, upstream_grads.decode(), grads)
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

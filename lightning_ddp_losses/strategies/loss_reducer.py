@@ -4,8 +4,11 @@ Gradients are read from the live module after backward, so parameters that were 
 no hook can be lost. The reduction covers every trainable parameter that the model's own DDP does not reduce (nor a shard, nor one the user
 told DDP to ignore). Every gradient has its mean when ``reduce`` returns:
 
-1. One flat buffer of [a has-gradient flag per parameter | small gradients of the losses that may have some]. On an accelerator flags travel
-   from host to host instead, so that nothing waits for the device: in the call check, or in a handshake if gradients came later than that.
+0. The call check of this backward carries a has-gradient flag per parameter, and on the CPU the small gradients too if they are few bytes.
+   Larger ones on the CPU leave as soon as all flags are known, next to the rest of backward. This counts if the gradients of all losses
+   that ran are complete by then on every rank, and do not change later.
+1. Else one flat buffer of [flags | small gradients of the losses that may have some]. On an accelerator flags travel from host to host
+   instead, so that nothing waits for the device.
 2. Flags must sum to 0 or W: else the same error on every rank.
 3. The remaining gradients, all at once. Each one over ``LARGE_BYTES`` is reduced in its own memory.
 """
@@ -17,12 +20,14 @@ import hashlib
 import json
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core.compat import tensor_version
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -144,39 +149,45 @@ class ReducedParameters:
         self._equal_on_all_ranks.update({p.name: p.parameter for p in new})
 
 
-def start_packed_mean(
-    parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()
-) -> Callable[[], list[int]]:
-    """Start the mean of small gradients in one flat buffer, which opens with flags.
+class _SeenGradient(NamedTuple):
+    """A parameter's gradient at some time. The tensor is held: another one could get its id when it is gone."""
 
-    Args:
-        parameters: Parameters whose gradients travel. One without a dense gradient contributes zeros and keeps none.
-        dtype: dtype of the buffer.
-        flags: Small integers of this rank, as many on every rank.
+    parameter: nn.Parameter
+    grad: Tensor | None
+    version: int
 
-    Returns:
-        A function that waits, writes the means into the gradients, and returns the sums of the flags over ranks.
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _SeenGradient:
+        """Note the gradient as it is now."""
+        grad = parameter.grad
+        return cls(parameter, grad, 0 if grad is None else tensor_version(grad))
 
-    Communication: one all-reduce (for few bytes on the CPU one gather).
+    def has_changed(self) -> bool:
+        """Return whether the gradient was replaced or written to since."""
+        grad = self.parameter.grad
+        return grad is not self.grad or (grad is not None and tensor_version(grad) != self.version)
+
+
+@dataclass
+class _SentGradients:
+    """The gradients that left in the call check, or right after it.
+
+    Attributes:
+        flags: Of all parameters.
+        parameters: Those whose gradients left.
+        seen: All gradients as they were then; empty on an accelerator, where flags alone leave.
+        mean: Waits for the mean of what left; None: nothing did.
     """
-    device = parameters[0].device if parameters else torch.device("cpu")
-    pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
-    grads = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
-    for parameter, grad in zip(parameters, grads, strict=True):
-        own = parameter.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
-        pieces.append(own.to(dtype))
-    wait = raw_collectives.start_mean(torch.cat(pieces))
 
-    def finish() -> list[int]:
-        mean, world_size, offset = wait(), process_groups.world_size(), len(flags)
-        sums = [round(value * world_size) for value in mean[:offset].tolist()] if flags else []
-        for parameter, grad in zip(parameters, grads, strict=True):
-            if grad is not None:
-                grad.copy_(mean[offset : offset + parameter.numel()].view(grad.shape))
-            offset += parameter.numel()
-        return sums
+    flags: list[int]
+    parameters: list[nn.Parameter]
+    seen: list[_SeenGradient]
+    mean: Callable[[], Tensor] | None = None
 
-    return finish
+    def changed(self, parameters: Sequence[ReducedParameter], flags: Sequence[int]) -> str:
+        """Return the names of the gradients that changed since."""
+        changed = [s.has_changed() for s in self.seen] or [a != b for a, b in zip(self.flags, flags, strict=True)]
+        return ", ".join(p.name for p, has_changed in zip(parameters, changed, strict=True) if has_changed)
 
 
 class LossReducer:
@@ -192,20 +203,60 @@ class LossReducer:
 
     def __init__(self, parameters: ReducedParameters, wire_dtype: torch.dtype | None = None) -> None:
         self.parameters, self._wire_dtype = parameters, wire_dtype
-        self._agreed_flags = b""  # flags that all ranks sent alike in the call check
+        self._unwritten: list[_SeenGradient] | None = None
+        self._sent: _SentGradients | None = None
 
     # ------------------------------------------------------------------ in the call check
 
-    def pack_flags(self, parameters: Sequence[ReducedParameter]) -> bytes:
-        """Return this rank's flags by now for the call check; nothing on the CPU, where flags travel with small gradients."""
-        # a parameter of no loss gets its gradient later
-        if self._flags_in_bucket(parameters) or any(p.owner < 0 for p in parameters):
-            return b""
-        return _packed(_flags_of(parameters))
+    def start_backward(self, parameters: Sequence[ReducedParameter], called: Sequence[bool]) -> None:
+        """Note the gradients that a backward is to write.
 
-    def receive_flags(self, payloads: Sequence[bytes]) -> None:
-        """Take the flags of all ranks. They count only if they are the same on every rank."""
-        self._agreed_flags = payloads[0] if len(set(payloads)) == 1 else b""
+        Args:
+            parameters: As they are in this backward.
+            called: Per loss, whether it ran on this rank.
+        """
+        self._sent = self._unwritten = None
+        # without a call, a gradient that is there shows that losses of an earlier forward may get theirs at any time
+        if any(called) or all(p.parameter.grad is None for p in parameters):
+            self._unwritten = [
+                _SeenGradient.of(p.parameter)
+                for p in parameters
+                if p.owner >= 0 and called[p.owner] and p.parameter.requires_grad
+            ]
+
+    def pack(self, parameters: Sequence[ReducedParameter]) -> bytes:
+        """Return this rank's part of the call check: flags, and few bytes of gradients; nothing if some are yet to come."""
+        unwritten, self._unwritten = self._unwritten, None
+        # a parameter of no loss gets its gradient later
+        if not parameters or any(p.owner < 0 for p in parameters) or process_groups.world_size() == 1:
+            return b""
+        flags = _flags_of(parameters)
+        if not _are_on_host(parameters):
+            self._sent = _SentGradients(flags, [], [])
+            return _packed(flags)
+        if unwritten is None or not all(seen.has_changed() for seen in unwritten):
+            return b""
+        small = [p.parameter for p, flag in zip(parameters, flags, strict=True) if flag == 1 and _is_small(p)]
+        self._sent = _SentGradients(flags, small, [_SeenGradient.of(p.parameter) for p in parameters])
+        payload = _packed(flags)
+        if small and len(payload) + self._num_bytes(small) <= handshake.inline_capacity():
+            payload += raw_collectives.host_bytes(_flat(small, self._dtype_of(small)))
+        return payload
+
+    def receive(self, payloads: Sequence[bytes]) -> None:
+        """Take the parts of all ranks. They count only if every rank has sent the same flags."""
+        sent = self._sent
+        if sent is None:
+            return
+        start, own = len(_packed(sent.flags)), sent.parameters
+        if len({payload[:start] for payload in payloads}) > 1:
+            self._sent = None
+        elif len(payloads[0]) > start:
+            rows = bytearray().join([payload[start:] for payload in payloads])
+            gathered = torch.frombuffer(rows, dtype=self._dtype_of(own)).view(len(payloads), -1)
+            sent.mean = functools.partial(gathered.mean, 0)
+        elif own:
+            sent.mean = raw_collectives.start_mean(_flat(own, self._dtype_of(own)))
 
     # ------------------------------------------------------------------ after backward
 
@@ -220,27 +271,34 @@ class LossReducer:
 
         Raises:
             LossCallError: on every rank, when a parameter has a gradient on some ranks only.
+            RankMismatchError: on every rank, when gradients changed after the call check on some ranks only; PeerError on ranks that met
+                nobody.
 
-        Communication: one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator at most one handshake.
+        Communication: at most one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator at most one handshake.
         """
         world_size = process_groups.world_size()
         if parameters is None:
             parameters = self.parameters.now()
         if not parameters or world_size == 1:
             return
-        # 1. flags, and small gradients with them
         flags = _flags_of(parameters)
-        agreed, self._agreed_flags = self._agreed_flags, b""
         reduced = [False] * len(parameters)
-        if self._flags_in_bucket(parameters):
+        sent, self._sent = self._sent, None
+        changed = "" if sent is None else sent.changed(parameters, flags)
+        # 0. gradients that left in backward
+        if sent is not None and not changed:
+            sums = [flag * world_size for flag in flags]
+            if sent.mean is not None:
+                _write_mean_(sent.mean(), sent.parameters)
+                reduced = [_is_small(p) for p in parameters]
+        # 1. flags, and small gradients with them
+        elif sent is None and _are_on_host(parameters):
             reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
             sums = self._start_small([p for p, packed in zip(parameters, reduced, strict=True) if packed], flags)()
-        elif agreed == _packed(flags):  # no gradient came since the call check
-            sums = [flag * world_size for flag in flags]
         else:
-            must_match = {"parameters": self.parameters.describe(parameters)}
-            payloads = handshake.all_gather("gradients", must_match, json.dumps(flags).encode())
-            sums = [sum(column) for column in zip(*map(json.loads, payloads), strict=True)]
+            sums = self._sum_flags(parameters, flags, changed)
+            if sent is not None and sent.mean is not None:
+                sent.mean()  # nothing stays on the wire
         # 2. every gradient is there on all ranks, or on none
         if any(total not in (0, world_size) for total in sums):
             raise partial_gradients([p.name for p in parameters], flags)
@@ -255,18 +313,75 @@ class LossReducer:
         for finish in finishes:
             finish()
 
-    def _start_small(self, reduced: Sequence[ReducedParameter], flags: Sequence[int] = ()) -> Callable[[], list[int]]:
-        """Start the mean of small gradients in a buffer whose dtype counts flags exactly."""
-        parameters = [p.parameter for p in reduced]
-        dtype = self._wire_dtype
-        if dtype is None or process_groups.world_size() > _EXACT_WORLD:
-            dtype = functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-        return start_packed_mean(parameters, dtype, flags)
+    def _sum_flags(self, parameters: Sequence[ReducedParameter], flags: Sequence[int], changed: str) -> list[int]:
+        """Return the flags summed over ranks.
 
-    @staticmethod
-    def _flags_in_bucket(parameters: Sequence[ReducedParameter]) -> bool:
-        # to read them back from an accelerator would wait for it
-        return all(p.parameter.device.type == "cpu" for p in parameters)
+        Gradients that changed after the call check must be the same on all ranks. Peers whose gradients did not change do not come here:
+        this rank does not wait for them as long as its group would.
+        """
+        what, must_match, timeout = "gradients", {"parameters": self.parameters.describe(parameters)}, None
+        if changed:
+            what, must_match = "gradients that changed after the call check", {"parameters": changed}
+            timeout = handshake.PEER_TIMEOUT
+        pending = handshake.start(what, must_match, json.dumps(flags).encode())
+        pending.receive(timeout)
+        return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
+
+    def _start_small(self, reduced: Sequence[ReducedParameter], flags: Sequence[int] = ()) -> Callable[[], list[int]]:
+        """Start the mean of small gradients in a flat buffer, which opens with flags.
+
+        Returns:
+            A function that waits, writes the means into the gradients, and returns the sums of the flags over ranks.
+
+        Communication: one all-reduce (for few bytes on the CPU one gather).
+        """
+        parameters = [p.parameter for p in reduced]
+        wait = raw_collectives.start_mean(_flat(parameters, self._dtype_of(parameters), flags))
+
+        def finish() -> list[int]:
+            mean = wait()
+            sums = (
+                [round(value * process_groups.world_size()) for value in mean[: len(flags)].tolist()] if flags else []
+            )
+            _write_mean_(mean[len(flags) :], parameters)
+            return sums
+
+        return finish
+
+    def _dtype_of(self, parameters: Sequence[nn.Parameter]) -> torch.dtype:
+        """Return the dtype of a flat buffer, which counts flags exactly."""
+        if self._wire_dtype is not None and process_groups.world_size() <= _EXACT_WORLD:
+            return self._wire_dtype
+        return functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+
+    def _num_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
+        return sum(p.numel() for p in parameters) * self._dtype_of(parameters).itemsize
+
+
+def _are_on_host(parameters: Sequence[ReducedParameter]) -> bool:
+    """Return whether gradients can be read without waiting for an accelerator."""
+    return all(p.parameter.device.type == "cpu" for p in parameters)
+
+
+def _flat(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> Tensor:
+    """Return flags and gradients in one buffer; a parameter without a dense gradient adds zeros."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
+    for parameter in parameters:
+        grad = parameter.grad
+        own = parameter.new_zeros(parameter.numel()) if grad is None or grad.is_sparse else grad.reshape(-1)
+        pieces.append(own.detach().to(dtype))
+    return torch.cat(pieces)
+
+
+def _write_mean_(mean: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Write a flat mean into the gradients; a parameter without a dense gradient keeps none."""
+    offset = 0
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is not None and not grad.is_sparse:
+            grad.detach().copy_(mean[offset : offset + parameter.numel()].view(grad.shape))
+        offset += parameter.numel()
 
 
 def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[], None]:

@@ -1,28 +1,35 @@
-"""How ranks agree on which parameters have gradients: in the reduced buffer, or by handshake as on an accelerator."""
+"""How ranks agree on which parameters have gradients: in the call check, in the reduced buffer, or by handshake as on an accelerator.
+
+Gradients that change after the call check are reduced then, or are an error on every rank.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.strategies.loss_reducer import LossReducer
+from lightning_ddp_losses.strategies import loss_reducer
+from tests.counting import nothing_rides
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit, fit_alone
-from tests.strategies.scenarios import Alternating, OrderByRank
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, make_loss
+from tests.strategies.scenarios import Alternating, NoLossAtAll, OrderByRank
 
 
 def fit_as_on_an_accelerator(make: type[Job], **options: Any) -> dict[str, Tensor]:
     """Nothing is read back from the device there: flags travel from host to host."""
-    before = LossReducer.__dict__["_flags_in_bucket"]
-    LossReducer._flags_in_bucket = staticmethod(lambda parameters: False)  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(loss_reducer, "_are_on_host", return_value=False):
         return fit(make, **options)
-    finally:
-        LossReducer._flags_in_bucket = before
+
+
+def fit_in_a_bucket(make: type[Job], **options: Any) -> dict[str, Tensor]:
+    """Gradients find no room in the call check, and leave right after it."""
+    with nothing_rides():
+        return fit(make, **options)
 
 
 @pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
@@ -43,7 +50,7 @@ class Partial(Job):
         return embeddings.sum() if index == 1 and self.global_rank == 1 else value + embeddings.sum()
 
 
-@pytest.mark.parametrize("run", [fit, fit_as_on_an_accelerator])
+@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
 def test_a_gradient_on_some_ranks_only(pool: RankPool, run: Any) -> None:
     errors = pool.errors(3, run, Partial)
     assert len({error.message for error in errors}) == 1
@@ -68,7 +75,7 @@ class Sparse(Job):
         return self.loss(self.encoder(features), labels) + self.centres(labels).sum()
 
 
-@pytest.mark.parametrize("run", [fit, fit_as_on_an_accelerator])
+@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
 def test_a_sparse_gradient_is_named_on_every_rank(pool: RankPool, run: Any) -> None:
     for error in pool.errors(2, run, Sparse, strategy={"losses": ["loss", "centres"]}):
         assert error.is_a("LossCallError"), error.message
@@ -115,7 +122,7 @@ class HalfUsedEarlier(UsedEarlier):
         return self.loss(self.encoder(rows), labels)
 
 
-@pytest.mark.parametrize("run", [fit, fit_as_on_an_accelerator])
+@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
 def test_a_weight_that_is_used_earlier_on_one_rank_only(pool: RankPool, run: Any) -> None:
     expected = fit_alone(HalfUsedEarlier)
     for state in pool.run(2, run, UsedEarlierOnOneRank):
@@ -136,8 +143,82 @@ class GrowsByHook(Job):
             self.loss.W.grad.add_(0.01)
 
 
-def test_a_gradient_that_grows_after_its_loss_on_all_ranks(pool: RankPool) -> None:
+@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
+def test_a_gradient_that_grows_after_its_loss_on_all_ranks(pool: RankPool, run: Any) -> None:
     expected = fit_alone(GrowsByHook)
     for world_size in (2, 3):
-        for state in pool.run(world_size, fit, GrowsByHook):
+        for state in pool.run(world_size, run, GrowsByHook):
             assert_close(state, expected)
+
+
+class GrowsByHookOnRankOne(GrowsByHook):
+    """... on one rank."""
+
+    ranks = (1,)
+
+
+class GoneOnRankOne(GrowsByHookOnRankOne):
+    """The gradient is taken away on one rank, which shows in its flag."""
+
+    def grow(self, _: Tensor) -> None:
+        if self.trainer.global_step == 1:
+            self.loss.W.grad = None
+
+
+class ComesOnRankOne(GrowsByHookOnRankOne):
+    """A step without the loss, in which one rank gets a gradient of it all the same."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        return embeddings.square().mean() if index == 1 else self.loss(embeddings, labels)
+
+    def grow(self, _: Tensor) -> None:
+        if self.trainer.global_step == 1:
+            self.loss.W.grad = torch.ones_like(self.loss.W)
+
+
+@pytest.mark.parametrize(
+    ("run", "job"),
+    [
+        (fit, GrowsByHookOnRankOne),
+        (fit_in_a_bucket, GrowsByHookOnRankOne),
+        (fit, GoneOnRankOne),
+        (fit, ComesOnRankOne),
+        (fit_as_on_an_accelerator, ComesOnRankOne),
+    ],
+)
+def test_a_gradient_that_changes_on_one_rank_only(pool: RankPool, run: Any, job: type[Job]) -> None:
+    """The peers are told at their next handshake."""
+    for error in pool.errors(2, run, job):
+        assert error.is_a("RankMismatchError"), error.message
+        assert "rank 1: gradients that changed after the call check (parameters=loss.W)" in error.message
+
+
+class MixedLosses(Job):
+    """Losses of three dtypes next to each other."""
+
+    def build(self, loss: str) -> None:
+        self.loss = make_loss(loss)
+        self.single = make_loss(loss, 1).float()
+        self.narrow = nn.Linear(TASK.dim, 1, dtype=torch.bfloat16)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        value = self.loss(embeddings, labels) + self.single(embeddings.float(), labels)
+        return value + self.narrow(embeddings.bfloat16()).double().sum()
+
+
+def fit_late(make: type[Job], **options: Any) -> dict[str, Tensor]:
+    """No gradient is complete at the call check: all of them are reduced after backward."""
+    with mock.patch.object(loss_reducer.LossReducer, "pack", return_value=b""):
+        return fit(make, **options)
+
+
+@pytest.mark.parametrize("job", [Job, Alternating, MixedLosses, NoLossAtAll], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_way_of_travel_changes_no_bit(pool: RankPool, job: type[Job], world_size: int) -> None:
+    strategy = {"losses": ["loss", "single", "narrow"]} if job is MixedLosses else {}
+    late = pool.run(world_size, fit_late, job, strategy=strategy)[0]
+    for run in (fit, fit_in_a_bucket):
+        for state in pool.run(world_size, run, job, strategy=strategy):
+            assert all(torch.equal(value, late[name]) for name, value in state.items())
