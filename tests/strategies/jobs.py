@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -22,7 +22,7 @@ from lightning_ddp_losses import DDPLossStrategy
 from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Encoder, Task, batches, cuts
 
-__all__ = ["OPTIMIZERS", "TASK", "Job", "fit", "fit_alone", "loader", "make_loss", "strategy_of"]
+__all__ = ["OPTIMIZERS", "TASK", "Job", "Saves", "fit", "fit_alone", "loader", "make_loss", "strategy_of"]
 
 TASK = Task()
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -66,6 +66,17 @@ class Job(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.optimizer](self.optimised())
+
+
+class Saves(Callback):
+    """Saves at the end of the fit, inside it; None: nothing."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if self.path is not None:
+            trainer.save_checkpoint(self.path)
 
 
 def loader(world_size: int, rank: int, *, even: bool = True, task: Task = TASK) -> DataLoader:

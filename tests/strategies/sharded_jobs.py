@@ -71,4 +71,5 @@ def fit_sharded(
         trainer.save_checkpoint(save)
     if then is not None:
         getattr(trainer, then)(module, data, **({} if then == "predict" else {"verbose": False}))
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    state = module.whole() if hasattr(module, "whole") else module.state_dict()
+    return {name: value.detach().clone() for name, value in state.items()}

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss
@@ -17,8 +16,8 @@ from lightning_ddp_losses.distributed import process_groups
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit_alone, loader, make_loss, strategy_of, trainer_alone
-from tests.strategies.sharded_jobs import Plain, whole_state
+from tests.strategies.jobs import Job, Saves, fit_alone, loader, make_loss, strategy_of, trainer_alone
+from tests.strategies.sharded_jobs import Plain, fit_sharded, whole_state
 
 KEY = "_adopted_losses.losses_0.W"
 
@@ -38,6 +37,9 @@ class InAList(Job):
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self.losses[0].predict(self.encoder(batch[0]), k=2)[1]
 
+    def whole(self) -> dict[str, Tensor]:
+        return {**self.state_dict(), "loss.W": self.losses[0].weight}
+
     def optimised(self) -> list[nn.Parameter]:
         known = {id(p): p for p in [*self.encoder.parameters(), *self.losses[0].parameters()]}
         return list(known.values())
@@ -49,35 +51,12 @@ class NotYet(InAList):
     distributed = False
 
 
-class Saves(Callback):
-    def __init__(self, path: str | None) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        if self.path is not None:
-            trainer.save_checkpoint(self.path)
-
-
 def fit_adopted(
-    make: type[Job] = InAList,
-    optimizer: str = "adam",
-    *,
-    even: bool = True,
-    load: str | None = None,
-    inside: str | None = None,
-    after: str | None = None,
-    strategy: Any = None,
-    **options: Any,
+    make: type[InAList] = InAList, *, inside: str | None = None, strategy: Any = None, **options: Any
 ) -> dict[str, Tensor]:
-    """Train; a checkpoint at the end of the fit, or after it."""
-    module = make("ArcFaceLoss", optimizer)
-    options = {"callbacks": [Saves(inside)], **options}
-    trainer = make_trainer(strategy_of({"adopt": True, **(strategy or {})}), **options)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even), ckpt_path=load)
-    if after is not None:
-        trainer.save_checkpoint(after)
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    return {**state, "loss.W": module.losses[0].weight.detach().clone()}
+    """Train as ``fit_sharded`` does; a checkpoint at the end of the fit, or after it."""
+    strategy = {"adopt": True, **(strategy or {})}
+    return fit_sharded("ArcFaceLoss", "adam", make=make, strategy=strategy, callbacks=[Saves(inside)], **options)
 
 
 @pytest.mark.parametrize("make", [InAList, NotYet])
@@ -105,7 +84,7 @@ def test_its_checkpoint_goes_on_at_any_size(
 ) -> None:
     strategy = {"sharded_checkpoints": sharded}
     expected = fit_alone(lambda: Plain("ArcFaceLoss", "adam"), max_epochs=2)
-    files = {"inside": str(tmp_path / "inside.ckpt"), "after": str(tmp_path / "after.ckpt")}
+    files = {"inside": str(tmp_path / "inside.ckpt"), "save": str(tmp_path / "after.ckpt")}
     pool.run(source, fit_adopted, strategy=strategy, **files)
     for file in files.values():
         if not sharded:
@@ -142,7 +121,7 @@ def fit_twice() -> dict[str, Tensor]:
         trainer = make_trainer(strategy_of({"adopt": True}))
         trainer.fit(module, data)
         trainer.predict(module, data)
-    return {**module.state_dict(), "loss.W": module.losses[0].weight.detach().clone()}
+    return {name: value.detach().clone() for name, value in module.whole().items()}
 
 
 def test_a_second_fit_adopts_again(pool: RankPool) -> None:

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -26,7 +25,7 @@ from lightning_ddp_losses.strategies.checkpoint_files import WholeFileIO, write_
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankFailure, RankPool
 from tests.strategies.jobs import TASK, Job, loader, make_loss
-from tests.strategies.sharded_jobs import Sharded
+from tests.strategies.sharded_jobs import Sharded, fit_sharded
 from tests.strategies.test_calls import assert_same_error
 
 LIMIT = 200 << 10
@@ -41,23 +40,12 @@ class Large(Job):
         self.register_buffer("filler", torch.ones(LIMIT // 4))
 
 
-class LargeShards(Sharded):
-    """So are the classes of each rank."""
-
-    def build(self, loss: str) -> None:
-        super().build(loss)
-        self.register_buffer("filler", torch.ones(LIMIT // 4))
+class LargeShards(Large, Sharded):
+    """So is the file of each rank."""
 
 
-def train(
-    make: Callable[[], Job], *, load: str | None = None, save: str | None = None, epochs: int = 1, **strategy: Any
-) -> dict[str, Tensor]:
-    module = make()
-    trainer = make_trainer(DDPLossStrategy(**strategy), max_epochs=epochs)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()), ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return dict(module.state_dict())
+def train(make: Callable[..., Job], *, epochs: int = 1, **options: Any) -> dict[str, Tensor]:
+    return fit_sharded(make=make, max_epochs=epochs, **options)
 
 
 # ---------------------------------------------------------------------- what cannot be read
@@ -119,15 +107,32 @@ def test_a_file_damaged_for_one_rank_alone_is_an_error_on_every_rank(
     assert all("rank 2: nothing wrong" in error.message for error in errors)
 
 
-def test_files_of_different_steps_are_refused(pool: RankPool, tmp_path: Path, saved: bytes) -> None:
-    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+def test_files_of_different_steps_or_weights_are_refused(pool: RankPool, tmp_path: Path, saved: bytes) -> None:
+    first, second, changed = (tmp_path / f"{name}.ckpt" for name in ("first", "second", "changed"))
     first.write_bytes(saved)
     pool.run(2, train, Job, load=str(first), save=str(second), epochs=2)
     errors = pool.errors(2, load_own, [str(first), str(second)])
     assert_same_error(errors, "loading a checkpoint", "global_step", "rank 1")
+    checkpoint = torch.load(first)
+    checkpoint["state_dict"]["loss.W"][0, -1] += 1e-9
+    torch.save(checkpoint, changed)
+    errors = pool.errors(3, load_own, [str(first), str(changed), str(first)])
+    assert_same_error(errors, "loading a checkpoint", "content", "rank 0", "rank 1", "rank 2")
 
 
 # ---------------------------------------------------------------------- what belongs to another module
+
+
+class Cosine(Job):
+    """Another loss of the same shape."""
+
+    def build(self, loss: str) -> None:
+        super().build("CosFaceLoss")
+
+
+class WithAdam(Job):
+    def __init__(self, loss: str, optimizer: str) -> None:
+        super().__init__(loss, "adam")
 
 
 class OtherClasses(Job):
@@ -144,10 +149,10 @@ class Wrapped(Job):
 
 
 OTHERS: dict[str, tuple[Callable[[], Job], tuple[str, ...]]] = {
-    "another loss of the same shape": (partial(Job, "CosFaceLoss"), ("CosFaceLoss", "got loss: ArcFaceLoss")),
+    "another loss of the same shape": (Cosine, ("CosFaceLoss", "got loss: ArcFaceLoss")),
     "other classes": (OtherClasses, ("size mismatch for loss.W", f"{TASK.classes + 2}")),
     "another place": (Wrapped, ("Missing key", "arc.loss.W")),
-    "another optimizer": (partial(Job, "ArcFaceLoss", "adam"), ()),
+    "another optimizer": (WithAdam, ()),
 }
 
 
@@ -199,14 +204,14 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_last_checkpoint_stays(
     pool: RankPool, tmp_path: Path, make: Callable[[], Job], strategy: dict[str, Any]
 ) -> None:
     good, path = tmp_path / "good" / "x.ckpt", tmp_path / "kept" / "x.ckpt"
-    pool.run(2, train, make, save=str(good), **strategy)
+    pool.run(2, train, make, save=str(good), strategy=strategy)
     errors = pool.errors(2, save_on_full_disk, make, str(path), (0,), **strategy)
     assert_same_error(errors, f"checkpoint {path}", "rank 0", "File too large")
     if not strategy:
         assert names_below(path.parent) == names_below(good.parent)
     assert len(names_below(path.parent)) == len(names_below(good.parent))
     # it goes on from there as from one that was saved in peace
-    states = [pool.run(2, train, make, load=str(file), epochs=2, **strategy)[0] for file in (path, good)]
+    states = [pool.run(2, train, make, load=str(file), epochs=2, strategy=strategy)[0] for file in (path, good)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -266,16 +271,10 @@ def test_the_users_own_plugin_stays_and_lightnings_default_is_replaced(tmp_path:
     assert WholeFileIO().load_checkpoint("memory://somewhere/x.ckpt") == {"x": 1}
 
 
-def save_after_fit(path: str) -> None:
-    trainer = make_trainer(DDPLossStrategy(), max_epochs=1)
-    trainer.fit(Job(), loader(1, 0))
-    trainer.save_checkpoint(path)
-
-
 def test_a_folder_that_cannot_be_written_says_so_in_one_process(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RankFailure, match=r"checkpoint .*file/x.ckpt: expected a file that can be written\n\s*rank 0"):
-        pool.run(1, save_after_fit, str(tmp_path / "file" / "x.ckpt"))
+        pool.run(1, train, Job, save=str(tmp_path / "file" / "x.ckpt"))
 
 
 def save_and_die(path: str, index: bool) -> None:
@@ -300,11 +299,11 @@ def test_a_killed_save_of_a_folder_leaves_one_of_both_checkpoints(pool: RankPool
     path, good = str(tmp_path / "x.ckpt"), str(tmp_path / "good.ckpt")
     with pytest.raises(RankFailure):
         pool.run(2, save_and_die, path, index)
-    states = pool.run(2, train, Sharded, save=good, **SHARDED)
+    states = pool.run(2, train, Sharded, save=good, strategy=SHARDED)
     weight = torch.cat([state["loss.W"] for state in states], 1)
     assert torch.equal(whole_checkpoint(path)["state_dict"]["loss.W"], 2 * weight if index else weight)
     # what was left goes with the next save
-    pool.run(2, train, Sharded, load=path, save=path, epochs=2, **SHARDED)
+    pool.run(2, train, Sharded, load=path, save=path, epochs=2, strategy=SHARDED)
     assert len(names_below(Path(path))) == len(names_below(Path(good)))
 
 

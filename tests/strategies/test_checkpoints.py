@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit_alone, loader, strategy_of, trainer_alone
+from tests.strategies.jobs import Job, Saves, fit_alone, loader, strategy_of, trainer_alone
 from tests.strategies.test_hidden import Hidden
 
 ALONE = "one process"
@@ -70,18 +69,9 @@ def test_keys_are_those_of_the_plain_module(pool: RankPool, tmp_path: Path) -> N
 
 def adopted_part(epochs: int, load: str | None, save: str | None) -> tuple[dict[str, Tensor], Tensor]:
     module = Hidden("list")
-    trainer = make_trainer(strategy_of({"adopt": True}), max_epochs=epochs, callbacks=[Saver(save, epochs)])
+    trainer = make_trainer(strategy_of({"adopt": True}), max_epochs=epochs, callbacks=[Saves(save)])
     trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()), ckpt_path=load)
     return dict(module.state_dict()), module.hidden().W.detach()
-
-
-class Saver(Callback):
-    def __init__(self, path: str | None, epoch: int) -> None:
-        self.path, self.epoch = path, epoch
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        if self.path is not None:
-            trainer.save_checkpoint(self.path)
 
 
 def test_an_adopted_loss_is_saved_and_restored(pool: RankPool, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.samplers.test_global_batch import together
-from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows
+from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows, train
 
 
 class Plain(Line):
@@ -74,11 +74,9 @@ def fit(
     """Train on this number of ranks, to the end or until it is killed; the loaders are kept for a look at them."""
     module = kind(dist.get_world_size())
     module.options = {"shuffle": True} | (loader or {})  # type: ignore[attr-defined]
-    callbacks = [] if kill is None else [Kill(AFTER, kill, save)]
-    options = {"max_epochs": EPOCHS, "limit_val_batches": 0, "use_distributed_sampler": True, "callbacks": callbacks}
-    trainer = make_trainer(DDPLossStrategy(use_global_sampler=True), **(options | trainer_options))
-    with global_seed(seed), contextlib.suppress(Killed):
-        trainer.fit(module, ckpt_path=load)
+    options = {"strategy": {"use_global_sampler": True}, "use_distributed_sampler": True} | trainer_options
+    with global_seed(seed):
+        trainer = train(module, None if kill is None else (AFTER, kill), save if kill else "", load, **options)
     # the trainer is left as it came
     assert "_prepare_dataloader" not in vars(trainer._data_connector)
     return {"seen": module.seen, "state": dict(module.state_dict())}

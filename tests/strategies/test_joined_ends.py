@@ -197,13 +197,6 @@ def test_join_of_accumulation_windows_that_end_early(pool: RankPool, kind: str, 
         assert_close(renamed(result["state"]), truth)
 
 
-@pytest.mark.parametrize("accumulation", ["mean", "window"])
-def test_windows_that_end_early_on_some_ranks_are_an_error(pool: RankPool, accumulation: str) -> None:
-    options = {"accumulate_grad_batches": 2, "strategy": {"accumulation": accumulation}}
-    errors = pool.errors(2, train, Rows, partial(part, UNEVEN, kind="unknown"), **options)
-    assert_same_error(errors, "training batches of this epoch", "rank 1: 3 batches")
-
-
 @pytest.mark.parametrize("options", [{"val_check_interval": 2}, {"val_check_interval": 0.4}], ids=str)
 def test_join_validates_on_every_rank_at_the_same_batch(pool: RankPool, options: dict[str, Any]) -> None:
     results = pool.run(2, train, Rows, partial(part, UNEVEN), "join", limit_val_batches=1, **options)

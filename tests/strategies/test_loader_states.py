@@ -11,21 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses import DDPLossStrategy, global_mean
+from lightning_ddp_losses import global_mean
 from lightning_ddp_losses.strategies.resume import LOADER_STATES
-from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
-from tests.strategies.test_resuming import AFTER, Kill, Killed, Line, X
+from tests.strategies.test_resuming import AFTER, Line, X, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 
 ROWS = 8  # of a rank, and one more of each after the first where ranks differ
-EPOCHS = 3
 
 
 class Rows(IterableDataset[Any]):
@@ -123,18 +120,10 @@ class Streaming(Line):
         return sum(global_mean(loss.sum(), len(loss), name=f"loss {i}") for i, loss in enumerate(losses))
 
 
-def fit(kind: str, kill: Any, save: str, load: str | None, *, uneven: Any = "error", **options: Any) -> LightningModule:
+def fit(kind: str, kill: Any, save: str, load: str | None, *, uneven: Any = "error", **options: Any) -> Streaming:
     module = Streaming(dist.get_world_size())
     module.kind = kind
-    callbacks = [] if kill is None else [Kill(*kill, save)]
-    options = {"max_epochs": EPOCHS, "callbacks": callbacks, "limit_val_batches": 0} | options
-    trainer = make_trainer(DDPLossStrategy(uneven=uneven), **options)
-    try:
-        trainer.fit(module, ckpt_path=load)
-        if save and kill is None:
-            trainer.save_checkpoint(save)
-    except Killed:
-        pass
+    train(module, kill, save, load, strategy={"uneven": uneven}, **options)
     return module
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies.resume import RANDOM_STATES
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.rank_pool import RankPool
-from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, SEED, G, Kill, Killed, Line, X, rows
+from tests.strategies.test_resuming import AFTER, BATCHES, ROWS, SEED, G, Kill, Killed, Line, X, rows, train
 
 CPU = torch.device("cpu")
 
@@ -77,11 +76,7 @@ def fit(kill: Any, save: str, load: str | None, *, kind: str = "global", losses:
     seed_generators_(100 + dist.get_rank() + 7 * (load is not None), CPU)
     module = Noisy(dist.get_world_size())
     module.kind = kind
-    callbacks = [] if kill is None else [Kill(*kill, save)]
-    options = {"max_epochs": EPOCHS, "callbacks": callbacks, "limit_val_batches": 0} | options
-    trainer = make_trainer(DDPLossStrategy(losses), **options)
-    with contextlib.suppress(Killed):
-        trainer.fit(module, ckpt_path=load)
+    train(module, kill, save if kill else "", load, strategy={"losses": losses}, **options)
     module.last_states = read_random_states(CPU)
     return module
 

@@ -79,7 +79,7 @@ def train(module: Job, environment: Any, folder: str, path: str | None = None) -
     )
     torch.manual_seed(5 + dist.get_rank())
     trainer.fit(module, rows(dist.get_world_size()), ckpt_path=path)
-    assert not [callback for callback in trainer.callbacks if "requeue" in type(callback).__module__]
+    assert not [callback for callback in trainer.callbacks if "interruptions" in type(callback).__module__]
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 

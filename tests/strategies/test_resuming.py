@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
@@ -84,6 +84,26 @@ class Kill(Callback):
             raise Killed
 
 
+def train(module: Line, kill: tuple[str, int] | None, save: str, load: str | None, **options: Any) -> Trainer:
+    """Train from a checkpoint on until the end or until the run is killed, and save then.
+
+    Args:
+        module: Anything that notes in ``seen`` what it trains on.
+        kill: Hook and number of batches; None for the end.
+        save: Path of the checkpoint; empty to save none at the end.
+        load: Path of the checkpoint that is resumed; None to begin.
+        options: Of the trainer, and ``strategy``, those of ``DDPLossStrategy``.
+    """
+    strategy, callbacks = options.pop("strategy", {}), [] if kill is None else [Kill(*kill, save)]
+    options = {"max_epochs": EPOCHS, "callbacks": callbacks, "limit_val_batches": 0} | options
+    trainer = make_trainer(DDPLossStrategy(**strategy), **options)
+    with contextlib.suppress(Killed):
+        trainer.fit(module, ckpt_path=load)
+        if save and kill is None:
+            trainer.save_checkpoint(save)
+    return trainer
+
+
 def leg(
     kill: tuple[str, int] | None,
     save: str,
@@ -98,14 +118,7 @@ def leg(
     """Train on this number of ranks until the end, or until it is killed."""
     module = (kind or Line)(dist.get_world_size(), workers, size)
     module.asks_for_steps = adopt
-    callbacks = [] if kill is None else [Kill(*kill, save)]
-    options = {"max_epochs": EPOCHS, "callbacks": callbacks, "limit_val_batches": 0} | options
-    trainer = make_trainer(DDPLossStrategy(adopt=adopt), **options)
-    try:
-        trainer.fit(module, ckpt_path=load)
-        trainer.save_checkpoint(save)
-    except Killed:
-        pass
+    trainer = train(module, kill, save, load, strategy={"adopt": adopt}, **options)
     return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
 
 
@@ -243,20 +256,7 @@ def test_a_window_begins_again(pool: RankPool, tmp_path: Path, step: int) -> Non
         place = trained - in_epoch % 2
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (6, "global batch size: expected 12, as saved, got 6"),
-        (0, "2 batches into epoch 0: expected 1 training loaders with a GlobalBatchSampler, got 0"),
-    ],
-)
-def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path, size: int, text: str) -> None:
-    save = str(tmp_path / "half.ckpt")
-    pool.run(2, leg, (AFTER, 2), save, None, 0)
-    errors = pool.errors(2, leg, None, "", save, 0, size=size)
-    assert {error.type for error in errors} == {"InputError"}
-    for error in errors:
-        assert text in error.message
+# ---------------------------------------------------------------------- other samplers than the saved ones
 
 
 class Resumable(DataLoader[Any]):
@@ -269,49 +269,46 @@ class Resumable(DataLoader[Any]):
         raise AssertionError("it would skip batches a second time")
 
 
-class SkipsTwice(Line):
+class Other(Line):
+    """Another sampler or loader than that of ``Line``."""
+
+    rows, seed, loader = ROWS, SEED, DataLoader
+
     def train_dataloader(self) -> DataLoader:
-        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), G, seed=SEED)
-        return Resumable(rows(), batch_sampler=sampler)
+        sampler = GlobalBatchSampler.batches(RandomSampler(range(self.rows)), G, seed=self.seed)
+        return self.loader(TensorDataset(torch.arange(self.rows), torch.ones(self.rows, 3)), batch_sampler=sampler)
 
 
-def test_a_loader_that_skips_by_itself_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    save = str(tmp_path / "half.ckpt")
-    pool.run(2, leg, (AFTER, 2), save, None, 0, kind=SkipsTwice)
-    for error in pool.errors(2, leg, None, "", save, 0, kind=SkipsTwice):
-        assert error.type == "InputError"
-        assert "Resumable around GlobalBatchSampler, resumed under DDPLossStrategy" in error.message
-        assert "expected torch's DataLoader" in error.message
+class OtherSeed(Other):
+    seed = SEED + 1
 
 
-class OtherSeed(Line):
-    def train_dataloader(self) -> DataLoader:
-        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), G, seed=SEED + 1)
-        return DataLoader(rows(), batch_sampler=sampler)
+class Grown(Other):
+    rows = ROWS + 1
 
 
-class Grown(Line):
-    def train_dataloader(self) -> DataLoader:
-        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS + 1)), G, seed=SEED)
-        return DataLoader(TensorDataset(torch.arange(ROWS + 1)), batch_sampler=sampler)
+class SkipsTwice(Other):
+    loader = Resumable
 
 
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        (OtherSeed, f"seed: expected {SEED}, got {SEED + 1}"),
-        (Grown, f"length: expected {ROWS}, as saved, got {ROWS + 1}"),
-    ],
-)
-def test_another_seed_or_length_is_refused_on_all_ranks(
-    pool: RankPool, tmp_path: Path, kind: type[Line], text: str
-) -> None:
+SKIPS = "Resumable around GlobalBatchSampler, resumed under DDPLossStrategy: expected torch's DataLoader"
+OTHERS: list[tuple[int, dict[str, Any], str]] = [
+    (2, {"size": 6}, "global batch size: expected 12, as saved, got 6"),
+    (2, {"size": 0}, "2 batches into epoch 0: expected 1 training loaders with a GlobalBatchSampler, got 0"),
+    (3, {"kind": OtherSeed}, f"seed: expected {SEED}, got {SEED + 1}"),
+    (3, {"kind": Grown}, f"length: expected {ROWS}, as saved, got {ROWS + 1}"),
+    (2, {"kind": SkipsTwice}, SKIPS),
+]
+
+
+def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     save = str(tmp_path / "half.ckpt")
     pool.run(2, leg, (AFTER, 2), save, None, 0)
-    for error in pool.errors(3, leg, None, "", save, 0, kind=kind):
-        assert error.type == "InputError"
-        assert text in error.message
-    # nothing is lost: the checkpoint resumes where the sampler is the saved one
+    for world_size, options, text in OTHERS:
+        for error in pool.errors(world_size, leg, None, "", save, 0, **options):
+            assert error.type == "InputError"
+            assert text in error.message
+    # nothing is lost: the checkpoint resumes if the sampler is the saved one
     replies = pool.run(3, leg, None, str(tmp_path / "end.ckpt"), save, 0)
     assert together([[reply["seen"]] for reply in replies])[0] == one_process(EPOCHS * BATCHES)[0][2:]
 
@@ -340,10 +337,8 @@ def two_loaders(mode: str, batches: int, folder: str) -> list[bool]:
         for number, load in enumerate([None, f"{folder}/two.ckpt"][: 1 + (kill > 0)]):
             module = Two(dist.get_world_size())
             module.mode = mode
-            callbacks = [Kill("on_train_batch_end", kill, f"{folder}/two.ckpt")] if kill and not number else []
-            trainer = make_trainer(DDPLossStrategy(), max_epochs=2, limit_val_batches=0, callbacks=callbacks)
-            with contextlib.suppress(Killed):
-                trainer.fit(module, ckpt_path=load)
+            place = ("on_train_batch_end", kill) if kill and not number else None
+            train(module, place, f"{folder}/two.ckpt" if place else "", load, max_epochs=2)
             seen += module.seen
         whole = whole or seen
         kept.append(seen == whole)

@@ -22,7 +22,7 @@ from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES, assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 from tests.strategies.test_calls import assert_same_error
 
@@ -71,25 +71,14 @@ def test_evaluation_leaves_the_shards_alone(pool: RankPool, then: str) -> None:
     assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), expected)
 
 
-SHARDED = {"strategy": {"sharded_checkpoints": True}}
 PLACES = {"one process": 0, "1 rank": 1, "2 ranks": 2, "3 ranks": 3}
 
 
-def train_at(
-    pool: RankPool, place: str, epochs: int, load: str | None, save: str | None, **options: Any
-) -> dict[str, Tensor]:
+def train_at(pool: RankPool, place: str, epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
     if PLACES[place]:
-        return joined(
-            pool.run(
-                PLACES[place], fit_sharded, "ArcFaceLoss", "adam", load=load, save=save, max_epochs=epochs, **options
-            )
-        )
-    module = Plain("ArcFaceLoss", "adam")
-    trainer = trainer_alone(max_epochs=epochs)
-    trainer.fit(module, loader(1, 0), ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return dict(module.state_dict())
+        options = {"load": load, "save": save, "max_epochs": epochs}
+        return joined(pool.run(PLACES[place], fit_sharded, "ArcFaceLoss", "adam", **options))
+    return fit_alone(partial(Plain, "ArcFaceLoss", "adam"), max_epochs=epochs, ckpt_path=load, save=save)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +89,13 @@ def two_epochs(pool: RankPool) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """Where the first of two epochs is saved, trained and saved once for each place and way to save."""
+    """Where the first of two epochs is saved, trained and saved once for each place."""
     folder = tmp_path_factory.mktemp("halves")
 
-    def path_of(source: str, sharded: bool = False) -> str:
-        path = folder / f"{source}, {sharded}"
+    def path_of(source: str) -> str:
+        path = folder / source
         if not path.exists():
-            train_at(pool, source, 1, None, str(path), **(SHARDED if sharded else {}))
+            train_at(pool, source, 1, None, str(path))
         return str(path)
 
     return path_of
@@ -118,16 +107,6 @@ def test_a_checkpoint_goes_on_anywhere(
     pool: RankPool, saved: Callable[..., str], two_epochs: dict[str, Tensor], source: str, target: str
 ) -> None:
     assert_close(train_at(pool, target, 2, saved(source), None), two_epochs)
-
-
-@pytest.mark.parametrize("target", ["1 rank", "2 ranks", "3 ranks"])
-@pytest.mark.parametrize("source", ["1 rank", "2 ranks", "3 ranks"])
-def test_a_sharded_checkpoint_goes_on_at_any_size(
-    pool: RankPool, saved: Callable[..., str], two_epochs: dict[str, Tensor], source: str, target: str
-) -> None:
-    folder = saved(source, sharded=True)
-    assert Path(folder, "meta.pt").is_file()
-    assert_close(train_at(pool, target, 2, folder, None, **SHARDED), two_epochs)
 
 
 def keys(path: str) -> tuple[list[str], torch.Size, torch.Size]:

@@ -202,27 +202,73 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
 # ---------------------------------------------------------------------- error
 
 
-@pytest.mark.parametrize("checks", [False, True], ids=["alone", "with checks"])
-def test_different_numbers_are_an_error_on_every_rank_before_training(pool: RankPool, checks: bool) -> None:
-    errors = pool.errors(2, train, Rows, partial(part, UNEVEN), checks=checks)
-    assert_same_error(
-        errors, "training batches of this epoch", "rank 0: 5 batches", "rank 1: 3 batches", "uneven='stop'"
-    )
+class Grows(DataLoader[Any]):
+    """Has a batch less on rank 1 in its second epoch."""
+
+    epochs = 0
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        return 4 - (self.epochs > 1 and dist.get_rank() == 1)
 
 
-@pytest.mark.parametrize("checks", [False, True], ids=["alone", "with checks"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_stream_that_ends_early_is_an_error_on_every_rank(pool: RankPool, world_size: int, checks: bool) -> None:
-    plan = [*UNEVEN, (2, 2, 2, 2)][:world_size]
-    errors = pool.errors(world_size, train, Rows, partial(part, plan, kind="unknown"), checks=checks)
-    assert_same_error(
-        errors, "training batches of this epoch", "rank 0: more than 3", "rank 1: 3 batches", "uneven='stop'"
-    )
+def growing(rank: int) -> DataLoader[Any]:
+    return Grows(batches_of([(2, 2, 2, 2)] * 2)[rank], batch_size=None)  # type: ignore[arg-type]
 
 
-def test_it_takes_no_checks_of_calls(pool: RankPool) -> None:
-    errors = pool.errors(2, train, Rows, partial(part, UNEVEN), strategy={"check_calls": False})
-    assert_same_error(errors, "rank 0: 5 batches", "rank 1: 3 batches")
+def claiming(claims: Sequence[int], plan: Plan, rank: int) -> DataLoader[Any]:
+    return DataLoader(Claims(batches_of(plan)[rank], claims[rank]), batch_size=None)
+
+
+def one_without_length(rank: int) -> Any:
+    return part([(2, 2), (2, 2)], rank, "known" if rank else "unknown")
+
+
+class FetchesItself(Rows):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        raise AssertionError("never called")
+
+
+LENGTHS = ("training batches of this epoch", "rank 0: 5 batches", "rank 1: 3 batches", "uneven='stop'")
+EARLY = ("training batches of this epoch", "rank 0: more than 3", "rank 1: 3 batches", "uneven='stop'")
+NONE = ("a batch on every rank", "rank 1: 0 batches")
+SOME = ("length of the training loader (DataLoader)", "rank 0: unknown", "rank 1: 2 batches")
+LIES = ("training loader", "expected 4 batches, as its len() says, got 2", "rank")
+known, unknown = partial(part, UNEVEN), partial(part, UNEVEN, kind="unknown")
+third = partial(part, [*UNEVEN, (2, 2, 2, 2)], kind="unknown")
+even, empty = partial(part, [(2, 2), (2, 2)]), partial(part, [(2, 2), ()])
+one_lies, all_lie = (partial(claiming, (4, 4), [(2, 2, 2, 2)[:most], (2, 2)]) for most in (4, 2))
+REFUSED: dict[str, tuple[int, Callable[[int], Any], dict[str, Any], Sequence[str]]] = {
+    "lengths": (2, known, {}, LENGTHS),
+    "lengths, with checks": (2, known, {"checks": True}, LENGTHS),
+    "lengths, without checks of calls": (2, known, {"strategy": {"check_calls": False}}, LENGTHS),
+    "a stream that ends early": (2, unknown, {}, EARLY),
+    "a stream that ends early, with checks": (2, unknown, {"checks": True}, EARLY),
+    "a stream on 3 ranks": (3, third, {}, EARLY),
+    "a stream on 3 ranks, with checks": (3, third, {"checks": True}, EARLY),
+    "lengths of a later epoch": (2, growing, {"max_epochs": 3}, ("rank 0: 4 batches", "rank 1: 3 batches")),
+    "one lies": (2, one_lies, {}, LIES),
+    "one lies, stop": (2, one_lies, {"uneven": "stop"}, LIES),
+    "all lie": (2, all_lie, {}, LIES),
+    "all lie, stop": (2, all_lie, {"uneven": "stop"}, LIES),
+    "a length on some ranks only": (2, one_without_length, {}, SOME),
+    "no batches": (2, empty, {}, NONE),
+    "no batches, stop": (2, empty, {"uneven": "stop"}, NONE),
+    "a step that fetches": (2, even, {"make": FetchesItself}, ("dataloader_iter",)),
+    "a step that fetches alone": (1, even, {"make": FetchesItself}, ("dataloader_iter",)),
+    "windows": (2, unknown, {"accumulate_grad_batches": 2}, EARLY),
+    "whole windows": (2, unknown, {"accumulate_grad_batches": 2, "strategy": {"accumulation": "window"}}, EARLY),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined", "ignore:.*dataloader_iter")
+@pytest.mark.parametrize("case", REFUSED)
+def test_uneven_ends_are_the_same_error_on_every_rank(pool: RankPool, case: str) -> None:
+    world_size, load, options, words = REFUSED[case]
+    assert_same_error(pool.errors(world_size, train, load=load, **{"make": Rows, **options}), *words)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -239,42 +285,7 @@ def test_ends_that_the_fit_does_not_reach_may_differ(pool: RankPool, kind: str, 
         assert_close(result["state"], one_process(UNEVEN, 3, window=window))
 
 
-class Grows(DataLoader[Any]):
-    """Has a batch less on rank 1 in its second epoch."""
-
-    epochs = 0
-
-    def __iter__(self) -> Any:
-        self.epochs += 1
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        return 4 - (self.epochs > 1 and dist.get_rank() == 1)
-
-
-def test_lengths_are_compared_in_each_epoch(pool: RankPool) -> None:
-    load = partial(loader_of_class, Grows, [(2, 2, 2, 2), (2, 2, 2, 2)])
-    errors = pool.errors(2, train, Rows, load, max_epochs=3)
-    assert_same_error(errors, "rank 0: 4 batches", "rank 1: 3 batches")
-
-
-def loader_of_class(kind: type[DataLoader[Any]], plan: Plan, rank: int) -> DataLoader[Any]:
-    return kind(batches_of(plan)[rank], batch_size=None)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------- loaders that lie, and that fail
-
-
-def claiming(claims: Sequence[int], plan: Plan, rank: int) -> DataLoader[Any]:
-    return DataLoader(Claims(batches_of(plan)[rank], claims[rank]), batch_size=None)
-
-
-@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
-@pytest.mark.parametrize("uneven", ["error", "stop"])
-@pytest.mark.parametrize("real", [[(2, 2, 2, 2), (2, 2)], [(2, 2), (2, 2)]], ids=["one lies", "all lie"])
-def test_a_loader_that_ends_before_its_length(pool: RankPool, real: Plan, uneven: str) -> None:
-    errors = pool.errors(2, train, Rows, partial(claiming, (4, 4), real), uneven)
-    assert_same_error(errors, "training loader", "expected 4 batches, as its len() says, got 2", "rank")
+# ---------------------------------------------------------------------- loaders that fail
 
 
 def failing(dies: bool, rank: int) -> DataLoader[Any]:
@@ -282,48 +293,6 @@ def failing(dies: bool, rank: int) -> DataLoader[Any]:
     return DataLoader(
         Fails(batches, dies=dies) if rank == 1 else Stream(batches), batch_size=None, num_workers=int(dies)
     )
-
-
-@pytest.mark.parametrize("uneven", ["error", "stop"])
-def test_a_data_set_that_raises_on_one_rank(pool: RankPool, uneven: str) -> None:
-    errors = pool.errors(3, train, Rows, partial(failing, False), uneven)
-    assert errors[1].type == "Ends"
-    assert_told_of(errors, "no more disk")
-
-
-@pytest.mark.slow
-def test_a_worker_that_dies_on_one_rank(pool: RankPool) -> None:
-    errors = pool.errors(2, train, Rows, partial(failing, True))
-    # torch finds the worker gone, or its batch cut off on the way
-    cut_off = "Connection reset" in errors[1].message
-    assert_told_of(errors, "Connection reset" if cut_off else "exited unexpectedly")
-
-
-def assert_told_of(errors: list[RankError], text: str) -> None:
-    """Rank 1 raised its own error, the others one that names it."""
-    assert text in errors[1].message
-    for error in errors:
-        assert not error.timed_out
-        if error.rank != 1:
-            assert error.is_a("DDPLossError"), error
-            assert text in error.message
-            assert "rank 1" in error.message
-            assert "fetching a training batch" in error.message
-
-
-def one_without_length(rank: int) -> Any:
-    return part([(2, 2), (2, 2)], rank, "known" if rank else "unknown")
-
-
-def test_a_length_on_some_ranks_only(pool: RankPool) -> None:
-    errors = pool.errors(2, train, Rows, one_without_length)
-    assert_same_error(errors, "length of the training loader (DataLoader)", "rank 0: unknown", "rank 1: 2 batches")
-
-
-@pytest.mark.parametrize("uneven", ["error", "stop"])
-def test_a_rank_without_batches(pool: RankPool, uneven: str) -> None:
-    errors = pool.errors(2, train, Rows, partial(part, [(2, 2), ()]), uneven)
-    assert_same_error(errors, "a batch on every rank", "rank 1: 0 batches")
 
 
 class BreaksItsLoader(Rows):
@@ -337,24 +306,33 @@ def nothing(rank: int) -> None:
     return None
 
 
-def test_a_train_dataloader_that_fails_on_one_rank(pool: RankPool) -> None:
+def test_a_loader_that_fails_on_one_rank(pool: RankPool) -> None:
+    for uneven in ("error", "stop"):
+        errors = pool.errors(3, train, Rows, partial(failing, False), uneven)
+        assert errors[1].type == "Ends"
+        assert_told_of(errors, "no more disk", "fetching a training batch")
     errors = pool.errors(2, train, BreaksItsLoader, nothing)
     assert errors[1].type == "Ends"
-    assert errors[0].is_a("DDPLossError")
-    assert "no such folder" in errors[0].message
-    assert not errors[0].timed_out
+    assert_told_of(errors, "no such folder", "train_dataloader")
 
 
-class FetchesItself(Rows):
-    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
-        raise AssertionError("never called")
+@pytest.mark.slow
+def test_a_worker_that_dies_on_one_rank(pool: RankPool) -> None:
+    errors = pool.errors(2, train, Rows, partial(failing, True))
+    # torch finds the worker gone, or its batch cut off on the way
+    cut_off = "Connection reset" in errors[1].message
+    assert_told_of(errors, "Connection reset" if cut_off else "exited unexpectedly", "fetching a training batch")
 
 
-@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_that_fetches_by_itself_is_refused(pool: RankPool, world_size: int) -> None:
-    errors = pool.errors(world_size, train, FetchesItself, partial(part, [(2, 2), (2, 2)]))
-    assert_same_error(errors, "dataloader_iter")
+def assert_told_of(errors: list[RankError], text: str, where: str) -> None:
+    """Rank 1 raised its own error, the others one that names it."""
+    for error in errors:
+        assert text in error.message
+        assert not error.timed_out
+        if error.rank != 1:
+            assert error.is_a("DDPLossError"), error
+            assert "rank 1" in error.message
+            assert where in error.message
 
 
 # ---------------------------------------------------------------------- the option
@@ -364,9 +342,6 @@ def test_a_step_that_fetches_by_itself_is_refused(pool: RankPool, world_size: in
 def test_an_unknown_value_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="one of 'error', 'join', 'stop'"):
         DDPLossStrategy(uneven=value)
-
-
-def test_plain_ddp_has_no_such_option() -> None:
     with pytest.raises(ConfigurationError, match="plain ddp"):
         DDPLossStrategy([], uneven="join")
 
