@@ -9,21 +9,20 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, RowForm
-from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, global_quotient
+from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.losses.column_blocks import BlockProducts, ColumnBlock, ColumnBlocks
+from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp
-from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, mean_over_images
 
 
 class ClipLoss(TwoTowerLoss):
@@ -95,76 +94,49 @@ class ClipLoss(TwoTowerLoss):
         products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
-        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, products=products, group=group)
-        bad_scale = is_not_positive(init_temperature) or is_not_positive(max_scale)
-        if bad_scale or not 0 <= label_smoothing < 1:
-            raise ConfigurationError(
-                "ClipLoss",
-                expected="init_temperature > 0 or None, max_scale > 0 or None, 0 <= label_smoothing < 1",
-                got=f"{init_temperature}, {max_scale}, {label_smoothing}",
-            )
+        super().__init__(init_temperature, max_scale, normalize, tile_bytes, gather, products, group)
+        expect(
+            0 <= label_smoothing < 1, "ClipLoss: label_smoothing", expected="at least 0, below 1", got=label_smoothing
+        )
         self.label_smoothing = label_smoothing
-        self._start_scale(init_temperature, max_scale)
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options."""
         numbers = f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}"
         return f"{numbers}, normalize={self.normalize}, products={self.products}"
 
-    def _evaluate(
-        self,
-        columns: ColumnBlocks,
-        form: RowForm,
-        images: Tensor,
-        texts: Tensor,
-        products: Tensor | None,
-        given: dict[str, Tensor | None],
-    ) -> Tensor:
-        assert products is not None
-        call = _ClipCall(columns, form, self.label_smoothing, self._bytes_of_a_tile(images))
-        scale = self._scale(given["logit_scale"])
-        value: Tensor = _Clip.apply(call, images, texts, scale, products)  # type: ignore[no-untyped-call]
+    def _evaluate(self, columns: ColumnBlocks, *tensors: Any) -> Tensor:
+        value: Tensor = _Clip.apply(columns, self.label_smoothing, *tensors)  # type: ignore[no-untyped-call]
         return value
-
-
-@dataclass(frozen=True)
-class _ClipCall:
-    columns: ColumnBlocks
-    form: RowForm
-    smoothing: float
-    tile_bytes: int
-
-    def own_texts(self, images: Tensor) -> slice:
-        """Tells where this rank's texts are among those whose products are known."""
-        return slice(self.columns.first, self.columns.first + len(images))
 
 
 class _Clip(torch.autograd.Function):
     """Value and gradient; ``paired`` (t,) holds each text's product with its own image, unscaled."""
 
     @staticmethod
-    def forward(ctx: Any, call: _ClipCall, images: Tensor, texts: Tensor, scale: Tensor, paired: Tensor) -> Tensor:
-        columns, smoothing = call.columns, call.smoothing
-        own_texts, paired_logits = call.own_texts(images), paired * scale
-        row_lse, products = RunningLogSumExp.empty(len(images), images), Products(columns.width, call.form)
+    def forward(
+        ctx: Any, columns: ColumnBlocks, smoothing: float, images: Tensor, texts: Tensor, paired: Tensor, scale: Tensor
+    ) -> Tensor:
+        own_texts, paired_logits = columns.own_texts, paired * scale
+        row_lse = RunningLogSumExp.empty(len(images), images)
         mean_column = images.new_zeros(images.shape[1]) if smoothing else None
 
         def visit(block: ColumnBlock) -> Tensor:
             column_lse = RunningLogSumExp.empty(block.text_count, images)
-            block_products = products.with_block(images, scale, block)
-            for tile in block.tiles(images, call.tile_bytes):
+            products = BlockProducts(columns, block, images, scale)
+            for tile in block.tiles(images, columns.tile_bytes):
                 # logits, in which the own pair counts as nothing
-                logits = block_products.compute(tile)
+                logits = products.compute(tile)
                 if tile.has_own_pairs:
                     tile.own_pairs(logits).fill_(torch.finfo(logits.dtype).min)
-                is_kept = block_products.keep(logits)
+                is_kept = columns.keep(logits, len(images))
                 # texts: max and sum-exp of their columns
                 if tile.text_count:
                     column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True)
                 # images: of their rows, likewise
                 row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept)
             if mean_column is not None:
-                rows = call.form.rows(block.columns)
+                rows = block.columns[:, : images.shape[1]]
                 mean_column.add_(rows.sum(0) / columns.width)
                 mean_column.add_(rows[: block.text_count].sum(0) / columns.total)
             return _packed_stats(column_lse)
@@ -178,18 +150,17 @@ class _Clip(torch.autograd.Function):
             pulled = 2 * paired_logits[own_texts].sum() - scale * (images.sum(0) @ mean_column)
             total -= smoothing * pulled
         # texts' log-probabilities and the sum over ranks
-        column_log_probs, value = _columns_and_value(columns, column_stats, paired_logits, total, len(images))
-        ctx.call, ctx.products = call, products
+        column_log_probs, value = _columns_and_value(columns, column_stats, paired_logits, total)
+        ctx.columns, ctx.smoothing = columns, smoothing
         ctx.save_for_backward(images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column)
         return value
 
     @staticmethod
     @once_differentiable_strict("ClipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _ClipCall = ctx.call
-        columns, smoothing = call.columns, call.smoothing
+        columns, smoothing = ctx.columns, ctx.smoothing
         images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column = ctx.saved_tensors
-        own_texts, texts_wanted = call.own_texts(images), ctx.needs_input_grad[2]
+        own_texts, texts_wanted = columns.own_texts, ctx.needs_input_grad[3]
         d_images = torch.zeros_like(images)
         # log-sum-exps, own pair included
         row_lse, column_lses = paired_logits[own_texts] - row_log_probs, paired_logits - column_log_probs
@@ -201,12 +172,12 @@ class _Clip(torch.autograd.Function):
 
         def visit(block: ColumnBlock) -> Tensor:
             d_block = torch.zeros_like(block.columns)
-            d_columns = call.form.rows(d_block)
-            block_products = ctx.products.with_block(images, scale, block)
-            for tile in block.tiles(images, call.tile_bytes):
-                logits = ctx.products.take_kept()
+            d_columns = d_block[:, : images.shape[1]]
+            products = BlockProducts(columns, block, images, scale)
+            for tile in block.tiles(images, columns.tile_bytes):
+                logits = columns.take_kept()
                 if logits is None:
-                    logits = block_products.compute(tile)
+                    logits = products.compute(tile)
                 # softmax of the images' rows
                 d_logits = (logits - row_lse[tile.rows].unsqueeze(1)).exp_()
                 # plus that of the texts' columns
@@ -218,8 +189,8 @@ class _Clip(torch.autograd.Function):
                     tile.own_pairs(d_logits).copy_(d_own_pairs[tile.rows][tile.own_rows])
                 # back to both towers
                 is_wanted = texts_wanted and block.trained
-                block_products.add_grads_(d_logits, tile, d_images, d_columns if is_wanted else None)
-                del logits, d_logits  # else they are there beside the next tile
+                products.add_grads_(d_logits, tile, d_images, d_columns if is_wanted else None)
+                del logits, d_logits  # else they are there next to the next tile
             if smoothing:
                 d_columns -= smoothing * images.sum(0) / columns.width
                 d_columns[: block.text_count] -= smoothing * images.sum(0) / columns.total
@@ -231,41 +202,34 @@ class _Clip(torch.autograd.Function):
         row_factor = factor * scale
         if d_texts is not None:
             d_texts.mul_(row_factor)
-        return None, d_images.mul_(row_factor), d_texts, d_scale * factor, None
+        return None, None, d_images.mul_(row_factor), d_texts, None, d_scale * factor
 
 
 def _own_log_probs(others: RunningLogSumExp, own_logits: Tensor) -> Tensor:
-    """Computes the log-probability of each row's own pair among the others, whose 1 is put back: -log(1 + sum exp of the differences)."""
+    """Compute the log-probability of each row's own pair among the others, its 1 put back: -log(1 + sum exp of the differences)."""
     return nn.functional.logsigmoid(-others.relative_to(own_logits))
 
 
 def _packed_stats(lse: RunningLogSumExp) -> Tensor:
-    """Makes (n, 2) of both numbers, which travel behind the rows."""
+    """Return both numbers as (n, 2), which travel behind the rows."""
     return torch.stack([lse.maximum, lse.sum_exp], 1)
 
 
-def _merged_stats(parts: Tensor) -> RunningLogSumExp:
-    """Merges (k, n, 2), packed, of k parts of each row."""
-    maxima, sums = parts.unbind(2)
-    return RunningLogSumExp.merged(maxima, sums)
-
-
 def _join_stats(own: Tensor, others: Tensor) -> Tensor:
-    """Joins what two ranks found about the same columns, (n, 2) each."""
-    return _packed_stats(_merged_stats(torch.stack([own, others])))
+    """Join the statistics of two ranks for the same columns, (n, 2) each."""
+    return _packed_stats(RunningLogSumExp.merged(*torch.stack([own, others]).unbind(2)))
 
 
 def _columns_and_value(
-    columns: ColumnBlocks, column_stats: Tensor, paired_logits: Tensor, rows_total: Tensor, images: int
+    columns: ColumnBlocks, column_stats: Tensor, paired_logits: Tensor, rows_total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes the log-probabilities of the texts whose stats are known, and the global loss.
+    """Compute the log-probabilities of the texts with known statistics, and the global loss.
 
     Args:
         columns: The second tower.
         column_stats: (t, 2), packed: complete in a ring, this rank's part else.
         paired_logits: (t,), of each of these texts with its own image.
         rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
-        images: B.
 
     Communication: one gather of 2 G + 1 numbers; in a ring as ``global_quotient``.
     """
@@ -273,18 +237,13 @@ def _columns_and_value(
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
     if columns.ring is not None:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
-
-        def agree(payload: bytes) -> list[bytes]:
-            return handshake.all_gather("ClipLoss: sum", {}, payload, group=group)
-
-        share = (rows_total + log_probs.sum()) / -2
-        return log_probs, global_quotient(share, columns.total, agree, group=group)
+        return log_probs, mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2, columns)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
         gathered = packed.new_empty((world, len(packed)))
         gather(gathered.view(-1), packed, group=group_for(packed, group))
-        column_lse = _merged_stats(gathered[:, :-1].view(world, -1, 2))
+        column_lse = RunningLogSumExp.merged(*gathered[:, :-1].view(world, -1, 2).unbind(2))
         rows_total = gathered[:, -1].sum()
     log_probs = _own_log_probs(column_lse, paired_logits)
     return log_probs, (rows_total + log_probs.sum()) / (-2 * columns.total)

@@ -19,7 +19,7 @@ from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows, RowsOfARing, as_bytes, ring_round_trip
-from lightning_ddp_losses.losses.products import Operand, ProductForm, as_operand, product, product_grad_, scaled
+from lightning_ddp_losses.losses.products import ProductForm, as_operand, product, product_grad_, scaled
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ColumnBlock:
     """Columns that are here at a time.
 
     Attributes:
-        columns: (n, D), or one number more a row (``RowForm``).
+        columns: (n, D), or one number more a row (``ColumnBlocks.image_lengths``).
         text_count: How many of them, the first, have an image of their own on some rank; the others are negatives alone.
         first_own: Column of the first text that belongs to an image of this rank; None: not in this block.
         column_stats: (text_count,), a number for each text; empty where none were given.
@@ -96,95 +96,40 @@ class ColumnBlock:
         return own_rows, slice(low - columns.start, high - columns.start)
 
 
-@dataclass(frozen=True)
-class RowForm:
-    """How the rows of a call are multiplied.
-
-    Attributes:
-        form: As ``products`` has it.
-        image_lengths: (B,), what this rank's images were divided by; columns then bring theirs along, as one number more a row. None:
-            no one's length is needed.
-    """
-
-    form: ProductForm
-    image_lengths: Tensor | None = None
-
-    def rows(self, columns: Tensor) -> Tensor:
-        """Return the rows themselves, (n, D), of columns or of their gradient; a view."""
-        return columns if self.image_lengths is None else columns[:, :-1]
-
-    def lengths(self, columns: Tensor) -> Tensor | None:
-        """Return what the columns were divided by, (n,)."""
-        return None if self.image_lengths is None else columns[:, -1]
-
-
-class Products:
-    """Products of images and columns, a tile at a time; where a single tile is all there is, backward need not compute it again.
-
-    Args:
-        width: M.
-        form: How they are multiplied.
-    """
-
-    def __init__(self, width: int, form: RowForm) -> None:
-        self._width, self._form = width, form
-        self._kept: Tensor | None = None
-
-    def with_block(self, images: Tensor, scale: Tensor, block: ColumnBlock) -> BlockProducts:
-        """Prepare the rows on both sides of a block's tiles."""
-        form, rows = self._form, self._form.rows
-        left = as_operand(images, form.form, form.image_lengths)
-        right = as_operand(rows(block.columns), form.form, form.lengths(block.columns))
-        return BlockProducts(self, left, right, scale)
-
-    def keep(self, tile: Tensor, rows: int) -> bool:
-        """Note a tile of forward, where it is all there is; tells whether that is so, and nobody may overwrite it."""
-        is_all = tile.shape == (rows, self._width)
-        if is_all:
-            self._kept = tile
-        return is_all
-
-    def take_kept(self) -> Tensor | None:
-        """Return the tile that forward has kept, once: a second backward computes it anew."""
-        kept, self._kept = self._kept, None
-        return kept
-
-
 class BlockProducts:
-    """Products of images and the columns of one block.
+    """Products of this rank's images and the columns of one block, a tile at a time.
 
     Args:
-        products: Of all blocks.
-        left: The images.
-        right: The columns.
-        scale: What multiplies them, 0-dim.
+        columns: All blocks of the call.
+        block: The block.
+        images: (B, D), rows of this rank.
+        scale: Factor of the products, 0-dim.
     """
 
-    def __init__(self, products: Products, left: Operand, right: Operand, scale: Tensor) -> None:
-        self.products, self.left, self.right, self.scale = products, left, right, scale
-        self._scaled_rows: slice | None = None  # the images of the last tile, which are those of its neighbours
-        self._scaled = left
+    def __init__(self, columns: ColumnBlocks, block: ColumnBlock, images: Tensor, scale: Tensor) -> None:
+        lengths = None if columns.image_lengths is None else block.columns[:, -1]
+        self._left = as_operand(images, columns.form, columns.image_lengths)
+        self._right = as_operand(block.columns[:, : images.shape[1]], columns.form, lengths)
+        self._scale = scale
+        self._scaled_rows: slice | None = None  # the images of the last tile, which its neighbours share
+        self._scaled = self._left
 
     def compute(self, tile: ProductTile) -> Tensor:
-        """Computes ``scale`` times the products of a tile; the caller may overwrite them."""
+        """Compute ``scale`` times the products of a tile; the caller may overwrite them."""
         if self._scaled_rows != tile.rows:
-            self._scaled_rows, self._scaled = tile.rows, scaled(self.left.part(tile.rows), self.scale)
-        return product(self._scaled, self.right.part(tile.columns))
-
-    def keep(self, tile: Tensor) -> bool:
-        """Notes what forward made of a tile for backward, where it is all there is; tells whether it did: it is not overwritten then."""
-        return self.products.keep(tile, len(self.left.rows))
+            self._scaled_rows, self._scaled = tile.rows, scaled(self._left.part(tile.rows), self._scale)
+        return product(self._scaled, self._right.part(tile.columns))
 
     def add_grads_(self, grad: Tensor, tile: ProductTile, d_images: Tensor, d_columns: Tensor | None) -> None:
-        """Adds what the gradient of a tile's logits gives back to both towers, but for the scale.
+        """Add the gradients of both towers from that of a tile's logits, but for the scale.
 
         Args:
             grad: (rows, columns) of the tile; overwritten.
-            tile: Which rows and columns.
+            tile: Place of the rows and columns.
             d_images: (B, D).
             d_columns: (n, D) of the block; None: not wanted.
         """
-        parts = product_grad_(grad, self.left.part(tile.rows), self.right.part(tile.columns))
+        parts = product_grad_(grad, self._left.part(tile.rows), self._right.part(tile.columns))
         parts.add_to_left_(d_images[tile.rows])
         if d_columns is not None:
             parts.add_to_right_(d_columns[tile.columns])
@@ -209,23 +154,32 @@ class RingSource:
     exchange: BackwardExchange
 
 
-@dataclass(frozen=True)
+@dataclass
 class ColumnBlocks:
-    """The columns of all ranks, block by block: all at once if they are gathered, else a rank's at a time as they go round a ring.
+    """The columns of one call, of all ranks, block by block: all at once if they are gathered, else a rank's at a time round a ring.
 
     Attributes:
+        form: How rows are multiplied (``products``).
+        image_lengths: (B,), divisors of this rank's images. Columns then bring theirs along, as one number more a row. None: no
+            length is needed.
+        tile_bytes: Most bytes of products at a time.
         text_counts: Rows of each rank that have an image of their own.
         extra_counts: Rows of each rank that are only negatives.
         queue: (q, D), further negatives that every rank holds, without gradient; None: none.
         group: Process group.
         ring: The way round the ranks; None: the columns are gathered.
+        kept: The only tile of forward, for one backward.
     """
 
+    form: ProductForm
+    image_lengths: Tensor | None
+    tile_bytes: int
     text_counts: Sequence[int]
     extra_counts: Sequence[int]
     queue: Tensor | None
     group: Group
     ring: RingSource | None = None
+    kept: Tensor | None = None
 
     @property
     def total(self) -> int:
@@ -243,9 +197,23 @@ class ColumnBlocks:
         return [texts + extras for texts, extras in zip(self.text_counts, self.extra_counts, strict=True)]
 
     @property
-    def first(self) -> int:
-        """The first text of this rank among those whose statistics are known here."""
-        return 0 if self.ring is not None else sum(self.text_counts[: process_groups.rank(self.group)])
+    def own_texts(self) -> slice:
+        """This rank's texts among those with statistics on this rank."""
+        rank = process_groups.rank(self.group)
+        first = 0 if self.ring is not None else sum(self.text_counts[:rank])
+        return slice(first, first + self.text_counts[rank])
+
+    def keep(self, tile: Tensor, images: int) -> bool:
+        """Keep a tile of forward for backward if it is the only one; return whether it was kept and may not be overwritten."""
+        is_all = tile.shape == (images, self.width)
+        if is_all:
+            self.kept = tile
+        return is_all
+
+    def take_kept(self) -> Tensor | None:
+        """Return the kept tile, once: a second backward computes it again."""
+        kept, self.kept = self.kept, None
+        return kept
 
     def collect(
         self,
@@ -269,7 +237,7 @@ class ColumnBlocks:
         """
         if self.ring is None:
             stats = columns.new_empty(0) if column_stats is None else column_stats
-            found = visit(ColumnBlock(columns, self.total, self.first, stats))
+            found = visit(ColumnBlock(columns, self.total, self.own_texts.start, stats))
         else:
             rows = RowsOfARing(columns.detach(), self.ring.narrow, self.ring.dtypes, self.column_counts, self.group)
             message, sizes = self._message(rows, column_stats)

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.forward_patch import eager_recursive
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses.column_blocks import ColumnBlock, ColumnBlocks, Products, ProductTile, RowForm
-from lightning_ddp_losses.losses.partial_sums import global_quotient
+from lightning_ddp_losses.losses.column_blocks import BlockProducts, ColumnBlock, ColumnBlocks, ProductTile
 from lightning_ddp_losses.losses.products import ProductChoice
-from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, is_not_positive
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, mean_over_images
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -78,14 +75,7 @@ class SigLipLoss(TwoTowerLoss):
         products: ProductChoice = "float32",
         group: Group = None,
     ) -> None:
-        super().__init__(normalize=normalize, tile_bytes=tile_bytes, gather=gather, products=products, group=group)
-        if is_not_positive(init_temperature) or is_not_positive(max_scale):
-            raise ConfigurationError(
-                "SigLipLoss",
-                expected="init_temperature > 0 or None, max_scale > 0 or None",
-                got=f"{init_temperature}, {max_scale}",
-            )
-        self._start_scale(init_temperature, max_scale)
+        super().__init__(init_temperature, max_scale, normalize, tile_bytes, gather, products, group)
         self.logit_bias: nn.Parameter | None = None
         if init_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
@@ -93,7 +83,7 @@ class SigLipLoss(TwoTowerLoss):
     compares_with_own_pair = False
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options."""
         return f"max_scale={self.max_scale}, normalize={self.normalize}, products={self.products}"
 
     @eager_recursive
@@ -107,99 +97,72 @@ class SigLipLoss(TwoTowerLoss):
         logit_scale: Tensor | float | None = None,
         logit_bias: Tensor | float | None = None,
     ) -> Tensor:
-        """Computes the global loss from the arguments of ``TwoTowerLoss.forward``; one number may replace the own bias as well."""
+        """Compute the global loss from the arguments of ``TwoTowerLoss.forward``; one number may replace the own bias as well."""
         return self._checked_call(
             (images, texts, extra_texts, queue), {"logit_scale": logit_scale, "logit_bias": logit_bias}
         )
 
-    def _evaluate(
-        self,
-        columns: ColumnBlocks,
-        form: RowForm,
-        images: Tensor,
-        texts: Tensor,
-        products: Tensor | None,
-        given: dict[str, Tensor | None],
-    ) -> Tensor:
-        # the caller's numbers or the own
-        scale, bias = self._scale(given["logit_scale"]), given["logit_bias"]
-        if bias is None:
-            bias = self.logit_bias
-        # this rank's share of the sum over pairs
-        inputs = (columns, form, self._bytes_of_a_tile(images), images, texts, scale, bias)
-        total: Tensor = _PairSum.apply(*inputs)  # type: ignore[no-untyped-call]
-
-        # over all ranks, divided by the number of images
-        def agree(payload: bytes) -> list[bytes]:
-            return handshake.all_gather("SigLipLoss: sum", {}, payload, group=self._group)
-
-        return global_quotient(total, columns.total, agree, group=self._group)
+    def _evaluate(self, columns: ColumnBlocks, *tensors: Any) -> Tensor:
+        # this rank's share of the sum over pairs, then that of all ranks
+        total: Tensor = _PairSum.apply(columns, *tensors)  # type: ignore[no-untyped-call]
+        return mean_over_images("SigLipLoss", total, columns)
 
 
 class _PairSum(torch.autograd.Function):
     """Sums ``-logsigmoid(t * z)`` of this rank's images against all columns."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        columns: ColumnBlocks,
-        form: RowForm,
-        tile_bytes: int,
-        images: Tensor,
-        texts: Tensor,
-        scale: Tensor,
-        bias: Tensor,
-    ) -> Tensor:
-        sums, products = list[Tensor](), Products(columns.width, form)
+    def forward(ctx: Any, columns: ColumnBlocks, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        sums = list[Tensor]()
 
         def visit(block: ColumnBlock) -> None:
-            block_products = products.with_block(images, scale, block)
-            for tile in block.tiles(images, tile_bytes):
+            products = BlockProducts(columns, block, images, scale)
+            for tile in block.tiles(images, columns.tile_bytes):
                 # -logsigmoid(t z) = softplus(-t z)
-                opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
-                block_products.keep(opposed_logits)
+                opposed_logits = _opposed_logits_(products.compute(tile), tile, bias)
+                columns.keep(opposed_logits, len(images))
                 sums.append(nn.functional.softplus(opposed_logits).sum())
                 del opposed_logits  # else it is there next to the next tile
 
         columns.collect(visit, texts)
-        ctx.columns, ctx.form, ctx.tile_bytes, ctx.products = columns, form, tile_bytes, products
+        ctx.columns = columns
         ctx.save_for_backward(images, texts, scale, bias)
         return _sum_of(sums, images)
 
     @staticmethod
     @once_differentiable_strict("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        images, texts, scale, bias = ctx.saved_tensors
-        d_images, d_biases, texts_wanted = torch.zeros_like(images), list[Tensor](), ctx.needs_input_grad[4]
+        columns, (images, texts, scale, bias) = ctx.columns, ctx.saved_tensors
+        d_images, d_biases, texts_wanted = torch.zeros_like(images), list[Tensor](), ctx.needs_input_grad[2]
 
         def visit(block: ColumnBlock) -> Tensor:
             d_block = torch.zeros_like(block.columns)
-            d_columns = ctx.form.rows(d_block) if texts_wanted and block.trained else None
-            block_products = ctx.products.with_block(images, scale, block)
-            for tile in block.tiles(images, ctx.tile_bytes):
+            d_columns = d_block[:, : images.shape[1]] if texts_wanted and block.trained else None
+            products = BlockProducts(columns, block, images, scale)
+            for tile in block.tiles(images, columns.tile_bytes):
                 # derivative by the logits: -t sigmoid(-t z), where t is -1 but at own pairs
-                opposed_logits = ctx.products.take_kept()
+                opposed_logits = columns.take_kept()
                 if opposed_logits is None:
-                    opposed_logits = _opposed_logits_(block_products.compute(tile), tile, bias)
+                    opposed_logits = _opposed_logits_(products.compute(tile), tile, bias)
                 d_logits = opposed_logits.sigmoid_()
                 if tile.has_own_pairs:
                     tile.own_pairs(d_logits).neg_()
-                # what it gives back to the bias and both towers
+                # back to the bias and both towers
                 d_biases.append(d_logits.sum())
-                block_products.add_grads_(d_logits, tile, d_images, d_columns)
-                del opposed_logits, d_logits  # else they are there beside the next tile
+                products.add_grads_(d_logits, tile, d_images, d_columns)
+                del opposed_logits, d_logits  # else they are there next to the next tile
             return d_block
 
-        d_texts = ctx.columns.collect_grad(visit, texts, wanted=texts_wanted)
+        d_texts = columns.collect_grad(visit, texts, wanted=texts_wanted)
         # z is linear in the scale and in this rank's images
         d_scale, d_bias, factor = (d_images * images).sum(), _sum_of(d_biases, bias), grad * scale
         if d_texts is not None:
             d_texts.mul_(factor)
-        return None, None, None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
+        return None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
 
 
 def _opposed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:
-    """Overwrites the scaled products of a tile with its logits times -t; returns them."""
+    """Overwrite the scaled products of a tile with its logits times -t; return them."""
     logits = products.add_(bias)
     if tile.has_own_pairs:
         tile.own_pairs(logits).neg_()
@@ -207,7 +170,7 @@ def _opposed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tenso
 
 
 def _sum_of(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Adds 0-dim tensors; 0 without any."""
+    """Add 0-dim tensors; 0 without any."""
     if len(numbers) < 2:
         return numbers[0] if numbers else like.new_zeros(())
     return torch.stack(list(numbers)).sum()
