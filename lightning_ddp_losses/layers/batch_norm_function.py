@@ -134,7 +134,14 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
     counts, needs_gradient = zip(*(_HEAD.unpack_from(sent) for sent in payloads), strict=True)
     for ranks in call.scope.subgroups():
         if sum(counts[rank] for rank in ranks) == 1:
-            raise _too_few(call, x, counts)
+            size = torch.Size([1, x.shape[1]] + [1] * (x.ndim - 2))
+            one_process = f"Expected more than 1 value per channel when training, got input size {size}"
+            raise TooFewValuesError(
+                f"{one_process} over all ranks, in {call}",
+                ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
+                fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
+                collective=True,
+            )
 
     # moments of each rank, merged
     if is_inline:
@@ -171,17 +178,6 @@ def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: Bac
     biased, unbiased = squared / max(1, total), squared / max(1, total - 1)
     mean, biased, unbiased = (t.to(x.device, table.dtype) for t in (mean, biased, unbiased))
     return Statistics(total, mean, biased, unbiased, in_backward)
-
-
-def _too_few(call: Call, x: Tensor, counts: tuple[int, ...]) -> TooFewValuesError:
-    size = torch.Size([1, x.shape[1]] + [1] * (x.ndim - 2))
-    one_process = f"Expected more than 1 value per channel when training, got input size {size}"
-    return TooFewValuesError(
-        f"{one_process} over all ranks, in {call}",
-        ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
-        fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
-        collective=True,
-    )
 
 
 def normalise(
@@ -249,7 +245,12 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
         return None, grad_weight, grad_bias
 
     # input: the sums of all ranks; who needs no gradient still takes part in the exchange
-    sums = _sum_over_ranks(torch.cat([own_dyx, own_dy]), statistics.in_backward, ctx.call)
+    own_sums, scope = torch.cat([own_dyx, own_dy]), ctx.call.scope
+    if scope.subgroup_size is None:
+        sums = statistics.in_backward.all_reduce(own_sums)
+    else:
+        statistics.in_backward.open()
+        sums = sum_over_ranks(own_sums, scope.group)
     dyx, dy = (sums / statistics.total).chunk(2)
     if not ctx.needs_input_grad[0]:
         return None, grad_weight, grad_bias
@@ -257,7 +258,7 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
     if weight is not None:
         scale = scale * weight.to(wide)
     grad_input = _affine(x.to(wide), -scale * dyx, -scale * dy, statistics, ctx.eps)
-    grad_input.addcmul_(grad.to(wide), scale.view(_channels_shape(x)))
+    grad_input.addcmul_(grad.to(wide), scale.view(-1, *[1] * (x.ndim - 2)))
     return grad_input.to(x.dtype), grad_weight, grad_bias
 
 
@@ -275,17 +276,5 @@ def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> 
     return dyx, dy
 
 
-def _sum_over_ranks(own: Tensor, exchange: BackwardExchange, call: Call) -> Tensor:
-    """Return the sum over the ranks that normalise together; ranks that come from different layers get an error."""
-    if call.scope.subgroup_size is None:
-        return exchange.all_reduce(own)
-    exchange.open()
-    return sum_over_ranks(own, call.scope.group)
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _channels_shape(x: Tensor) -> list[int]:
-    return [1, -1] + [1] * (x.ndim - 2)

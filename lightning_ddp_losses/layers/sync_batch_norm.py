@@ -35,7 +35,7 @@ from lightning_ddp_losses.core.forward_patch import ForwardPatch, MethodPatch, e
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, expect
+from lightning_ddp_losses.errors import RankMismatchError, expect, expect_count
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 
 _SHOWN = 6  # names shown in an error
@@ -79,13 +79,12 @@ class SyncBatchNorm(LayerSync):
     def __init__(
         self, group_size: int | None = None, process_group: Group | Callable[[], dist.ProcessGroup] = None
     ) -> None:
-        is_number = group_size is None or (isinstance(group_size, int) and group_size > 0)
-        expect(is_number, "group_size", expected="a number of ranks", got=repr(group_size))
+        if group_size is not None:
+            expect_count("group_size", group_size)
         is_one_way = group_size is None or process_group is None
         expect(is_one_way, "SyncBatchNorm", expected="group_size= or process_group=, or neither", got="both")
         self.group_size, self.process_group = group_size, process_group
         self._patches: list[MethodPatch] = []
-        self._layers: list[SyncedForward] = []
         self._scope_of_world: tuple[Any, Scope] = (None, Scope())
 
     def apply(self, model: nn.Module) -> nn.Module:
@@ -106,16 +105,16 @@ class SyncBatchNorm(LayerSync):
             "Build the same modules on every rank.",
         )
 
-        # put another forward into each layer; into those that the model does not know, one that says so
-        self._layers = [SyncedForward(layer, title, self._scope) for title, layer in found]
+        # put another forward into each layer, also into those that the model does not know yet
         known = {id(layer) for _, layer in found}
-        unregistered = [
-            UnregisteredBatchNormPatch(layer, path, lambda layer: self._synchronise_late(model, layer))
+        layers = [SyncedForward(layer, title, self._scope) for title, layer in found]
+        layers += [
+            SyncedForward(layer, path, self._scope, not_yet_in=model)
             for path, layer in _unregistered_layers(model, known)
         ]
-        self._patches = [*self._layers, *unregistered]
+        self._patches = [*layers]
         if isinstance(model, pl.LightningModule):
-            self._patches.append(BeforeBackwardPatch(model, self._layers, self._scope))
+            self._patches.append(BeforeBackwardPatch(model, layers, self._scope))
         for patch in self._patches:
             patch.install()
         return model
@@ -124,7 +123,7 @@ class SyncBatchNorm(LayerSync):
         """Give the modules back as they came."""
         for patch in self._patches:
             patch.remove()
-        self._patches, self._layers = [], []
+        self._patches = []
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
@@ -171,50 +170,27 @@ class SyncBatchNorm(LayerSync):
 
     def _refuse_wrong_order(self, model: nn.Module, found: list[tuple[str, nn.Module]]) -> None:
         """Refuse batch norms that are wrapped, converted or scripted already."""
-        modules = [(f"`{name}`" if name else "the model itself", module) for name, module in model.named_modules()]
         wrapped, scripted = [], []
-        for name, module in modules:
+        for path, module in model.named_modules():
+            name = f"`{path}`" if path else "the model itself"
             if isinstance(module, DistributedDataParallel) and next(_named_layers(module), None) is not None:
                 wrapped.append(name)
             if isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", ""):
                 scripted.append(name)
-        expect(
-            not wrapped,
-            "SyncBatchNorm",
-            expected="modules before the wrap in DistributedDataParallel",
-            got=f"{', '.join(wrapped)}, wrapped already",
-            fix="Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy.",
-        )
-        by_us = [title for title, layer in found if isinstance(layer.__dict__.get("forward"), SyncedForward)]
+        by_us = [title for title, layer in found if is_synced(layer)]
         by_torch = [title for title, layer in found if isinstance(layer, nn.SyncBatchNorm)]
-        who = "" if by_us else " by torch.nn.SyncBatchNorm.convert_sync_batchnorm"
-        expect(
-            not by_us and not by_torch,
-            "SyncBatchNorm",
-            expected="batch norms that nobody has converted",
-            got=f"{', '.join((by_us or by_torch)[:_SHOWN])}, converted already{who}",
-            fix="Convert once: build the model with plain batch norms and leave the rest to the plugin.",
-        )
-        expect(
-            not scripted,
-            "SyncBatchNorm",
-            expected="batch norms in plain modules",
-            got=f"{', '.join(scripted[:_SHOWN])} in TorchScript, which nobody can reach into",
-            fix="Script the model after training.",
-        )
-
-    def _synchronise_late(self, model: nn.Module, layer: nn.Module) -> SyncedForward | None:
-        """Synchronise a layer that was registered after ``apply``; return None for one that still is not."""
-        title = next((title for title, known in _named_layers(model) if known is layer), None)
-        if title is None:
-            return None
-        unregistered = layer.__dict__["forward"]
-        unregistered.remove()
-        synced = SyncedForward(layer, title, self._scope)
-        synced.install()
-        self._layers.append(synced)
-        self._patches = [patch for patch in self._patches if patch is not unregistered] + [synced]
-        return synced
+        ddp_fix = "Synchronise first, wrap then; under Lightning's Trainer leave both to the strategy."
+        twice = "batch norms that are not converted yet"
+        twice_fix = "Convert once: build the model with plain batch norms and leave the rest to the plugin."
+        torchs = ", converted already by torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+        for names, expected, got, fix in (
+            (wrapped, "modules before the wrap in DistributedDataParallel", ", wrapped already", ddp_fix),
+            (by_us, twice, ", converted already", twice_fix),
+            (by_torch, twice, torchs, twice_fix),
+            (scripted, "batch norms in plain modules", " in TorchScript", "Script the model after training."),
+        ):
+            shown = ", ".join(names[:_SHOWN])
+            expect(not names, "SyncBatchNorm", expected=expected, got=shown + got, fix=fix)
 
 
 # ---------------------------------------------------------------------- which layers there are
@@ -236,11 +212,16 @@ def batch_norms(model: nn.Module) -> dict[str, str]:
         if not isinstance(module, BATCH_NORM_TYPES):
             continue
         kinds[name] = "rank"
-        if isinstance(module.__dict__.get("forward"), SyncedForward):
+        if is_synced(module):
             kinds[name] = "group"
         elif isinstance(module, nn.SyncBatchNorm):
             kinds[name] = "group (torch)"
     return kinds
+
+
+def is_synced(layer: nn.Module) -> bool:
+    """Return whether this package's plugin runs the layer."""
+    return isinstance(layer.__dict__.get("forward"), SyncedForward)
 
 
 def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -273,8 +254,9 @@ class SyncedForward(ForwardPatch):
 
     Args:
         layer: A batch norm.
-        title: How messages name it.
-        scope: Returns who normalises together (only once torch.distributed is there).
+        title: Its name in messages; its path if the model has not registered it.
+        scope: Returns the ranks that normalise together, once torch.distributed is there.
+        not_yet_in: The model, if it has not registered the layer. Training without it is an error, unless it was registered since.
 
     Attributes:
         calls: Calls over more than one rank.
@@ -283,15 +265,22 @@ class SyncedForward(ForwardPatch):
 
     synchronises = True
 
-    def __init__(self, layer: nn.Module, title: str, scope: Callable[[], Scope]) -> None:
+    def __init__(
+        self, layer: nn.Module, title: str, scope: Callable[[], Scope], *, not_yet_in: nn.Module | None = None
+    ) -> None:
         super().__init__(layer)
         self.title, self.scope = title, scope
         self.calls = self.rows = 0
+        self._not_yet_in = not_yet_in
 
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
-        if not self.module.training or autograd_graph.is_inside_global_batch() or not process_groups.is_distributed():
+        if not self.module.training or not process_groups.is_distributed():
+            return self.original(*args, **kwargs)
+        if self._not_yet_in is not None and process_groups.world_size() > 1:
+            self._find_registered(self._not_yet_in)
+        if autograd_graph.is_inside_global_batch():
             return self.original(*args, **kwargs)
         scope = self.scope()
         if process_groups.world_size(scope.handshake_group) == 1 or scope.subgroup_size == 1:
@@ -309,6 +298,23 @@ class SyncedForward(ForwardPatch):
         except Exception as error:  # what all ranks raise alike passes through
             raise_in_scope(scope, error, self.title)
         return output
+
+    def _find_registered(self, model: nn.Module) -> None:
+        """Take the name under which the model knows the layer by now.
+
+        Raises:
+            ConfigurationError: if it does not know it.
+        """
+        title = next((title for title, known in _named_layers(model) if known is self.module), None)
+        expect(
+            title is not None,
+            f"{type(self.module).__name__} at {self.title}",
+            expected="a batch norm in a registered submodule",
+            got="one that trains on this rank's rows alone: the model has not registered it, so it is not synchronised",
+            fix="Assign the module that holds it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for "
+            "several), or put it into evaluation mode.",
+        )
+        self.title, self._not_yet_in = str(title), None
 
     def batch_norm(
         self,
@@ -362,37 +368,6 @@ def _update_average_(running: Tensor | None, value: Tensor, momentum: float) -> 
     if running is not None:
         with torch.no_grad():
             running.copy_((1 - momentum) * running.to(value.dtype) + momentum * value)
-
-
-class UnregisteredBatchNormPatch(ForwardPatch):
-    """Makes the training of a batch norm that the model has not registered an error, unless it was registered since.
-
-    Args:
-        layer: A batch norm.
-        path: Where it was found.
-        synchronise: Puts a ``SyncedForward`` into our place where the model knows the layer by now; else returns None.
-    """
-
-    def __init__(self, layer: nn.Module, path: str, synchronise: Callable[[nn.Module], SyncedForward | None]) -> None:
-        super().__init__(layer)
-        self.path = path
-        self._synchronise = synchronise
-
-    @eager_recursive
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's own forward in evaluation mode and in a world of one."""
-        if not self.module.training or process_groups.world_size() == 1:
-            return self.original(*args, **kwargs)
-        synced = self._synchronise(self.module)
-        if synced is not None:
-            return synced(*args, **kwargs)
-        raise ConfigurationError(
-            f"{type(self.module).__name__} at {self.path}",
-            expected="a batch norm in a registered submodule",
-            got="one that trains on this rank's rows alone: the model has not registered it, so it is not synchronised",
-            fix="Assign the module that holds it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for "
-            "several), or put it into evaluation mode.",
-        )
 
 
 # ---------------------------------------------------------------------- before backward
@@ -451,12 +426,8 @@ def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group 
     ranks = []
     for of_rank in gathered:
         more = [name for name in of_rank if name not in common]
-        text = f"{len(common)} in common"
-        if more:
-            text += f", and {', '.join(more[:_SHOWN])}"
-        if len(more) > _SHOWN:
-            text += f" and {len(more) - _SHOWN} more"
-        ranks.append(text)
+        rest = [f"{len(more) - _SHOWN} more"] if len(more) > _SHOWN else []
+        ranks.append("; ".join([f"{len(common)} in common", *more[:_SHOWN], *rest]))
     raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)
 
 
