@@ -63,6 +63,9 @@ class Head:
     _always_normalizes = False
     _norm_of_weight_counts = False
     _may_scale_rows = True
+    _shows_products = (
+        False  # ``get_logits`` of the loss shows distances or similarities themselves, without their scale
+    )
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
@@ -96,7 +99,7 @@ class Head:
     @property
     def output_scale(self) -> float:
         """What ``get_logits`` of the loss gives, over the logits of the softmax."""
-        return 1.0
+        return 1 / self.constant_scale if self._shows_products else 1.0
 
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
         """Return the rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or one number."""
@@ -217,21 +220,21 @@ class SphereFaceHead(MarginHead):
 
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
         """Return unit rows, and their lengths times the scale."""
-        rows = self.prepared_rows(embeddings)
-        return rows, torch.norm(embeddings, p=2, dim=1, keepdim=True) * self.constant_scale
+        return self.prepared_rows(embeddings), self.row_norms(embeddings).unsqueeze(1) * self.constant_scale
+
+    def row_norms(self, embeddings: Tensor) -> Tensor:
+        """Return the lengths (G,)."""
+        return torch.norm(embeddings, p=2, dim=1)  # type: ignore[no-any-return]
 
 
-class LargeMarginHead(MarginHead):
+class LargeMarginHead(SphereFaceHead):
     """The lengths of both rows and weight rows count."""
 
-    has_row_scale = True
     _norm_of_weight_counts = True
 
-    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
-        """Return unit rows, and their lengths times the scale."""
-        distance = self._loss.distance
-        rows = self.prepared_rows(embeddings)
-        return rows, distance.get_norm(embeddings).unsqueeze(1) * self.constant_scale
+    def row_norms(self, embeddings: Tensor) -> Tensor:
+        """Return the lengths (G,), by the loss's distance."""
+        return self._loss.distance.get_norm(embeddings)  # type: ignore[no-any-return]
 
     def logits(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
@@ -266,16 +269,12 @@ class ProxyHead(Head):
     class_dim = 0
     counts_only_anchors = True
     drops_improbable_rows = True
+    _shows_products = True
 
     @property
     def constant_scale(self) -> float:
         """PML's ``softmax_scale``."""
         return _sign(self._loss.distance) * float(self._loss.softmax_scale)
-
-    @property
-    def output_scale(self) -> float:
-        """One over the scale: PML shows distances or similarities themselves."""
-        return 1 / self.constant_scale
 
 
 class SoftTripleHead(Head):
@@ -284,6 +283,7 @@ class SoftTripleHead(Head):
     weight_name = "fc"
     _centers_option = "centers_per_class"
     _may_scale_rows = False  # the softmax over centers is of products without scale
+    _shows_products = True
 
     @property
     def constant_scale(self) -> float:
@@ -294,11 +294,6 @@ class SoftTripleHead(Head):
     def target_offset(self) -> float:
         """The margin, in units of the logits."""
         return -float(self._loss.la * self._loss.margin)
-
-    @property
-    def output_scale(self) -> float:
-        """One over the scale: PML shows similarities themselves."""
-        return 1 / self.constant_scale
 
     def over_centers(self, product: Tensor) -> Tensor:
         """Return the mean over a class's centers, weighted by their softmax."""
@@ -321,12 +316,12 @@ def head_of(loss: Any) -> Head:
             got=type(loss).__name__,
             fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
         )
-    if type(loss.distance) not in _DISTANCES:
-        raise ConfigurationError(
-            f"ClassShardedLoss({type(loss).__name__}): distance",
-            expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
-            got=type(loss.distance).__name__,
-        )
+    expect(
+        type(loss.distance) in _DISTANCES,
+        f"ClassShardedLoss({type(loss).__name__}): distance",
+        expected=f"one of {', '.join(d.__name__ for d in _DISTANCES)}",
+        got=type(loss.distance).__name__,
+    )
     return head(loss)
 
 
@@ -349,14 +344,13 @@ def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
         return None
     reducer = regularizer.reducer
     is_sum_over_classes = can_split(reducer) and not has_per_anchor(reducer)
-    if type(regularizer) not in CLASS_REGULARIZERS or not is_sum_over_classes:
-        names = ", ".join(cls.__name__ for cls in CLASS_REGULARIZERS)
-        raise ConfigurationError(
-            f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
-            expected=f"a sum over classes ({names}) with a reducer that can be split",
-            got=f"{type(regularizer).__name__} with {type(reducer).__name__}",
-            fix="A regulariser that compares classes needs them all in one place: GlobalBatchLoss keeps the weight whole.",
-        )
+    expect(
+        is_sum_over_classes and type(regularizer) in CLASS_REGULARIZERS,
+        f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
+        expected=f"a sum over classes ({', '.join(cls.__name__ for cls in CLASS_REGULARIZERS)}) with a reducer that can be split",
+        got=f"{type(regularizer).__name__} with {type(reducer).__name__}",
+        fix="A regulariser that compares classes needs them all in one place: GlobalBatchLoss keeps the weight whole.",
+    )
     return ClassPenalty(regularizer, float(loss.weight_reg_weight), per_class)
 
 
@@ -414,18 +408,12 @@ def refuse_options(num_classes: int, chunk_size: int | None, sample_rate: float,
         ConfigurationError: with the name of the option.
     """
     is_whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    expect(
+    is_chunk, chunks = (
         chunk_size is None or (is_whole and 1 <= chunk_size <= num_classes),
-        "ClassShardedLoss: chunk_size",
-        expected=f"1 to {num_classes} classes, or None",
-        got=repr(chunk_size),
+        f"1 to {num_classes} classes, or None",
     )
-    expect(
-        0 < sample_rate <= 1,
-        "ClassShardedLoss: sample_rate",
-        expected="above 0 and at most 1",
-        got=repr(sample_rate),
-    )
+    expect(is_chunk, "ClassShardedLoss: chunk_size", expected=chunks, got=repr(chunk_size))
+    expect(0 < sample_rate <= 1, "ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=sample_rate)
     expect(
         sample_rate == 1 or not is_regularized,
         "ClassShardedLoss: weight_regularizer",
@@ -456,19 +444,19 @@ def refuse_with_replicas(title: str, loss: Any, sampler: Any) -> None:
     Raises:
         ConfigurationError: on every rank.
     """
-    option: tuple[str, object, object]
-    regularizer = getattr(loss, "embedding_regularizer", None)
-    if regularizer is not None:
-        option = "embedding_regularizer", "none", type(regularizer).__name__
-    elif sampler is not None:  # parts would draw other classes, and step other rows of equal weights
-        option = "sample_rate", 1, sampler.rate
-    else:
-        return
-    name, expected, got = option
-    raise ConfigurationError(
-        f"{title}: {name}",
-        expected=f"{expected} where group= is a part of the ranks",
-        got=got,
-        fix="Divide the classes over all ranks (group=None).",
-        collective=True,
+    regularizer, fix = getattr(loss, "embedding_regularizer", None), "Divide the classes over all ranks (group=None)."
+    expect(
+        regularizer is None,
+        f"{title}: embedding_regularizer",
+        expected="none where group= is a part of the ranks",
+        got=type(regularizer).__name__,
+        fix=fix,
+    )
+    # parts would draw other classes, and step other rows of equal weights
+    expect(
+        sampler is None,
+        f"{title}: sample_rate",
+        expected="1 where group= is a part of the ranks",
+        got=getattr(sampler, "rate", 1),
+        fix=fix,
     )

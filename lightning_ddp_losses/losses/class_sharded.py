@@ -34,7 +34,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
 from lightning_ddp_losses.losses.call_arguments import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.class_heads import (
     head_of,
@@ -365,11 +365,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _times_named(self, indices_tuple: Any, rows: int) -> Tensor:
         """Return how often a miner named each row."""
-        only_anchors = self._head.counts_only_anchors
-        try:
-            return miner_counts(indices_tuple, rows, only_anchors=only_anchors, title=self._title)
-        except InputError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        return miner_counts(indices_tuple, rows, only_anchors=self._head.counts_only_anchors, title=self._title)
 
     def _softmax(self, labels: Tensor, embeddings: Tensor, form: ProductForm) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
@@ -384,7 +380,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             return make(LocalClasses(positions, chunk, per_class, has_all=has_all), penalty=self._penalty)
         sampled = sampler.draw_next(only_local(shard, positions), shard, embeddings.dtype)
         classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes, has_all)
-        return make(classes, log_weight=sampled.log_weight, on_backward=self._note_sampled_gradient)
+        note = partial(self._sampled_gradient.add_, weight=self.weight, shard=shard)
+        return make(classes, log_weight=sampled.log_weight, on_backward=note)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class
@@ -426,33 +423,25 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ what is refused on all ranks
 
     def _check_embeddings(self, embeddings: Tensor) -> None:
-        """Shard the classes if that is not done, and refuse embeddings of another width, together with the peers."""
+        """Shard the classes if that is not done, and refuse embeddings of another width."""
         self.shard_classes()
-        try:
-            refuse_capture(self._title)
-            inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
-        except DDPLossError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
+        refuse_capture(self._title)
+        inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
 
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Refuse labels out of range, and sampling whose optimizer is not attached, together with the peers; return the labels."""
-        try:
-            inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, [self.weight])
-            read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
-            self.value_reading.raise_late()
-            inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
-            if self._training_sampler() is not None and self._row_optimizer is None:
-                raise ConfigurationError(
-                    f"{self._title}: sample_rate",
-                    expected="an optimizer that steps only the sampled rows",
-                    got="none attached",
-                    fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
-                )
-        except DDPLossError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
-        if read_values:
-            return labels
-        return self.value_reading.clamp_labels(self._title, labels, self.num_classes)
+        """Refuse labels out of range, and sampling without an attached optimizer; return the labels."""
+        inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, [self.weight])
+        read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
+        self.value_reading.raise_late()
+        inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
+        expect(
+            self._training_sampler() is None or self._row_optimizer is not None,
+            f"{self._title}: sample_rate",
+            expected="an optimizer that steps only the sampled rows",
+            got="none attached",
+            fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
+        )
+        return labels if read_values else self.value_reading.clamp_labels(self._title, labels, self.num_classes)
 
     # ------------------------------------------------------------------ sharding, loading, saving
 
@@ -554,9 +543,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # validation looks at all classes
         return self.sampler if torch.is_grad_enabled() else None
 
-    def _note_sampled_gradient(self, sampled: Tensor, grad_rows: Tensor) -> None:
-        self._sampled_gradient.add_(sampled, grad_rows, self.weight, self.shard)
-
     # ------------------------------------------------------------------ logits and best classes, without gradient
 
     @torch.no_grad()
@@ -586,15 +572,14 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
         Communication: handshake, gather of the embeddings, two exchanges of G x k numbers. Every rank must call it.
         """
-        if not isinstance(k, int) or not 1 <= k <= self.num_classes:
-            error = InputError(f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k))
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
         return self._class_logits(embeddings, k).best(k)
 
-    def _class_logits(self, embeddings: Tensor, k: int = 0) -> ClassLogits:
+    def _class_logits(self, embeddings: Tensor, k: int | None = None) -> ClassLogits:
         """Gather the embeddings of all ranks, for their logits with this rank's classes; ``k`` must be equal on all ranks."""
-        self._check_embeddings(embeddings)
         try:
+            is_number = k is None or (isinstance(k, int) and 1 <= k <= self.num_classes)
+            expect(is_number, f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k), error=InputError)
+            self._check_embeddings(embeddings)
             inputs.check_devices(self._title, {"embeddings": embeddings}, [self.weight])
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)

@@ -193,33 +193,6 @@ class ShardedSoftmax:
         return Operand(block / lengths)
 
 
-class _WeightLengths:
-    """Lengths of the weight rows of the classes looked at: of all of them at once, or of those sampled as they come.
-
-    Args:
-        classes: Which classes.
-        weight: (c * K, D).
-    """
-
-    def __init__(self, classes: LocalClasses, weight: Tensor) -> None:
-        self._at_once = classes.sampled is None
-        self._lengths = [lengths_of(weight).unsqueeze(1)] if self._at_once else []
-        self._per_class, self._are_any = classes.per_class, bool(classes.number(weight))
-
-    def of_chunk(self, start: int, stop: int, block: Tensor) -> Tensor:
-        """Return those (n, 1) of a chunk, whose weight rows are ``block``."""
-        if not self._at_once:
-            self._lengths.append(lengths_of(block).unsqueeze(1))
-            return self._lengths[-1]
-        return self._lengths[0][start * self._per_class : stop * self._per_class]
-
-    def of_all(self) -> Tensor | None:
-        """Return those (c' * K, 1) of all chunks; None: there are no classes."""
-        if not self._are_any:
-            return None
-        return self._lengths[0] if len(self._lengths) == 1 else torch.cat(self._lengths)
-
-
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -239,10 +212,10 @@ class _SoftmaxFunction(torch.autograd.Function):
         penalty: Number = 0.0
         divisor: Number = 0.0
         left = call.row_operand(rows, scale) if call.by_hand else None
-        lengths = _WeightLengths(classes, weight) if call.by_hand else None
+        lengths = lengths_of(weight).unsqueeze(1) if call.by_hand else None
         for start, stop, block in classes.chunks(weight):
             if left is not None and lengths is not None:
-                logits = product(left, call.weight_operand(block, lengths.of_chunk(start, stop, block)))
+                logits = product(left, call.weight_operand(block, lengths[classes.weight_rows(start, stop)]))
             else:
                 logits = head.logits(rows, scale, block)
             inside = targets.in_chunk(start, stop)
@@ -258,25 +231,26 @@ class _SoftmaxFunction(torch.autograd.Function):
                 terms, number = call.penalty(block)
                 penalty, divisor = penalty + terms, divisor + number
         # 3. the same over the classes of all ranks
-        sums = _Sums(penalty, divisor, targets.count(), head.angle_sum(targets.rows))
-        global_lse, target, sums = _combine_ranks(local_lse, target, sums, call.group)
+        numbers = [penalty, divisor, targets.count(), head.angle_sum(targets.rows)]
+        global_lse, target, numbers = _combine_ranks(local_lse, target, numbers, call.group)
+        penalty, divisor, target_count, angles = numbers
         # 4. the loss: relative to the maximum, so that one far below its logits keeps its digits
         above_maximum = global_lse.above_maximum()
         losses = (global_lse.maximum - target) + above_maximum
         ctx.call, ctx.targets, ctx.slope = call, targets, slope
-        ctx.weight_lengths = None if lengths is None else lengths.of_all()
+        ctx.weight_lengths = lengths
         # a scale of each row is a tensor, which has a gradient
         ctx.scale, row_scale = (None, [scale]) if isinstance(scale, Tensor) else (scale, [])
         ctx.save_for_backward(rows, weight, global_lse.maximum + above_maximum, losses, *row_scale)
-        if isinstance(sums.rows, Tensor):
+        if isinstance(target_count, Tensor):
             # a row whose class nobody has gets none: to raise here would wait for the device
-            losses = torch.where(sums.rows == len(rows), losses, torch.nan)
+            losses = torch.where(target_count == len(rows), losses, torch.nan)
         # what the call asks for beside them
         penalty_sum = penalty_divisor = angle_sum = None
         if call.penalty is not None:
-            penalty_sum, penalty_divisor = _as_tensor(sums.penalty, rows), _as_tensor(sums.divisor, rows)
+            penalty_sum, penalty_divisor = _as_tensor(penalty, rows), _as_tensor(divisor, rows)
         if head.collects_angles:
-            angle_sum = _as_tensor(sums.angles, rows)
+            angle_sum = _as_tensor(angles, rows)
         ctx.mark_non_differentiable(*(number for number in (penalty_divisor, angle_sum) if number is not None))
         return losses, penalty_sum, penalty_divisor, angle_sum
 
@@ -291,7 +265,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         empty = torch.empty_like if classes.sampled is None else torch.zeros_like
         grad_scale = torch.zeros_like(row_scale[0]) if row_scale else None
         # those of the rows are overwritten by the first chunk of cosines, if there is one
-        empty_rows = torch.zeros_like if ctx.weight_lengths is None else torch.empty_like
+        empty_rows = torch.empty_like if call.by_hand and classes.number(weight) else torch.zeros_like
         grads = Grads(empty_rows(rows), grad_scale, empty(weight))
         # 2. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
@@ -351,31 +325,24 @@ class _Backward:
         """Add the gradients through the logits of all classes: for any head, by autograd on each chunk."""
         head, (rows, scale, weight) = self.call.head, self.operands
         for start, stop, block in self.call.classes.chunks(weight):
-            leaves = [rows.detach().requires_grad_(), block.detach().requires_grad_()]
-            leaf_scale = scale
-            if isinstance(scale, Tensor):
-                leaf_scale = scale.detach().requires_grad_()
-                leaves.append(leaf_scale)
-            # the chunk's logits, with their graph
-            with own_graph():
-                logits = head.logits(leaves[0], leaf_scale, leaves[1])
-            # their gradient, in their memory: it is nobody else's, as no step of a head keeps its result for backward
-            grad_logits = self._softmax_(logits.detach(), start, stop).mul_(self.grad.unsqueeze(1))
-            grad_rows, grad_block, *grad_scale = torch.autograd.grad(logits, leaves, grad_logits)
-            grads.rows.add_(grad_rows)
-            if grads.scale is not None:
-                grads.scale.add_(grad_scale[0])
-            self._put_block_(grads, start, stop, block, grad_block)
 
-    def add_product_grads_(self, grads: Grads, weight_lengths: Tensor | None) -> None:
+            def grad_of(logits: Tensor, start: int = start, stop: int = stop) -> Tensor:
+                # in the logits' memory, which is free: no step of a head keeps its result for backward
+                return self._softmax_(logits, start, stop).mul_(self.grad.unsqueeze(1))
+
+            found = _vjp(head.logits, Operands(rows, scale, block), grad_of)
+            grads.rows.add_(found.rows)
+            if grads.scale is not None and found.scale is not None:
+                grads.scale.add_(found.scale)
+            self._put_block_(grads, start, stop, block, found.weight)
+
+    def add_product_grads_(self, grads: Grads, weight_lengths: Tensor) -> None:
         """Add the same for cosines, by hand: half the passes over memory.
 
         Args:
             grads: Sums of the gradients; those of the rows are overwritten.
-            weight_lengths: (c' * K, 1), of the weight rows of the classes looked at; None: there are none.
+            weight_lengths: (c * K, 1).
         """
-        if weight_lengths is None:
-            return
         call, (rows, scale, weight) = self.call, self.operands
         left, column = call.row_operand(rows, scale), self.grad.unsqueeze(1)
         is_bf16, number = left.is_bf16, 1.0 if isinstance(scale, Tensor) else scale
@@ -384,8 +351,8 @@ class _Backward:
         has_length = have_length(weight_lengths)
         for start, stop, block in call.classes.chunks(weight):
             # logits and softmax of the chunk
-            looked_at = slice(start * call.classes.per_class, stop * call.classes.per_class)
-            lengths = weight_lengths[looked_at]
+            place = call.classes.weight_rows(start, stop)
+            lengths = weight_lengths[place]
             right = call.weight_operand(block, lengths)
             share = self._softmax_(product(left, right), start, stop)
             if is_bf16:
@@ -394,12 +361,11 @@ class _Backward:
             # to the rows
             found.add_to_left_(grads.rows, overwrite=not start)
             # to the weight rows, in the memory where they stay if nothing is added to them
-            place = call.classes.weight_rows(start, stop)
             stays = isinstance(place, slice) and call.penalty is None
             out = grads.weight[place] if stays else torch.empty_like(block)
             found.add_to_right_(out, overwrite=True)
             unit = UnitRows(block / lengths if is_bf16 else right.rows, lengths)
-            unit.vjp(out, out=out, has_length=has_length[looked_at])
+            unit.vjp(out, out=out, has_length=has_length[place])
             if not stays:
                 self._put_block_(grads, start, stop, block, out)
         if not is_bf16:
@@ -411,21 +377,14 @@ class _Backward:
     def add_target_grads_(self, grads: Grads, grad_target: Tensor) -> None:
         """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""
         head, targets, (rows, scale, weight) = self.call.head, self.targets, self.operands
-        index = targets.weight_rows()
+        index, grad = targets.weight_rows(), targets.silence(targets.of(grad_target))
         picked = weight[index].view(-1, head.per_class, rows.shape[1])
-        leaves = [targets.of(rows).detach().requires_grad_(), picked.detach().requires_grad_()]
-        leaf_scale = scale
-        if isinstance(scale, Tensor):
-            leaf_scale = targets.of(scale).detach().requires_grad_()
-            leaves.append(leaf_scale)
-        with own_graph():
-            logits = head.targets(leaves[0], leaf_scale, leaves[1])
-        grad_logits = targets.silence(targets.of(grad_target))
-        grad_rows, grad_picked, *grad_scale = torch.autograd.grad(logits, leaves, grad_logits)
-        targets.add_to_(grads.rows, grad_rows)
-        if grads.scale is not None:
-            targets.add_to_(grads.scale, grad_scale[0])
-        grads.weight.index_add_(0, index, targets.silence(grad_picked).reshape(-1, rows.shape[1]))
+        picked_scale = targets.of(scale) if isinstance(scale, Tensor) else scale
+        found = _vjp(head.targets, Operands(targets.of(rows), picked_scale, picked), lambda _: grad)
+        targets.add_to_(grads.rows, found.rows)
+        if grads.scale is not None and found.scale is not None:
+            targets.add_to_(grads.scale, found.scale)
+        grads.weight.index_add_(0, index, targets.silence(found.weight).reshape(-1, rows.shape[1]))
 
     def _softmax_(self, logits: Tensor, start: int, stop: int) -> Tensor:
         """Turn the logits of a chunk into the loss's gradient of them: the softmax, less 1 at the targets.
@@ -457,20 +416,20 @@ class _Backward:
         grads.weight[place] = grad_block
 
 
-class _Sums(NamedTuple):
-    """Numbers of which the sum over ranks is needed.
+def _vjp(logits_of: Callable[..., Tensor], operands: Operands, grad_of: Callable[[Tensor], Tensor]) -> Grads:
+    """Return the gradients of the operands of logits, by autograd.
 
-    Attributes:
-        penalty: The regulariser's terms.
-        divisor: How many they are.
-        rows: Rows whose class is on this rank.
-        angles: Of these with their targets; 0 where the loss does not ask.
+    Args:
+        logits_of: Computes logits from the operands.
+        operands: Rows, scale and weight rows.
+        grad_of: Returns the gradient of the logits, which it may overwrite.
     """
-
-    penalty: Number
-    divisor: Number
-    rows: Number
-    angles: Number
+    leaves = [value.detach().requires_grad_() if isinstance(value, Tensor) else value for value in operands]
+    with own_graph():
+        logits = logits_of(*leaves)
+    trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    rows, *scale, weight = torch.autograd.grad(logits, trained, grad_of(logits.detach()))
+    return Grads(rows, scale[0] if scale else None, weight)
 
 
 def _as_tensor(value: Number, like: Tensor) -> Tensor:
@@ -479,21 +438,21 @@ def _as_tensor(value: Number, like: Tensor) -> Tensor:
 
 
 def _combine_ranks(
-    lse: RunningLogSumExp, target: Tensor, sums: _Sums, group: Group
-) -> tuple[RunningLogSumExp, Tensor, _Sums]:
-    """Return the statistics over the classes of all ranks, added in rank order: the same on every rank."""
+    lse: RunningLogSumExp, target: Tensor, numbers: list[Number], group: Group
+) -> tuple[RunningLogSumExp, Tensor, list[Number]]:
+    """Return the statistics over the classes of all ranks, and the sums of the numbers, in rank order: the same on every rank."""
     world, rows = process_groups.world_size(group), len(target)
     if world == 1:
-        return lse, target, sums
-    extra = target.new_zeros(len(sums))
-    for index, value in enumerate(sums):
+        return lse, target, numbers
+    extra = target.new_zeros(len(numbers))
+    for index, value in enumerate(numbers):
         if isinstance(value, Tensor) or value:
             extra[index] = value
     local = torch.cat([lse.maximum, lse.sum_exp, target, extra])
     gathered = local.new_empty((world, len(local)))
     gather(gathered.view(-1), local, group=group_for(local, group))
     maxima, sum_exps, targets, extras = torch.split(gathered, [rows, rows, rows, len(extra)], dim=1)
-    return RunningLogSumExp.merged(maxima, sum_exps), targets.sum(0), _Sums(*extras.sum(0).unbind())
+    return RunningLogSumExp.merged(maxima, sum_exps), targets.sum(0), list(extras.sum(0).unbind())
 
 
 # ---------------------------------------------------------------------- logits and best classes, for evaluation

@@ -9,7 +9,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum over ranks, ``M`` 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,14 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.column_blocks import ColumnBlocks, RingSource
 from lightning_ddp_losses.losses.partial_sums import global_quotient
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, tile_budget, unit_rows
+from lightning_ddp_losses.losses.products import (
+    ProductChoice,
+    ProductForm,
+    choose_form,
+    refuse_products,
+    tile_budget,
+    unit_rows,
+)
 
 _HOST_TILE_BYTES = 2 << 20
 
@@ -70,7 +77,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if tile_bytes is not None:
             expect_count(f"{title}: tile_bytes", tile_bytes, at_least=64)
         expect_option(f"{title}: gather", gather, ("all", "ring"))
-        expect_option(f"{title}: products", products, get_args(ProductChoice))
+        refuse_products(title, products)
         self.products: ProductChoice = products
         self.max_scale, self.normalize, self.tile_bytes, self.gather = max_scale, normalize, tile_bytes, gather
         self._group = group
