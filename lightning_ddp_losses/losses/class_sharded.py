@@ -389,38 +389,33 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""
-        of_rows: dict[str, Any] = {
-            "losses": losses,
-            "indices": torch.arange(len(losses), device=losses.device),
-            "reduction_type": "element",
-        }
-        in_window = current_window() is not None and is_separable(self.loss, "elements")
+        indices = torch.arange(len(losses), device=losses.device)
+        of_rows: dict[str, Any] = {"losses": losses, "indices": indices, "reduction_type": "element"}
+        reducer, in_window = self.loss.reducer, current_window() is not None and is_separable(self.loss, "elements")
         by_sums = in_window
         if self._head.drops_improbable_rows:
             kept = torch.exp(-losses.detach()) != 0
-            if losses.device.type != "cpu" and can_split(self.loss.reducer) and not collects_counts(self.loss):
-                # to select them would wait for their number
+            # to select them on an accelerator would wait for their number
+            if losses.device.type != "cpu" and can_split(reducer) and not collects_counts(self.loss):
                 of_rows["kept"], by_sums = kept, True
             else:
-                of_rows |= {"losses": losses[kept], "indices": of_rows["indices"][kept]}
+                of_rows |= {"losses": losses[kept], "indices": indices[kept]}
         sub_losses = {"loss": of_rows}
         if self._penalty is not None and found.penalty is not None and found.penalty_divisor is not None:
             value = self._penalty.value(found.penalty, found.penalty_divisor)
             sub_losses["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
         self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
         if not by_sums:
-            reduced: Tensor = self.loss.reducer(sub_losses, embeddings, labels)
-            return reduced
+            return reducer(sub_losses, embeddings, labels)  # type: ignore[no-any-return]
         # the same by sums and divisors, which an accumulation window adds up: every rank has all rows, as if there were one rank
-        sums = sums_of_all_rows(partial_sums_of(self.loss.reducer, sub_losses, embeddings, labels), embeddings)
+        sums = sums_of_all_rows(partial_sums_of(reducer, sub_losses, embeddings, labels), embeddings)
         if in_window:
             return global_loss(sums, window_source=(self, self._title))
-        reduction = reduction_of(self.loss.reducer)
-        assert reduction is not None
         # PML's mean over no rows is not a number, of a reducer that selects it is 0
-        return global_loss(sums, empty=0.0 if reduction.selects else math.nan)
+        reduction = reduction_of(reducer)
+        return global_loss(sums, empty=0.0 if reduction is not None and reduction.selects else math.nan)
 
-    # ------------------------------------------------------------------ what is refused on all ranks
+    # ------------------------------------------------------------------ refused inputs
 
     def _check_embeddings(self, embeddings: Tensor) -> None:
         """Shard the classes if that is not done, and refuse embeddings of another width."""
@@ -454,7 +449,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         world = process_groups.world_size(self._group)
         if sharded.world_size == world:
             return
-        sharded.refuse_other_ranks(world)
         # the same loss everywhere
         seed = sharded.agree_on_seed(configuration_digest(self.loss), self._group)
         # the same options in all parts of the world, where the group is one of several
@@ -533,11 +527,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def attach(self, optimizer: Any) -> None:
         """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
         inner = compat.unwrapped_optimizer(optimizer)
-        if self.sampler is None or (self._row_optimizer is not None and self._row_optimizer.is_attached_to(inner)):
+        parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+        if self.sampler is None or all(parameter is not self.weight for parameter in parameters):
             return
-        row_optimizer = SampledRowOptimizer(self.weight, self._sampled_gradient)
-        if row_optimizer.attach(inner):
-            self._row_optimizer = row_optimizer
+        if self._row_optimizer is None or self._row_optimizer.optimizer() is not inner:
+            self._row_optimizer = SampledRowOptimizer(self.weight, self._sampled_gradient, inner)
 
     def _training_sampler(self) -> ClassSampler | None:
         # validation looks at all classes

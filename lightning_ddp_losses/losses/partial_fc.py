@@ -68,17 +68,7 @@ class ClassSampler(CountedDraws):
         self.number += 1
         text = f"{torch.initial_seed()} {shard.start} {self.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        return self.draw(labels, shard.classes, seed, dtype)
-
-    def draw(self, labels: Tensor, classes: int, seed: int, dtype: torch.dtype) -> SampledClasses:
-        """Draw among this rank's classes.
-
-        Args:
-            labels: (G,) positions among this rank's classes, -1 for others.
-            classes: c.
-            seed: Of this call and rank.
-            dtype: Of the logits.
-        """
+        classes = shard.classes
         is_local = labels >= 0
         # the batch's own classes come first, others in random order
         is_target = torch.zeros(classes, dtype=torch.bool, device=labels.device)
@@ -167,29 +157,18 @@ class SampledRowOptimizer:
     Args:
         weight: The parameter, tagged as a shard.
         gradient: Knows which classes have a gradient.
+        optimizer: An optimizer that holds the weight.
     """
 
-    def __init__(self, weight: nn.Parameter, gradient: SampledGradient) -> None:
+    def __init__(self, weight: nn.Parameter, gradient: SampledGradient, optimizer: torch.optim.Optimizer) -> None:
         self._weight, self._gradient = weight, gradient
-        self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        self.optimizer = weakref.ref(optimizer)
         # while a step runs
         self._part: nn.Parameter | None = None  # the sampled rows; in a first step, a resting row after them
         self._set_aside: Tensor | None = None  # the gradient, where no row has one
         self._rows = torch.empty(0, dtype=torch.long)
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Install on an optimizer that holds the weight; return False for another."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all(parameter is not self._weight for parameter in parameters):
-            return False
-        self._optimizer = weakref.ref(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        return True
-
-    def is_attached_to(self, optimizer: Any) -> bool:
-        """Say whether this is the optimizer that it was installed on."""
-        return self._optimizer is not None and self._optimizer() is optimizer
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copy of the loss has other parameters, which no optimizer holds yet

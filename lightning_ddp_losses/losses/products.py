@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
-from lightning_ddp_losses.errors import ConfigurationError, expect_option
+from lightning_ddp_losses.errors import expect, expect_option
 
 ProductChoice: TypeAlias = Literal["float32", "bf16", "auto"]
 """The user's option."""
@@ -81,15 +81,14 @@ def choose_form(title: str, choice: ProductChoice, operands: Sequence[Tensor]) -
         return "float32"
     device = operands[0].device
     if choice == "auto":
-        is_free = dtypes == {torch.bfloat16} and has_bf16(device)
-        return "bf16" if is_free else "float32"
-    if not has_bf16(device):
-        raise ConfigurationError(
-            f"{title}: products",
-            expected=f"a device with bfloat16 for {choice!r}",
-            got=f"{device}, which has none",
-            fix="Use products='float32', or 'auto', which takes bf16 products only if rows and device have them.",
-        )
+        return "bf16" if dtypes == {torch.bfloat16} and has_bf16(device) else "float32"
+    expect(
+        has_bf16(device),
+        f"{title}: products",
+        expected=f"a device with bfloat16 for {choice!r}",
+        got=f"{device}, which has none",
+        fix="Use products='float32', or 'auto', which takes bf16 products only if rows and device have them.",
+    )
     return choice
 
 
@@ -420,15 +419,13 @@ class RunningLogSumExp:
 
     def _with_more_parts(self, maxima: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Make room for twice as many parts; for as many as before once they are too many and are merged."""
-        wanted = 2 * len(maxima)
-        if wanted > _MOST_PARTS:
-            wanted = _MOST_PARTS
+        added = len(maxima)
+        if added == _MOST_PARTS:
             maxima, sums = (numbers.unsqueeze(0) for numbers in self._merged())
-        old = len(maxima)
-        self._taken += [0] * (wanted - old)
-        self._parts = _nothing(wanted, self._rows, self._like)
-        for numbers, before in zip(self._parts, (maxima, sums), strict=True):
-            numbers[:old] = before
+            added -= 1
+        self._taken += [0] * added
+        empty = _nothing(added, self._rows, self._like)
+        self._parts = torch.cat([maxima, empty[0]]), torch.cat([sums, empty[1]])
         return self._parts
 
     def _merged(self) -> tuple[Tensor, Tensor]:

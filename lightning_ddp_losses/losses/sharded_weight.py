@@ -79,12 +79,20 @@ class ShardedWeight:
 
     # ------------------------------------------------------------------ sharding
 
-    def refuse_other_ranks(self, world: int) -> None:
-        """Refuse to shard once more over another number of ranks.
+    def agree_on_seed(self, configuration: str, group: Group) -> int:
+        """Refuse losses that differ, and one that is sharded over another number of ranks; return rank 0's seed.
+
+        Args:
+            configuration: Of the loss, as text.
+            group: Process group over which the classes are sharded.
 
         Raises:
-            ConfigurationError: naming both numbers.
+            ConfigurationError: for a loss that is sharded already; on every rank, when there are more ranks than classes.
+            RankMismatchError: on every rank, when losses differ.
+
+        Communication: one handshake.
         """
+        world = process_groups.world_size(group)
         is_sharded = self.world_size > 1 or (self.world_size == 1 and self.shard.classes < self.num_classes)
         expect(
             not is_sharded,
@@ -93,20 +101,6 @@ class ShardedWeight:
             got=world,
             fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
         )
-
-    def agree_on_seed(self, configuration: str, group: Group) -> int:
-        """Refuse losses that differ; return rank 0's seed.
-
-        Args:
-            configuration: Of the loss, as text.
-            group: Process group over which the classes are sharded.
-
-        Raises:
-            ConfigurationError: on every rank, when there are more ranks than classes.
-            RankMismatchError: on every rank, when losses differ.
-
-        Communication: one handshake.
-        """
         must_match = {
             "classes": self.num_classes,
             "built": self._seed is not None,
@@ -114,7 +108,6 @@ class ShardedWeight:
         }
         local_seed = (self._seed or 0).to_bytes(8, "little")
         seeds = handshake.all_gather(f"{self._title} divides its classes", must_match, local_seed, group=group)
-        world = process_groups.world_size(group)
         if self.num_classes < world:
             raise ConfigurationError(
                 f"{self._title}: classes",
@@ -298,13 +291,13 @@ def refuse_joint_draws(loss: Any) -> None:
         ConfigurationError: naming it.
     """
     init = getattr(loss.weight_init_func, "init_func", loss.weight_init_func)
-    if init in _JOINT_INITS:
-        raise ConfigurationError(
-            f"ClassShardedLoss.build({type(loss).__name__}): weight_init_func",
-            expected="one that draws each class by itself",
-            got=getattr(init, "__name__", repr(init)),
-            fix="Give ClassShardedLoss an instance of the loss, whose weight is sliced.",
-        )
+    expect(
+        init not in _JOINT_INITS,
+        f"ClassShardedLoss.build({type(loss).__name__}): weight_init_func",
+        expected="one that draws each class by itself",
+        got=getattr(init, "__name__", repr(init)),
+        fix="Give ClassShardedLoss an instance of the loss, whose weight is sliced.",
+    )
 
 
 def draw_(
@@ -329,18 +322,14 @@ def draw_(
             shape[dim] = (stop - start) * per_class
             block = torch.empty(shape, dtype=torch.float32).as_subclass(_ClassBlock)
             block.full_shape = full_shape
-            torch.default_generator.manual_seed(_block_seed(seed, number))
+            digest = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
+            torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
             init(block)
             # this rank's classes of it
             low, high = max(start, shard.start), min(stop, shard.stop)
             rows = (high - low) * per_class
             local = block.as_subclass(Tensor).narrow(dim, (low - start) * per_class, rows)
             weight.narrow(dim, (low - shard.start) * per_class, rows).copy_(local)
-
-
-def _block_seed(seed: int, number: int) -> int:
-    hashed = hashlib.blake2b(f"{seed} {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(hashed, "little") >> 1
 
 
 # ---------------------------------------------------------------------- which classes a call looks at, and where targets are among them
@@ -391,12 +380,6 @@ class LocalClasses:
             return slice(start * self.per_class, stop * self.per_class)
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
-    def targets_in_all(self, number: int) -> Targets:
-        """Find the targets among so many classes, all that are looked at."""
-        # what lies outside is not where it was
-        columns = self.labels.clamp(0, number - 1)
-        return Targets(columns == self.labels, columns.unsqueeze(1))
-
     def local_targets(self, weight: Tensor, *, listed: bool) -> LocalTargets:
         """Find the rows whose class is on this rank.
 
@@ -412,11 +395,13 @@ class LocalClasses:
             nothing = torch.empty(0, dtype=torch.int64, device=self.labels.device)
             is_inside = torch.zeros_like(self.labels, dtype=torch.bool)
             return LocalTargets(self, number, Targets(is_inside, self.labels.unsqueeze(1)), nothing)
-        targets = self.targets_in_all(number)
+        # targets of other ranks are moved by the clamp
+        columns = self.labels.clamp(0, number - 1)
+        is_inside = columns == self.labels
+        targets = Targets(is_inside, columns.unsqueeze(1))
         if waits_to_list(self.labels) and self.sampled is None and not listed:
             return LocalTargets(self, number, targets, None)
-        assert targets.is_inside is not None
-        return LocalTargets(self, number, targets, targets.is_inside.nonzero().squeeze(1))
+        return LocalTargets(self, number, targets, is_inside.nonzero().squeeze(1))
 
 
 @dataclass(frozen=True)

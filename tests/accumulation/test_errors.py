@@ -47,90 +47,83 @@ def _plain(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(job.net.head(job.net(rows)), labels.clamp(min=0))
 
 
-def _pairs(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    loss: Tensor = job.pairs(job.net(rows), labels)
-    return loss
-
-
-def _towers(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    loss: Tensor = job.towers(job.net(rows), job.net(rows + 1))
-    return loss
-
-
-def _two_divisors(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    return _cross_entropy(job, rows, labels) + global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+def _norm(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
 
 
 def _nested(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    inner = global_mean(job.net(rows).square().sum(), len(rows), name="norm")
-    return global_mean(inner * len(rows), len(rows), name="outer")
+    return global_mean(_norm(job, rows, labels) * len(rows), len(rows), name="outer")
 
 
-def _root(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    return 2 * _cross_entropy(job, rows, labels).sqrt()
+def _expecting(batch: int, count: Callable[[], int]) -> Objective:
+    """Counts that are announced at one batch."""
 
+    def objective(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+        if job.trainer.fit_loop.epoch_loop.batch_idx == batch:
+            job.trainer.strategy.expect_counts({"norm": count()})
+        return _norm(job, rows, labels)
 
-def _product(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    return _cross_entropy(job, rows, labels) * global_mean(job.net(rows).square().sum(), len(rows), name="norm")
-
-
-def _quotient(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    return 1.0 / global_mean(job.net(rows).square().sum(), len(rows), name="norm") * 3
-
-
-def _ratio(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    return torch.ones((), dtype=rows.dtype) / global_mean(job.net(rows).square().sum(), len(rows), name="norm")
-
-
-def _wrong_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    if job.trainer.fit_loop.epoch_loop.batch_idx == 0:
-        job.trainer.strategy.expect_counts({"norm": 5})
-    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
-
-
-def _negative_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    if job.trainer.fit_loop.epoch_loop.batch_idx == 0:
-        job.trainer.strategy.expect_counts({"norm": -1 if dist.get_rank() else 3})
-    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
-
-
-def _late_expectation(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    if job.trainer.fit_loop.epoch_loop.batch_idx == 1:
-        job.trainer.strategy.expect_counts({"norm": 5})
-    return global_mean(job.net(rows).square().sum(), len(rows), name="norm")
+    return objective
 
 
 OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
     "a hand-written regulariser": (_with_penalty, ["PowBackward0", "`net.head.weight`", "global_mean(total, count)"]),
     "a loss of this rank's rows": (_plain, ["NllLossBackward0", "GlobalBatchLoss"]),
-    "a loss that compares rows": (_pairs, ["GlobalBatchLoss(SupConLoss), which reaches", "microbatched"]),
-    "two towers": (_towers, ["SigLipLoss, which reaches", "microbatched"]),
+    "a loss that compares rows": (
+        lambda job, rows, labels: job.pairs(job.net(rows), labels),
+        ["GlobalBatchLoss(SupConLoss), which reaches", "microbatched"],
+    ),
+    "two towers": (
+        lambda job, rows, _: job.towers(job.net(rows), job.net(rows + 1)),
+        ["SigLipLoss, which reaches", "microbatched"],
+    ),
     "two divisors": (
-        _two_divisors,
+        lambda *batch: _cross_entropy(*batch) + _norm(*batch),
         ["losses with different divisors", "GlobalBatchLoss(CrossEntropyLoss)", "global_mean `norm`", "expect_counts"],
     ),
     "a mean of a mean": (_nested, ["global_mean `outer`", "depends on global_mean `norm`"]),
-    "a root of a loss": (_root, ["a weighted sum of losses", "SqrtBackward0 of GlobalBatchLoss(CrossEntropyLoss)"]),
-    "a product of losses": (_product, ["a weighted sum of losses", "MulBackward0"]),
-    "a number over a loss": (_quotient, ["a weighted sum of losses", "ReciprocalBackward0"]),
-    "a tensor over a loss": (_ratio, ["a weighted sum of losses", "DivBackward0"]),
-    "counts that were not so": (_wrong_expectation, ["expect_counts of global_mean `norm`", "10 over all ranks"]),
-    "a negative count": (_negative_expectation, ["expect_counts", "finite counts, not negative", "-1"]),
-    "counts that come late": (_late_expectation, ["before the first backward", "micro-batch 2"]),
+    "a root of a loss": (
+        lambda *batch: 2 * _cross_entropy(*batch).sqrt(),
+        ["a weighted sum of losses", "SqrtBackward0 of GlobalBatchLoss(CrossEntropyLoss)"],
+    ),
+    "a product of losses": (
+        lambda *batch: _cross_entropy(*batch) * _norm(*batch),
+        ["a weighted sum of losses", "MulBackward0"],
+    ),
+    "a number over a loss": (
+        lambda *batch: 1.0 / _norm(*batch) * 3,
+        ["a weighted sum of losses", "ReciprocalBackward0"],
+    ),
+    "a tensor over a loss": (
+        lambda job, rows, labels: torch.ones((), dtype=rows.dtype) / _norm(job, rows, labels),
+        ["a weighted sum of losses", "DivBackward0"],
+    ),
+    "counts that were not so": (
+        _expecting(0, lambda: 5),
+        ["expect_counts of global_mean `norm`", "10 over all ranks"],
+    ),
+    "a negative count": (
+        _expecting(0, lambda: -1 if dist.get_rank() else 3),
+        ["expect_counts", "finite counts, not negative", "-1"],
+    ),
+    "counts that come late": (_expecting(1, lambda: 5), ["before the first backward", "micro-batch 2"]),
 }
 
 
-def fit(name: str) -> None:
-    job = Written(name)
-    job.batches = own_batches(job.global_batches(4, 2))
-    make_trainer(DDPLossStrategy(accumulation="window", find_unused_parameters=True), accumulate_grad_batches=2).fit(
-        job, loader(job.batches)
-    )
+def fit(job: Job, every: int = 2, rows: int = 2, **options: Any) -> None:
+    """Train on windows of micro-batches."""
+    strategy = DDPLossStrategy(accumulation="window", find_unused_parameters=isinstance(job, Written))
+    trainer = make_trainer(strategy, accumulate_grad_batches=every, **options)
+    trainer.fit(job, loader(own_batches(job.global_batches(rows, 2))))
+
+
+def fit_written(name: str) -> None:
+    fit(Written(name), rows=4)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_cannot_be_exact(pool: RankPool, name: str) -> None:
-    for error in pool.errors(2, fit, name):
+    for error in pool.errors(2, fit_written, name):
         assert error.is_a("DDPLossError"), error
         assert not error.timed_out
         for text in OBJECTIVES[name][1]:
@@ -143,12 +136,7 @@ def test_windows_of_one_micro_batch_take_any_loss(pool: RankPool) -> None:
 
 def fit_single() -> None:
     for name in ("a hand-written regulariser", "a loss that compares rows", "two divisors"):
-        job = Written(name)
-        strategy = DDPLossStrategy(accumulation="window", find_unused_parameters=True)
-        # windows longer than an epoch
-        make_trainer(strategy, accumulate_grad_batches=4, max_epochs=2).fit(
-            job, loader(own_batches(job.global_batches(1, 2)))
-        )
+        fit(Written(name), every=4, rows=1, max_epochs=2)  # windows longer than an epoch
 
 
 def fit_uneven() -> None:
@@ -185,9 +173,7 @@ def fit_and_step_inside() -> None:
 
 
 def fit_lbfgs() -> None:
-    job = Twice("cross entropy, ignored")
-    batches = own_batches(job.global_batches(2, 2))
-    make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2).fit(job, loader(batches))
+    fit(Twice("cross entropy, ignored"))
 
 
 @pytest.mark.parametrize(
@@ -213,9 +199,7 @@ class Skips(Job):
 
 
 def fit_skipping() -> None:
-    job = Skips("cross entropy, ignored")
-    batches = own_batches(job.global_batches(2, 1))
-    make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2).fit(job, loader(batches))
+    fit(Skips("cross entropy, ignored"))
 
 
 @pytest.mark.parametrize(

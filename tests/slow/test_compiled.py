@@ -36,98 +36,71 @@ FEATURES, DIM, CLASSES = 5, 6, 4
 HOW = ("model", "step", "loss")  # what is compiled; a step is forward and backward
 
 
+Objective = Callable[["Model", Tensor, Tensor], Tensor]
+
+
 class Model(nn.Module):
     """An encoder, and a loss over all ranks behind it."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
+    def __init__(self, objective: Objective, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.encoder = nn.Linear(FEATURES, DIM)
-        self.loss = make()
+        self.encoder, self.norm = nn.Linear(FEATURES, DIM), nn.Identity()
+        self.loss, self.objective = make(), objective
+        if objective is normalised:
+            self.norm = nn.BatchNorm1d(DIM)
+            SyncBatchNorm().apply(self)
+        self.miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
+        self.pieces = microbatched(nn.Sequential(nn.Linear(DIM, DIM)).double(), chunk_size=2)
 
     def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
         embeddings = self.encoder(rows).sin()
-        return self.objective(embeddings, labels) * 2  # type: ignore[no-any-return]
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(embeddings, labels)  # type: ignore[no-any-return]
+        return self.objective(self, embeddings, labels) * 2
 
 
-class Towers(Model):
-    """Two embeddings of each row: two towers, two views, predictions and targets."""
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(embeddings, embeddings.flip(1).cos())  # type: ignore[no-any-return]
+def labelled(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
+    return model.loss(embeddings, labels)  # type: ignore[no-any-return]
 
 
-class Collection(Towers):
-    """Several metrics, which share one exchange."""
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        found = self.loss(embeddings, embeddings.flip(1).cos())
-        return sum(found.values(), torch.zeros(()))
+def normalised(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
+    return model.loss(model.norm(embeddings), labels)  # type: ignore[no-any-return]
 
 
-class Accumulated(Towers):
+def towers(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
+    """Two embeddings of each row: two towers, predictions and targets; of several metrics, which share one exchange, the sum."""
+    found = model.loss(embeddings, embeddings.flip(1).cos())
+    return found if isinstance(found, Tensor) else sum(found.values(), torch.zeros(()))
+
+
+def accumulated(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
     """A metric by its update and compute."""
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        self.loss.reset()
-        self.loss.update(embeddings, embeddings.flip(1).cos())
-        return self.loss.compute() + embeddings.mean()  # type: ignore[no-any-return]
+    model.loss.reset()
+    model.loss.update(embeddings, embeddings.flip(1).cos())
+    return model.loss.compute() + embeddings.mean()  # type: ignore[no-any-return]
 
 
-class AccumulatedCollection(Towers):
+def several_accumulated(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
     """The same for several."""
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        self.loss.reset()
-        self.loss.update(embeddings.detach(), embeddings.flip(1).cos())
-        found = self.loss.compute()
-        return sum(found.values(), torch.zeros(())) + embeddings.mean()
+    model.loss.reset()
+    model.loss.update(embeddings.detach(), embeddings.flip(1).cos())
+    return sum(model.loss.compute().values(), torch.zeros(())) + embeddings.mean()
 
 
-class Mined(Model):
+def mined(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
     """The tuples of a miner over all ranks."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__(make)
-        self.miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(embeddings, labels, self.miner(embeddings, labels))  # type: ignore[no-any-return]
+    return model.loss(embeddings, labels, model.miner(embeddings, labels))  # type: ignore[no-any-return]
 
 
-class Normalised(Model):
-    """Batch norm over all ranks."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__(make)
-        self.norm = nn.BatchNorm1d(DIM)
-        SyncBatchNorm().apply(self)
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.norm(embeddings), labels)  # type: ignore[no-any-return]
-
-
-class Pieces(Model):
+def in_pieces(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
     """An encoder that runs in pieces."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__(make)
-        self.pieces = microbatched(nn.Sequential(nn.Linear(DIM, DIM)).double(), chunk_size=2)
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.pieces(embeddings), labels)  # type: ignore[no-any-return]
+    return model.loss(model.pieces(embeddings), labels)  # type: ignore[no-any-return]
 
 
-class Collectives(Model):
+def collectives(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
     """The differentiable collectives by hand."""
-
-    def objective(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        everywhere = all_gather_with_grad(embeddings)
-        kept = reduce_scatter_with_grad(everywhere.sin(), rows=len(embeddings))
-        return all_reduce_with_grad(kept.square().sum())
+    everywhere = all_gather_with_grad(embeddings)
+    kept = reduce_scatter_with_grad(everywhere.sin(), rows=len(embeddings))
+    return all_reduce_with_grad(kept.square().sum())
 
 
 def class_head() -> nn.Module:
@@ -139,25 +112,25 @@ def collection() -> nn.Module:
     return differentiable(torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.R2Score()]))
 
 
-CASES: dict[str, tuple[type[Model], Callable[[], nn.Module]]] = {
-    "tiles": (Model, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
-    "a ring": (Towers, lambda: ClipLoss(gather="ring")),
-    "tiles with an exchange in backward": (Model, lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")),
-    "replicated": (Model, lambda: GlobalBatchLoss(pml.ProxyAnchorLoss(CLASSES, DIM))),
-    "elements": (Model, lambda: GlobalBatchLoss(class_head())),
-    "a loss of torch": (Model, lambda: GlobalBatchLoss(nn.CrossEntropyLoss(weight=torch.linspace(1, 2, DIM)))),
-    "a miner": (Mined, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
-    "class shards": (Model, lambda: ClassShardedLoss(class_head())),
-    "CLIP": (Towers, ClipLoss),
-    "SigLIP": (Towers, SigLipLoss),
-    "a metric": (Towers, lambda: differentiable(torchmetrics.MeanSquaredError())),
-    "a metric, accumulated": (Accumulated, lambda: differentiable(torchmetrics.MeanSquaredError())),
-    "a composition of metrics": (Towers, lambda: 2 * differentiable(torchmetrics.MeanSquaredError())),
-    "a collection of metrics": (Collection, collection),
-    "a collection, accumulated": (AccumulatedCollection, collection),
-    "batch norm": (Normalised, nn.CrossEntropyLoss),
-    "pieces": (Pieces, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
-    "collectives": (Collectives, nn.Identity),
+CASES: dict[str, tuple[Objective, Callable[[], nn.Module]]] = {
+    "tiles": (labelled, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
+    "a ring": (towers, lambda: ClipLoss(gather="ring")),
+    "tiles with an exchange in backward": (labelled, lambda: GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")),
+    "replicated": (labelled, lambda: GlobalBatchLoss(pml.ProxyAnchorLoss(CLASSES, DIM))),
+    "elements": (labelled, lambda: GlobalBatchLoss(class_head())),
+    "a loss of torch": (labelled, lambda: GlobalBatchLoss(nn.CrossEntropyLoss(weight=torch.linspace(1, 2, DIM)))),
+    "a miner": (mined, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
+    "class shards": (labelled, lambda: ClassShardedLoss(class_head())),
+    "CLIP": (towers, ClipLoss),
+    "SigLIP": (towers, SigLipLoss),
+    "a metric": (towers, lambda: differentiable(torchmetrics.MeanSquaredError())),
+    "a metric, accumulated": (accumulated, lambda: differentiable(torchmetrics.MeanSquaredError())),
+    "a composition of metrics": (towers, lambda: 2 * differentiable(torchmetrics.MeanSquaredError())),
+    "a collection of metrics": (towers, collection),
+    "a collection, accumulated": (several_accumulated, collection),
+    "batch norm": (normalised, nn.CrossEntropyLoss),
+    "pieces": (in_pieces, lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows")),
+    "collectives": (collectives, nn.Identity),
 }
 
 
@@ -170,8 +143,7 @@ def step(name: str, how: str) -> dict[str, Tensor]:
     """Two steps of one case."""
     process_groups.close()  # so that the first call makes our groups
     torch.compiler.reset()
-    kind, make = CASES[name]
-    model = kind(make).double()
+    model = Model(*CASES[name]).double()
     rows, labels = rows_of(dist.get_rank())
 
     def whole_step(rows: Tensor, labels: Tensor) -> Tensor:

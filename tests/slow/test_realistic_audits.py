@@ -58,67 +58,34 @@ def norms() -> list[Any]:
 
 UNUSED = Setup(unused=True)
 CLIPPED = Setup(options={"gradient_clip_val": 0.5, "accumulate_grad_batches": 2})
-HEALTHY: dict[type[Realistic], Setup] = {
+SETUPS: dict[type[Realistic], Setup] = {  # those that are not the default
     Realistic: Setup(options={"callbacks": averages}),
-    contrastive.MoCo: Setup(),
-    contrastive.BYOL: Setup(),
-    contrastive.VICReg: Setup(),
-    contrastive.BarlowTwins: Setup(),
-    contrastive.Dino: Setup(),
-    contrastive.InfoNCE: Setup(),
-    contrastive.MaskedAutoencoder: Setup(),
-    contrastive.Towers: Setup(),
-    contrastive.SigmoidTowers: Setup(),
-    contrastive.SupervisedContrast: Setup(),
-    contrastive.MinedTriplets: Setup(),
-    contrastive.Remembered: Setup(),
-    contrastive.ClassCentres: Setup(),
-    contrastive.Proxies: Setup(),
-    contrastive.GivenTriplets: Setup(),
-    contrastive.Prototypes: Setup(),
-    contrastive.MeanTeacher: Setup(),
-    pictures.Segmentation: Setup(),
-    pictures.GlobalDice: Setup(),
     pictures.Residual: Setup(options={"plugins": norms}),
-    pictures.Focal: Setup(),
-    pictures.DetectionSet: Setup(),
     pictures.Adversaries: UNUSED,
     pictures.Wasserstein: UNUSED,
-    pictures.Variational: Setup(),
-    pictures.Diffusion: Setup(),
-    pictures.Codebook: Setup(),
-    pictures.Flow: Setup(),
-    sequences.LanguageModel: Setup(),
-    sequences.PaddedLanguageModel: Setup(),
-    sequences.Sequences: Setup(),
-    sequences.SequenceAutoencoder: Setup(),
-    sequences.Translation: Setup(),
-    sequences.Speech: Setup(),
     sequences.Experts: UNUSED,
-    tables.Recommender: Setup(),
-    tables.SampledItems: Setup(),
-    tables.KnowledgeGraph: Setup(),
-    tables.Graphs: Setup(),
-    tables.Quantiles: Setup(),
-    tables.Ordinal: Setup(),
-    tables.Survival: Setup(),
-    tables.PolicyGradient: Setup(),
-    tables.RootError: Setup(),
     training.LowRank: Setup(options={"callbacks": swa, "max_epochs": 2}),
-    training.Distillation: Setup(),
-    training.HiddenTeacher: Setup(),
-    training.LinearProbe: Setup(),
-    training.LayerwiseDecay: Setup(),
     training.Regularised: CLIPPED,
-    training.ManyTasks: Setup(),
-    training.GradientNorms: Setup(),
-    training.Mixed: Setup(),
     training.Scheduled: CLIPPED,
     training.Plateau: Setup(options={"max_epochs": 2}),
-    training.SharpnessAware: Setup(),
-    training.ManualAccumulation: Setup(),
-    training.InnerLoop: Setup(),
 }
+NAMES = {
+    contrastive: """
+        MoCo BYOL VICReg BarlowTwins Dino InfoNCE MaskedAutoencoder Towers SigmoidTowers SupervisedContrast MinedTriplets
+        Remembered ClassCentres Proxies GivenTriplets Prototypes MeanTeacher
+    """,
+    pictures: """
+        Segmentation GlobalDice Residual Focal DetectionSet Adversaries Wasserstein Variational Diffusion Codebook Flow
+    """,
+    sequences: "LanguageModel PaddedLanguageModel Sequences SequenceAutoencoder Translation Speech Experts",
+    tables: "Recommender SampledItems KnowledgeGraph Graphs Quantiles Ordinal Survival PolicyGradient RootError",
+    training: """
+        LowRank Distillation HiddenTeacher LinearProbe LayerwiseDecay Regularised ManyTasks GradientNorms Mixed Scheduled
+        Plateau SharpnessAware ManualAccumulation InnerLoop
+    """,
+}
+MODULES = [Realistic, *(getattr(file, name) for file, names in NAMES.items() for name in names.split())]
+HEALTHY: dict[type[Realistic], Setup] = {module: SETUPS.get(module, Setup()) for module in MODULES}
 
 
 @pytest.mark.parametrize("place", range(len(HEALTHY)), ids=[module.__name__ for module in HEALTHY])
