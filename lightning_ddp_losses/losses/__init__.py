@@ -33,7 +33,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; places of classes and targets; logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
-| ``clip``, ``siglip``, ``two_towers``, ``column_blocks`` | losses between two towers |
+| ``clip``, ``siglip``, ``two_towers`` | losses between two towers |
 
 The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses what this rank cannot take. An
 evaluation is chosen. The rows are gathered (``gathered_call``) unless it is ``Elements``. It computes a ``PartialSum`` of each sub-loss;

@@ -19,10 +19,9 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.losses.column_blocks import BlockProducts, ColumnBlock, ColumnBlocks
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp
-from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, mean_over_images
+from lightning_ddp_losses.losses.two_towers import ColumnBlock, ColumnBlocks, TwoTowerLoss
 
 
 class ClipLoss(TwoTowerLoss):
@@ -123,7 +122,7 @@ class _Clip(torch.autograd.Function):
 
         def visit(block: ColumnBlock) -> Tensor:
             column_lse = RunningLogSumExp.empty(block.text_count, images)
-            products = BlockProducts(columns, block, images, scale)
+            products = columns.products(block, images, scale)
             for tile in block.tiles(images, columns.tile_bytes):
                 # logits, in which the own pair counts as nothing
                 logits = products.compute(tile)
@@ -173,7 +172,7 @@ class _Clip(torch.autograd.Function):
         def visit(block: ColumnBlock) -> Tensor:
             d_block = torch.zeros_like(block.columns)
             d_columns = d_block[:, : images.shape[1]]
-            products = BlockProducts(columns, block, images, scale)
+            products = columns.products(block, images, scale)
             for tile in block.tiles(images, columns.tile_bytes):
                 logits = columns.take_kept()
                 if logits is None:
@@ -237,7 +236,7 @@ def _columns_and_value(
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
     if columns.ring is not None:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
-        return log_probs, mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2, columns)
+        return log_probs, columns.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])

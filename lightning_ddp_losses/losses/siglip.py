@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.column_blocks import BlockProducts, ColumnBlock, ColumnBlocks, ProductTile
 from lightning_ddp_losses.losses.products import ProductChoice
-from lightning_ddp_losses.losses.two_towers import TwoTowerLoss, mean_over_images
+from lightning_ddp_losses.losses.two_towers import ColumnBlock, ColumnBlocks, ProductTile, TwoTowerLoss
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -105,7 +104,7 @@ class SigLipLoss(TwoTowerLoss):
     def _evaluate(self, columns: ColumnBlocks, *tensors: Any) -> Tensor:
         # this rank's share of the sum over pairs, then that of all ranks
         total: Tensor = _PairSum.apply(columns, *tensors)  # type: ignore[no-untyped-call]
-        return mean_over_images("SigLipLoss", total, columns)
+        return columns.mean_over_images("SigLipLoss", total)
 
 
 class _PairSum(torch.autograd.Function):
@@ -116,7 +115,7 @@ class _PairSum(torch.autograd.Function):
         sums = list[Tensor]()
 
         def visit(block: ColumnBlock) -> None:
-            products = BlockProducts(columns, block, images, scale)
+            products = columns.products(block, images, scale)
             for tile in block.tiles(images, columns.tile_bytes):
                 # -logsigmoid(t z) = softplus(-t z)
                 opposed_logits = _opposed_logits_(products.compute(tile), tile, bias)
@@ -138,7 +137,7 @@ class _PairSum(torch.autograd.Function):
         def visit(block: ColumnBlock) -> Tensor:
             d_block = torch.zeros_like(block.columns)
             d_columns = d_block[:, : images.shape[1]] if texts_wanted and block.trained else None
-            products = BlockProducts(columns, block, images, scale)
+            products = columns.products(block, images, scale)
             for tile in block.tiles(images, columns.tile_bytes):
                 # derivative by the logits: -t sigmoid(-t z), where t is -1 but at own pairs
                 opposed_logits = columns.take_kept()

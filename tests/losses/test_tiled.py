@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
-from lightning_ddp_losses.losses.column_blocks import ColumnBlock
 from lightning_ddp_losses.losses.evaluations import chunks_of
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
 from lightning_ddp_losses.losses.products import tile_budget
 from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
+from lightning_ddp_losses.losses.two_towers import ColumnBlock
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
