@@ -1,8 +1,8 @@
 """The call of a contrastive loss between two towers: this rank's rows of one tower against all rows of the other, in tiles.
 
 Rows of the first tower stay where they are. Only the second tower travels: its rows are gathered as columns, or go round a ring, those of
-one rank at a time. A loss is written once, for blocks of columns. Its result for a block is this rank's part if the columns of all ranks are
-here. In a ring it travels behind the columns, joined with those of the other ranks, to the rank that owns them.
+one rank at a time. A loss is written once, for blocks of columns. Its result for a block is this rank's part if all columns are here. In a
+ring it travels behind the columns, joined with those of the other ranks, to the rank that owns them.
 
 A tile of products serves both directions and, unless it is the only one, is computed again in backward.
 
