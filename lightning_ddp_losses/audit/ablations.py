@@ -31,7 +31,8 @@ ABLATIONS = {
 
 # ---------------------------------------------------------------------- randomness
 
-Replacement = Callable[[Any, Any, Any], Any]  # an operator, its arguments, its keyword arguments -> its result
+Reader = Callable[[str], Any]  # reads an operator's argument by name
+Mean = Callable[[Reader], Any]  # the mean of what an operator draws
 
 
 class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,70 +41,50 @@ class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or return the mean of what it draws."""
         kwargs = kwargs or {}
-        replacement = _MEANS.get(func)
-        return func(*args, **kwargs) if replacement is None else replacement(func, args, kwargs)
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        mean = _MEANS.get(func)
+        if mean is None:
+            return func(*args, **kwargs)
+        # the tensor to fill, or the operator's new one
+        in_place = compat.operator_schema(func).name.endswith("_")
+        made = args[0] if in_place else func(*args, **kwargs)
+        value = mean(lambda name: _operator_argument(func, args, kwargs, name))
+        return made.copy_(torch.as_tensor(value).to(made))
 
 
 def _operator_argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Return an operator's argument by name, however it was given."""
-    for position, argument in enumerate(compat.operator_schema(func).arguments):
-        if argument.name != name:
-            continue
-        if position < len(args):
-            return args[position]
-        if name in kwargs:
-            return kwargs[name]
-        return argument.default_value if argument.has_default_value() else None
-    return None
+    arguments = compat.operator_schema(func).arguments
+    position = next(index for index, argument in enumerate(arguments) if argument.name == name)
+    if position < len(args):
+        return args[position]
+    return kwargs.get(name, arguments[position].default_value)
 
 
-def _fill_in_place(mean_of: Callable[[Callable[[str], Any]], Any]) -> Replacement:
-    """Write the mean where the operator would draw; ``mean_of`` reads the operator's own arguments by name."""
-
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        mean = torch.as_tensor(mean_of(lambda name: _operator_argument(func, args, kwargs, name)))
-        return args[0].copy_(mean.to(args[0]))
-
-    return run
+def _argument(name: str) -> Mean:
+    """Return the mean of an operator that has it as an argument."""
+    return lambda read: read(name)
 
 
-def _constant(value: float) -> Replacement:
-    """Make the operator's new tensor, and fill it."""
-
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        return func(*args, **kwargs).fill_(value)
-
-    return run
+def _constant(value: float) -> Mean:
+    return lambda read: value
 
 
-def _mean_argument(name: str) -> Replacement:
-    """Make the operator's new tensor, and fill it with the argument that is the mean."""
-
-    def run(func: Any, args: Any, kwargs: Any) -> Any:
-        made = func(*args, **kwargs)
-        return made.copy_(torch.as_tensor(_operator_argument(func, args, kwargs, name)).to(made))
-
-    return run
-
-
-def _identity_dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-
-
-def _replacements() -> dict[Any, Replacement]:
+def _means() -> dict[Any, Mean]:
+    """List the operators that draw, with the mean of each."""
     aten = torch.ops.aten
     return {
-        aten.native_dropout.default: _identity_dropout,
-        aten.bernoulli_.float: _fill_in_place(lambda get: get("p")),
-        aten.bernoulli_.Tensor: _fill_in_place(lambda get: get("p")),
-        aten.bernoulli.default: _mean_argument("self"),
-        aten.bernoulli.p: _mean_argument("p"),
-        aten.normal_.default: _fill_in_place(lambda get: get("mean")),
-        aten.uniform_.default: _fill_in_place(lambda get: (get("from") + get("to")) / 2),
-        aten.exponential_.default: _fill_in_place(lambda get: 1 / get("lambd")),
-        aten.normal.float_float: _mean_argument("mean"),
-        aten.normal.Tensor_float: _mean_argument("mean"),
-        aten.normal.Tensor_Tensor: _mean_argument("mean"),
+        aten.bernoulli_.float: _argument("p"),
+        aten.bernoulli_.Tensor: _argument("p"),
+        aten.bernoulli.default: _argument("self"),
+        aten.bernoulli.p: _argument("p"),
+        aten.normal_.default: _argument("mean"),
+        aten.uniform_.default: lambda read: (read("from") + read("to")) / 2,
+        aten.exponential_.default: lambda read: 1 / read("lambd"),
+        aten.normal.float_float: _argument("mean"),
+        aten.normal.Tensor_float: _argument("mean"),
+        aten.normal.Tensor_Tensor: _argument("mean"),
         aten.randn.default: _constant(0.0),
         aten.randn.generator: _constant(0.0),
         aten.randn_like.default: _constant(0.0),
@@ -113,7 +94,7 @@ def _replacements() -> dict[Any, Replacement]:
     }
 
 
-_MEANS = _replacements()
+_MEANS = _means()
 
 
 def rng_digest() -> str:

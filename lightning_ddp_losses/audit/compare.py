@@ -10,12 +10,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleCall, Recording
+from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, Recording
 
 Verdict = Literal["exact", "zero", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]
@@ -53,14 +54,14 @@ class ComparedRow:
     parameter: str
     owner: str
     what: What
-    ratio: float
-    cosine: float
-    error: float
-    max_error: float
-    tolerance: float
-    ranks_agree: bool
-    rank: int
-    verdict: Verdict
+    ratio: float = 1.0
+    cosine: float = 1.0
+    error: float = 0.0
+    max_error: float = 0.0
+    tolerance: float = 0.0
+    ranks_agree: bool = True
+    rank: int = 0
+    verdict: Verdict = "exact"
 
     @property
     def exact(self) -> bool:
@@ -159,22 +160,19 @@ class AccumulationParity:
 
     def sentence(self) -> str:
         """Return it as a sentence."""
-        processes = [
-            (
-                "one process that accumulates the same micro-batches",
-                self.equals_micro_batches,
-                self.micro_batches_error,
-            ),
-            ("one process on all rows of each window at once", self.equals_whole_window, self.whole_window_error),
-        ]
+        micro, whole = (
+            "one process that accumulates the same micro-batches",
+            "one process on all rows of each window at once",
+        )
+        processes = (
+            (micro, self.equals_micro_batches, self.micro_batches_error),
+            (whole, self.equals_whole_window, self.whole_window_error),
+        )
         equal = [text for text, is_equal, _ in processes if is_equal]
         others = [f"{text} (error {error:.1e})" for text, is_equal, error in processes if not is_equal]
-        said = []
-        if equal:
-            said.append(f"equal {' and '.join(equal)}")
-        if others:
-            said.append(f"differ from {' and '.join(others)}")
-        return f"Accumulation of up to {self.micro_batches} micro-batches a step: the ranks {', and '.join(said)}."
+        parts = [("equal", equal), ("differ from", others)]
+        said = ", and ".join(f"{verb} {' and '.join(texts)}" for verb, texts in parts if texts)
+        return f"Accumulation of up to {self.micro_batches} micro-batches a step: the ranks {said}."
 
 
 # ---------------------------------------------------------------------- tolerances
@@ -253,13 +251,9 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
     if not math.isfinite(floor):
         return Scale(0.0, 0.0, 0.0, frozenset())
     # 16 bits round so coarsely that a multiple would hide real gradients
-    zero = floor
-    if eps < 1e-5:
-        zero *= MULTIPLE
-    noise = zero
-    if strict:
-        noise = 0.0
-    return Scale(floor, noise, zero, frozenset(name for name, size in sizes.items() if size <= zero))
+    zero = MULTIPLE * floor if eps < 1e-5 else floor
+    quiet = frozenset(name for name, size in sizes.items() if size <= zero)
+    return Scale(floor, 0.0 if strict else zero, zero, quiet)
 
 
 # ---------------------------------------------------------------------- comparisons
@@ -296,9 +290,7 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
     for index, column in enumerate(zip(*of_ranks, strict=False)):
         values = tuple(record.loss_of(index) for record in ranks.records)
         known = [value for value in values if value is not None]
-        mean = None
-        if known:
-            mean = sum(known) / len(known)
+        mean = sum(known) / len(known) if known else None
         rows = tuple(batch.total_rows for batch in column)
         of_one = one.records[0].loss_of(index) if is_aligned else None
         found.append(StepLoss(column[0].step, values, mean, of_one, rows))
@@ -340,40 +332,21 @@ def _rows_of_step(
     for name in dict.fromkeys([*theirs, *ranks.names(step, what)]):
         # blocks of one parameter differ by design: the tensor that they make is compared
         joined = ranks.joined_shards(step, what, name)
-        if joined is not None:
-            found, agree = [(0, joined)], True
-        else:
-            found = _distinct_entries(ranks, step, what, name)
-            on_no_rank = not any(entry.exists for _, entry in found)
-            agree = on_no_rank or ranks.ranks_agree(step, what, name)
-        rows = []
-        for rank, entry in found:
-            blank = ComparedRow(
-                step=step,
-                parameter=name,
-                owner=owners.get(name, "encoder"),
-                what=what,
-                ratio=1.0,
-                cosine=1.0,
-                error=0.0,
-                max_error=0.0,
-                tolerance=allowed.of(step, what, name),
-                ranks_agree=agree,
-                rank=rank,
-                verdict="exact",
-            )
-            start = _before_step(ranks, one, rank, step, what, name)
-            rows.append(_compare_entries(blank, entry, theirs.get(name, NO_TENSOR), scale, start))
+        entries = (
+            [joined] if joined is not None else [entry or NO_TENSOR for entry in ranks.entries_of(step, what, name)]
+        )
+        on_no_rank = not any(entry.exists for entry in entries)
+        agree = joined is not None or on_no_rank or ranks.ranks_agree(step, what, name)
+        tolerance, owner = allowed.of(step, what, name), owners.get(name, "encoder")
+        # each content once, with the first rank that holds it
+        rows, seen = [], set[str]()
+        for rank, entry in enumerate(entries):
+            if entry.digest not in seen:
+                seen.add(entry.digest)
+                row = ComparedRow(step, name, owner, what, tolerance=tolerance, ranks_agree=agree, rank=rank)
+                start = _before_step(ranks, one, rank, step, what, name)
+                rows.append(_compare_entries(row, entry, theirs.get(name, NO_TENSOR), scale, start))
         yield max(rows, key=lambda row: row.sortable_error)
-
-
-def _distinct_entries(ranks: Recording, step: int, what: str, name: str) -> list[tuple[int, Entry]]:
-    """List what the ranks hold, each content once, with the first rank that holds it."""
-    found: dict[str, tuple[int, Entry]] = {}
-    for rank, known in enumerate(ranks.entries_of(step, what, name)):
-        entry = known or NO_TENSOR
-        found.setdefault(entry.digest, (rank, entry))
-    return list(found.values())
 
 
 def _before_step(
@@ -434,12 +407,8 @@ def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verd
             return "zero"
         return "exact"
     # what is left when the best factor is taken out
-    across = 1.0
-    if row.cosine > 0:
-        across = math.sqrt(max(0.0, 1 - row.cosine**2))
-    if across <= max(row.tolerance, 1e-7):
-        return "wrong scale"
-    return "wrong direction"
+    across = math.sqrt(max(0.0, 1 - row.cosine**2)) if row.cosine > 0 else 1.0
+    return "wrong scale" if across <= max(row.tolerance, 1e-7) else "wrong direction"
 
 
 def _incomparable(row: ComparedRow, verdict: Verdict) -> ComparedRow:
@@ -512,15 +481,16 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
         allowed: Relative difference that is rounding.
     """
     columns = zip(*(record.trace for record in ranks.records), strict=False)
-    calls = list(zip(columns, one.records[0].trace, strict=False))
+    pairs = zip(columns, one.records[0].trace, strict=False)
+    calls = [(column, call) for column, call in pairs if all(each.name == call.name for each in column)]
     # activations in forward order
     for column, call in calls:
-        off = _traced_error([each.output for each in column], call.output, 1.0, column, call)
+        off = _row_error([each.output for each in column], call.output)
         if not off <= allowed:
             return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
     # gradients from behind; each rank's loss is a mean over its own rows, W times as large as in the mean of all
     for column, call in reversed(calls):
-        off = _traced_error([each.gradient for each in column], call.gradient, float(ranks.ranks), column, call)
+        off = _row_error([each.gradient for each in column], call.gradient, divisor=float(ranks.ranks))
         if not off <= allowed:
             where = "from the loss backwards; all activations that are rows agree"
             return f"Gradients part first at `{call.name}` ({call.kind}), by {off:.2g}, {where}."
@@ -530,14 +500,10 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
     )
 
 
-def _traced_error(
-    files: Sequence[str], file: str, divisor: float, column: Sequence[ModuleCall], call: ModuleCall
-) -> float:
-    """Compare one call on all ranks with that in one process; 0 where the two cannot be compared."""
-    if not file or not all(files) or any(each.name != call.name for each in column):
+def _row_error(parts: Sequence[list[list[float]]], whole: list[list[float]], divisor: float = 1.0) -> float:
+    """Compare the rows of all ranks with those of one process; 0 if there are not as many: a loss has one value on each rank."""
+    rows = list(chain.from_iterable(parts))
+    if not all(parts) or len(rows) != len(whole):
         return 0.0
-    ours = torch.cat([torch.load(each, weights_only=True) for each in files]) / divisor
-    theirs = torch.load(file, weights_only=True)
-    if ours.shape != theirs.shape:
-        return 0.0  # not rows: a loss has one value on each rank
+    ours, theirs = torch.tensor(rows, dtype=torch.float64) / divisor, torch.tensor(whole, dtype=torch.float64)
     return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-300))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_ddp_losses.errors import DDPLossError
+from lightning_ddp_losses.errors import DDPLossError, expect
 
 PIECE = 1 << 18
 """Elements that are in memory at a time when tensors are compared."""
@@ -83,12 +83,12 @@ class BatchRecord:
 
 @dataclass
 class ModuleCall:
-    """One call of a module in a traced step: files with projections of its output and of that output's gradient."""
+    """One call of a module in a traced step: projections of each row of its output, and of that output's gradient if it has one."""
 
     name: str
     kind: str
-    output: str
-    gradient: str = ""
+    output: list[list[float]]
+    gradient: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ModuleInfo:
     owners: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     unoptimized: list[str] = field(default_factory=list)
-    shards: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shards: dict[str, list[int]] = field(default_factory=dict)
     module_types: dict[str, str] = field(default_factory=dict)
     pair_losses: list[str] = field(default_factory=list)
     dropout: list[str] = field(default_factory=list)
@@ -184,9 +184,7 @@ class RankRecord:
         found = json.loads(text)
         found["batches"] = [BatchRecord(**each) for each in found["batches"]]
         found["trace"] = [ModuleCall(**each) for each in found["trace"]]
-        info = ModuleInfo(**found["module_info"])
-        shards = {name: (int(start), int(dim)) for name, (start, dim) in info.shards.items()}  # JSON has lists only
-        found["module_info"] = dataclasses.replace(info, shards=shards)
+        found["module_info"] = ModuleInfo(**found["module_info"])
         return cls(**found)
 
     def rows_at(self, step: int) -> int:
@@ -287,49 +285,42 @@ class Writer:
         """
         # digests first: rank 0 writes its index meanwhile
         given = dict(tensors)
-        digests: dict[str, str] = {}
-        gathered: dict[str, Entry] = {}
-        for name, tensor in given.items():
-            if isinstance(tensor, DTensor):
-                gathered[name] = self._gather(tensor)
-                digests[name] = gathered[name].digest
-            elif tensor is not None:
-                digests[name] = tensor_digest(tensor)
+        own = {name: self._entry(tensor) for name, tensor in given.items()}
         stored: dict[str, Entry] = {}
         if self.rank:
-            seconds = _RANK_0_SECONDS_OF_PARTS if gathered else _RANK_0_SECONDS
+            has_parts = any(isinstance(tensor, DTensor) for tensor in given.values())
+            seconds = _RANK_0_SECONDS_OF_PARTS if has_parts else _RANK_0_SECONDS
             stored = self._rank_0_entries(f"{step}.{kind}.json", seconds)
-        # then an entry for each, and a file where none serves already
+        # then a file for each, if none serves already
         index: dict[str, Entry] = {}
-        for name, tensor in given.items():
-            digest = digests.get(name)
-            if name in gathered:
-                index[name] = self._entry_of_gathered(name, gathered[name], stored.get(name))
-            elif tensor is None or digest is None:
-                index[name] = NO_TENSOR
-            elif name in stored and stored[name].digest == digest:
-                index[name] = stored[name]  # the same bits: rank 0's file serves both
-            else:
-                index[name] = self._store(tensor, digest)
+        for name, entry in own.items():
+            tensor, known = given[name], stored.get(name, NO_TENSOR)
+            index[name] = entry
+            if known.exists and known.digest == entry.digest:
+                index[name] = known  # the same bits: rank 0's file serves both
+                if entry.exists:
+                    Path(entry.file).unlink()
+            elif tensor is not None and not entry.exists:
+                expected, got = "the bits that rank 0 gathered", "other bits, or nothing"
+                expect(
+                    not isinstance(tensor, DTensor), f"audit: {name}", expected=expected, got=got, error=DDPLossError
+                )
+                index[name] = self._store(tensor, entry.digest)
         _write_atomically(self.home / f"{step}.{kind}.json", json.dumps(_index_to_json(index)))
 
-    def _gather(self, tensor: DTensor) -> Entry:
-        """Store a tensor of which ranks hold parts: once, by rank 0, but where parts have replicas, which may differ."""
+    def _entry(self, tensor: Tensor | None) -> Entry:
+        """Describe a tensor; one of which ranks hold parts is stored too, as it is not kept whole.
+
+        Rank 0 stores it once. Parts that have replicas, which may differ, are stored by every rank.
+        """
+        if tensor is None:
+            return NO_TENSOR
+        if not isinstance(tensor, DTensor):
+            return Entry(_dtype_name(tensor), tuple(tensor.shape), tensor_digest(tensor), "")
         whole = tensor.full_tensor()
-        has_replicas = any(placement.is_replicate() for placement in tensor.placements)
-        if self.rank == 0 or has_replicas:
+        if self.rank == 0 or any(placement.is_replicate() for placement in tensor.placements):
             return self.write_tensor(whole)
         return Entry(_dtype_name(whole), tuple(whole.shape), tensor_digest(whole), "")
-
-    def _entry_of_gathered(self, name: str, own: Entry, of_rank_0: Entry | None) -> Entry:
-        """Return the entry that serves: rank 0's where it holds the same bits."""
-        if of_rank_0 is not None and of_rank_0.digest == own.digest:
-            if own.file:
-                Path(own.file).unlink()
-            return of_rank_0
-        if not own.file:
-            raise DDPLossError(f"audit: {name}", expected="what rank 0 gathered of it", got="other bits, or nothing")
-        return own
 
     def write_tensor(self, tensor: Tensor) -> Entry:
         """Store one tensor by itself."""
@@ -406,9 +397,7 @@ class Recording:
         key = (rank, step, kind)
         if key not in self._cache:
             path = self.folder / f"rank-{rank}" / f"{step}.{kind}.json"
-            self._cache[key] = {}
-            if path.exists():
-                self._cache[key] = _index_from_json(path.read_text())
+            self._cache[key] = _index_from_json(path.read_text()) if path.exists() else {}
         return self._cache[key]
 
     def entries_of(self, step: int, kind: str, name: str) -> list[Entry | None]:
@@ -422,7 +411,7 @@ class Recording:
             found |= dict.fromkeys(self.entries(rank, step, kind))
         return list(found)
 
-    def shard_places(self, name: str) -> list[tuple[int, int]] | None:
+    def shard_places(self, name: str) -> list[list[int]] | None:
         """Return first class and dimension of each rank's block; None where the ranks do not hold blocks by design."""
         found = [record.module_info.shards.get(name) for record in self.records]
         places = [place for place in found if place is not None]

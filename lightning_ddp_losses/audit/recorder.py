@@ -100,7 +100,7 @@ class Recorder(Callback):
         self.writer = Writer(folder, rank)
         self.record = RankRecord()
         self.trace: Trace | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._hooks = contextlib.ExitStack()  # what is undone when the run ends
         self._ablations = contextlib.ExitStack()  # what is switched off for the length of a batch
         self._unwritten_step = 0  # the step whose parameters are still to be written; 0: none
         self._inside_strategy_step = False
@@ -130,8 +130,8 @@ class Recorder(Callback):
         self._hook_backwards(trainer, pl_module)
         self._hook_metrics(pl_module)
         if self.run.trace:
-            self.trace = Trace(pl_module, self.writer.home)
-            self._undo.append(self.trace.close)
+            self.trace = Trace(pl_module)
+            self._hooks.callback(self.trace.close)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start from the weights of the ranks' run, and write them down."""
@@ -158,16 +158,15 @@ class Recorder(Callback):
             if sharded and not self.run.ranks:
                 entry = source.joined_shards(0, "initial", name)
             else:
-                rank = self.writer.rank if sharded else 0
-                entry = source.entries(rank, 0, "initial").get(name)
+                entry = source.entries(self.writer.rank if sharded else 0, 0, "initial").get(name)
             if entry is None or not entry.exists or entry.shape != tuple(tensor.shape):
                 continue
-            if isinstance(tensor, DTensor) or entry.digest != tensor_digest(tensor):
-                whole = entry.tensor()
+            with torch.no_grad():
                 if isinstance(tensor, DTensor):  # this rank's part, which no other has to send
-                    whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-                with torch.no_grad():
-                    tensor.copy_(whole)
+                    mesh, placements = tensor.device_mesh, tensor.placements
+                    tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
+                elif entry.digest != tensor_digest(tensor):
+                    tensor.copy_(entry.tensor())
 
     # ------------------------------------------------------------------ hooks on these objects only
 
@@ -191,24 +190,25 @@ class Recorder(Callback):
         def record_unhooked(optimizer: Any, *_: Any) -> None:
             # manual optimisation with optimizer.step() of torch's own calls none of Lightning's hooks
             if not module.automatic_optimization and not self._inside_strategy_step:
-                self._record_step(trainer, module, optimizer)
+                record(optimizer)
 
         self._wrap_method(module, "on_before_optimizer_step", after=record)
         self._wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
         for optimizer in trainer.optimizers:
-            self._undo.append(optimizer.register_step_pre_hook(record_unhooked).remove)
+            self._hooks.callback(optimizer.register_step_pre_hook(record_unhooked).remove)
             # what clipping left; Lightning runs the closure inside the step, so before it there is nothing to see
-            self._undo.append(optimizer.register_step_post_hook(record_used).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(record_used).remove)
 
     def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
         """Count backward calls: those through Lightning, and all; see what the strategy's own leave."""
-        plain_backward = Tensor.backward
 
         def record_reduced(*_: Any) -> None:
             self._fingerprints["reduced"] = self._gradient_fingerprints(parameters_by_name(trainer, module))
 
         def count_lightning() -> None:
             self.record.lightning_backwards += 1
+
+        plain_backward = Tensor.backward
 
         @functools.wraps(plain_backward)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +217,7 @@ class Recorder(Callback):
 
         self._wrap_method(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
         Tensor.backward = counted  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(Tensor, "backward", plain_backward))
+        self._hooks.callback(setattr, Tensor, "backward", plain_backward)
 
     def _hook_metrics(self, module: LightningModule) -> None:
         """Note metrics that return a value with gradient."""
@@ -229,8 +229,7 @@ class Recorder(Callback):
 
         for name, child in module.named_modules():
             if is_metric(child):
-                handle = child.register_forward_hook(functools.partial(note, name))
-                self._undo.append(handle.remove)
+                self._hooks.callback(child.register_forward_hook(functools.partial(note, name)).remove)
 
     def _wrap_method(
         self, owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
@@ -248,7 +247,7 @@ class Recorder(Callback):
             return result
 
         owner.__dict__[name] = wrapped
-        self._undo.append(lambda: owner.__dict__.pop(name, None))
+        self._hooks.callback(owner.__dict__.pop, name, None)
 
     # ------------------------------------------------------------------ steps
 
@@ -260,12 +259,12 @@ class Recorder(Callback):
         """Return what gradients are now, by name; nothing in one process, which has nobody to compare them with."""
         if not self.run.ranks:
             return {}
-        gradients: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            grad = parameter.grad
-            # of what fully_shard divides, each rank has another part
-            if grad is not None and grad.layout == torch.strided and not isinstance(grad, DTensor):
-                gradients[name] = grad
+        given = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        # of what fully_shard divides, each rank has another part
+        is_whole = {
+            name: grad.layout == torch.strided and not isinstance(grad, DTensor) for name, grad in given.items()
+        }
+        gradients = {name: grad for name, grad in given.items() if is_whole[name]}
         return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -317,10 +316,7 @@ class Recorder(Callback):
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.record.learning_rates.append(rates)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = None
-        if scaler is not None:
-            scale = float(scaler.get_scale())
-        self.record.loss_scales.append(scale)
+        self.record.loss_scales.append(None if scaler is None else float(scaler.get_scale()))
         self._note_events(module)
 
     def _note_events(self, module: LightningModule) -> None:
@@ -352,8 +348,7 @@ class Recorder(Callback):
     def close(self) -> None:
         """Undo what was hooked; write the record."""
         self._ablations.close()
-        for undo in reversed(self._undo):
-            undo()
+        self._hooks.close()
         if self.trace is not None:
             self.record.trace = self.trace.calls
         self.writer.write_record(self.record)
@@ -369,49 +364,42 @@ class Trace:
 
     Args:
         module: The LightningModule.
-        home: Where the numbers go; one file for each tensor.
     """
 
-    def __init__(self, module: nn.Module, home: Path) -> None:
-        self.home, self.on = home, False
+    def __init__(self, module: nn.Module) -> None:
+        self.on = False
         self.calls: list[ModuleCall] = []
-        self._files = 0
-        self._handles = []
+        self._hooks = contextlib.ExitStack()
         for name, child in module.named_modules():
             if name and next(child.children(), None) is None:
-                handle = child.register_forward_hook(functools.partial(self._record_call, name))
-                self._handles.append(handle)
+                self._hooks.callback(child.register_forward_hook(functools.partial(self._record_call, name)).remove)
 
     def close(self) -> None:
         """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def _record_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         first = next(iter(nests.tensors_in(output)), None)
         if not self.on or first is None or not first.is_floating_point():
             return
-        call = ModuleCall(name, type(module).__name__, self._store(first))
+        call = ModuleCall(name, type(module).__name__, _projections(first))
         self.calls.append(call)
 
         def record_gradient(gradient: Tensor) -> None:
-            call.gradient = self._store(gradient)
+            call.gradient = _projections(gradient)
 
         if first.requires_grad:
             first.register_hook(record_gradient)  # type: ignore[no-untyped-call]
 
-    def _store(self, values: Tensor) -> str:
-        """Store a few random projections of each row, the same ones in every process; a scalar is one row."""
-        self._files += 1
-        path = self.home / f"trace-{self._files}.pt"
-        wide = values.detach().double().cpu()
-        if wide.ndim == 0:
-            wide = wide[None]
-        rows = wide.reshape(len(wide), -1)
-        generator = torch.Generator().manual_seed(rows.shape[1])
-        directions = torch.randn(rows.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
-        torch.save(rows @ directions, path)
-        return str(path)
+
+def _projections(values: Tensor) -> list[list[float]]:
+    """Return a few random projections of each row, the same ones in every process; a scalar is one row."""
+    wide = values.detach().double().cpu()
+    rows = wide.reshape(len(wide) if wide.ndim else 1, -1)
+    generator = torch.Generator().manual_seed(rows.shape[1])
+    directions = torch.randn(rows.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
+    found: list[list[float]] = (rows @ directions).tolist()
+    return found
 
 
 # ---------------------------------------------------------------------- what can be known by looking
@@ -439,29 +427,30 @@ def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, n
     Unregistered ones, also where a strategy has adopted them, are named by their place in the optimizer.
     """
     found = {name: p for name, p in module.named_parameters() if not name.startswith(_ADOPTED)}
-    known = {id(parameter) for parameter in found.values()}
-    for i, optimizer in enumerate(trainer.optimizers):
+    known = set(map(id, found.values()))
+    held = _optimized(trainer.optimizers)
+    return found | {path: parameter for path, parameter in held.items() if id(parameter) not in known}
+
+
+def _optimized(optimizers: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters that optimizers hold, by their place."""
+    found = {}
+    for i, optimizer in enumerate(optimizers):
         for j, group in enumerate(optimizer.param_groups):
             for k, parameter in enumerate(group["params"]):
-                if id(parameter) not in known:
-                    found[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
+                found[f"optimizers[{i}].param_groups[{j}][{k}]"] = parameter
     return found
 
 
 def _parameter_ids(optimizers: Any) -> set[int]:
-    found: set[int] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            found |= {id(parameter) for parameter in group["params"]}
-    return found
+    return set(map(id, _optimized(optimizers).values()))
 
 
 def _loader_sizes(loaders: Any) -> LoaderRows:
     """Return the batch size of a loader, or those of each where batches of several come together; None where unknown."""
-    if isinstance(loaders, Mapping):
-        return [_loader_sizes(loader) for loader in loaders.values()]
-    if isinstance(loaders, (list, tuple)):
-        return [_loader_sizes(loader) for loader in loaders]
+    if isinstance(loaders, (Mapping, list, tuple)):
+        each = loaders.values() if isinstance(loaders, Mapping) else loaders
+        return list(map(_loader_sizes, each))
     sampler = getattr(loaders, "batch_sampler", None)
     size: int | None = getattr(loaders, "batch_size", None) or getattr(sampler, "batch_size", None)
     return size
@@ -469,9 +458,7 @@ def _loader_sizes(loaders: Any) -> LoaderRows:
 
 def _loss_value(trainer: Trainer, module: LightningModule, outputs: Any) -> float | None:
     """Return the loss that ``training_step`` returned; None where that was no tensor."""
-    loss = outputs
-    if isinstance(outputs, dict):
-        loss = outputs.get("loss")
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
     if not isinstance(loss, Tensor):
         return None
     value = float(loss.mean())
@@ -490,12 +477,8 @@ def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str
     found = {}
     for name in names:
         parents = [loss for loss in losses if name.startswith(f"{loss}.")]
-        if parents:
-            found[name] = min(parents, key=len)  # the outermost
-        elif name.startswith("optimizers["):
-            found[name] = "unregistered"
-        else:
-            found[name] = "encoder"
+        rest = "unregistered" if name.startswith("optimizers[") else "encoder"
+        found[name] = min(parents, key=len, default=rest)  # the outermost
     return found
 
 
@@ -525,20 +508,15 @@ def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:
     parameters = parameters_by_name(trainer, module)
     optimized = _parameter_ids(trainer.optimizers)
     # unregistered parameters by the path where they were found
-    elsewhere = {}
-    for index, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
-        if not isinstance(callback, Recorder):
-            elsewhere[f"callbacks[{index}]"] = callback
+    callbacks = enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+    elsewhere = {f"callbacks[{index}]": each for index, each in callbacks if not isinstance(each, Recorder)}
     paths: dict[int, str] = {}
     for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
         paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
     aliases = {name: paths[id(parameter)] for name, parameter in parameters.items() if id(parameter) in paths}
     # blocks that ranks hold by design
-    shards = {}
-    for name, parameter in parameters.items():
-        shard = shard_of(parameter)
-        if shard is not None:
-            shards[name] = (shard.start, shard.dim)
+    tagged = {name: shard_of(parameter) for name, parameter in parameters.items()}
+    shards = {name: [shard.start, shard.dim] for name, shard in tagged.items() if shard is not None}
 
     modules = {name: child for name, child in module.named_modules() if name}
     injecting = compat.injects_distributed_sampler(trainer)

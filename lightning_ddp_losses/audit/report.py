@@ -145,14 +145,13 @@ class AuditReport:
                 name += " (after the step)"
             if not row.ranks_agree:
                 verdict += ", ranks disagree"
-            cells: list[Text | str] = [Text(name)]
-            if wide:
-                cells.append(row.owner)
             numbers = [f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}"]
             if row.verdict == "zero":
                 numbers = _NO_NUMBERS
-            cells += [*numbers, f"{row.tolerance:.1e}", verdict]
-            table.add_row(*cells, style="" if row.exact else "red")
+            owner = [row.owner] if wide else []
+            table.add_row(
+                Text(name), *owner, *numbers, f"{row.tolerance:.1e}", verdict, style="" if row.exact else "red"
+            )
         # what is left out, as one row
         rest = rows[most:]
         if rest:
@@ -160,10 +159,8 @@ class AuditReport:
             errors = [row.error for row in rest if row.verdict != "zero"]
             worst = f"{max(errors):.1e}" if errors else _NO_NUMBERS[-1]
             verdict = "exact" if all(row.exact for row in rest) else ""
-            cells = [f"... {len(rest)} more"]
-            if wide:
-                cells.append("")
-            table.add_row(*cells, "", "", worst, "", verdict)
+            blank = [""] if wide else []
+            table.add_row(f"... {len(rest)} more", *blank, "", "", worst, "", verdict)
         return table
 
     def __str__(self) -> str:
@@ -176,7 +173,8 @@ class AuditReport:
 
     def to_json(self, path: Path | str | None = None) -> str:
         """Everything as JSON; written to ``path`` too, where one is given. Numbers that JSON lacks become strings."""
-        text = json.dumps(_json_value(dataclasses.asdict(self)), indent=1)
+        strict = json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda name: str(float(name)))
+        text = json.dumps(strict, indent=1)
         if path is not None:
             _with_folder(path).write_text(text + "\n")
         return text
@@ -254,16 +252,6 @@ def _with_folder(path: Path | str) -> Path:
     return found
 
 
-def _json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 # ---------------------------------------------------------------------- the figure
 
 _MARKS = {
@@ -303,30 +291,26 @@ def draw_audit(report: AuditReport) -> Figure:
 
 
 def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> None:
-    # a mark for each verdict
     heights = [1.0 if row.noise else _height(row.ratio) for row in rows]
-    for verdict, (marker, color) in _MARKS.items():
-        at = [i for i, row in enumerate(rows) if row.verdict == verdict and not row.noise]
+
+    def scatter(label: str, chosen: Sequence[bool], **style: Any) -> None:
+        at = [i for i, is_chosen in enumerate(chosen) if is_chosen]
         if at:
-            label = f"{verdict} ({len(at)})"
-            axes.scatter(at, [heights[i] for i in at], marker=marker, color=color, s=62, label=label, zorder=3)
-    noise = [i for i, row in enumerate(rows) if row.noise]
-    if noise:
-        label = f"zero up to rounding ({len(noise)})"
-        ones = [1.0] * len(noise)
-        axes.scatter(noise, ones, s=62, facecolors="white", edgecolors="tab:blue", label=label, zorder=3)
-    # a ring where the ranks differ
-    disagree = [i for i, row in enumerate(rows) if not row.ranks_agree]
-    if disagree:
-        label = f"ranks disagree ({len(disagree)})"
-        at_ratio = [_height(rows[i].ratio) for i in disagree]
-        axes.scatter(disagree, at_ratio, s=190, facecolors="none", edgecolors="black", label=label, zorder=2)
+            axes.scatter(at, [heights[i] for i in at], label=f"{label} ({len(at)})", **style)
+
+    # a mark for each verdict, and a ring where the ranks differ
+    for verdict, (marker, color) in _MARKS.items():
+        chosen = [row.verdict == verdict and not row.noise for row in rows]
+        scatter(verdict, chosen, marker=marker, color=color, s=62, zorder=3)
+    hollow = {"facecolors": "white", "edgecolors": "tab:blue", "s": 62, "zorder": 3}
+    scatter("zero up to rounding", [row.noise for row in rows], **hollow)
+    ring = {"facecolors": "none", "edgecolors": "black", "s": 190, "zorder": 2}
+    scatter("ranks disagree", [not row.ranks_agree for row in rows], **ring)
     # ratios that are usual: equal, W times, 1/W
     W = float(world_size)
-    axes.axhline(1.0, color="black", linewidth=1.0, linestyle="-", zorder=1)
-    axes.axhline(W, color="0.6", linewidth=1.0, linestyle=":", zorder=1)
-    axes.axhline(1 / W, color="0.6", linewidth=1.0, linestyle=":", zorder=1)
     for value, name in ((1.0, "1 (one process)"), (W, f"{W:g} (W)"), (1 / W, f"1/{W:g} (1/W)")):
+        color, line = ("black", "-") if value == 1 else ("0.6", ":")
+        axes.axhline(value, color=color, linewidth=1.0, linestyle=line, zorder=1)
         axes.annotate(name, (1.005, value), xycoords=("axes fraction", "data"), va="center", fontsize=8)
     # axes
     axes.set_yscale("log", base=2)
@@ -360,9 +344,7 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditRepo
 
 def _height(ratio: float) -> float:
     """Place a ratio on the axis; what has none (zero, infinite, NaN) sits at its edge."""
-    if math.isnan(ratio):
-        return _HIGH
-    return min(_HIGH, max(_LOW, ratio))
+    return _HIGH if math.isnan(ratio) else min(_HIGH, max(_LOW, ratio))
 
 
 def _shortened(name: str) -> str:

@@ -18,6 +18,7 @@ from lightning_ddp_losses.audit.compare import Tolerances, measure_tolerances
 from lightning_ddp_losses.audit.rank_record import Recording
 from lightning_ddp_losses.audit.replay import AuditTarget, Run, plan_replay
 from lightning_ddp_losses.audit.worker import Failure, perform, run_processes
+from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import (
     AuditError,
     ConfigurationError,
@@ -210,32 +211,23 @@ def joins_windows(strategy: Any) -> bool:
 # ---------------------------------------------------------------------- runs that failed
 
 HINTS: tuple[tuple[str, str], ...] = (
-    (
-        r"[Ee]xpected to have finished reduction|were not used in producing the loss",
-        "F38: a parameter without gradient on a step (idle or frozen after the wrap). "
-        f"Take strategy='ddp_losses', or 'ddp_find_unused_parameters_true'. {explained_by('F38')}",
-    ),
+    (r"[Ee]xpected to have finished reduction|were not used in producing the loss", "F38"),
+    (r"returning None in distributed training", "F35"),
     (
         r"SyncBatchNorm expected input tensor to be on",
         "torch's SyncBatchNorm does not run on the CPU: take plugins=[lightning_ddp_losses.SyncBatchNorm()], or audit on GPUs "
         "(trainer_kwargs=dict(accelerator='gpu')).",
     ),
     (
-        r"returning None in distributed training",
-        "F35: training_step returned None on a rank. Return a loss of zero that keeps the graph instead. "
-        f"{explained_by('F35')}",
-    ),
-    (
         r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with|CUDA in forked",
         "The model asks for a GPU and this process has none: use self.device in the module, or audit where there is one.",
     ),
-    (r"dataloader_iter", "A training_step that takes dataloader_iter cannot be replayed; take (batch, batch_idx)."),
     (
         r"Timed out|timed out|Connection (closed|reset)|took more than",
         "A rank waits for another: do all ranks run the same collectives, and have the same number of batches?",
     ),
 )
-"""What to do about errors that users of DDP meet."""
+"""What to do about errors that users of DDP meet: a fault of the table, or a sentence."""
 
 # texts of an error that follows from another rank's failure
 _FOLLOWS = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")
@@ -248,13 +240,11 @@ def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
     if known.__name__ == failure.kind and known in (ConfigurationError, InputError):
         return known(failure.text)  # it says what to do itself
     # where it failed, how, and what a user of DDP can do about it
-    where = "the one process"
-    if run.ranks:
-        where = f"rank {rank} of {run.ranks}"
-    said = failure.text
-    if failure.kind:
-        said = f"{failure.kind}: {failure.text}"
-    hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), None)
+    where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
+    said = f"{failure.kind}: {failure.text}" if failure.kind else failure.text
+    hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), "")
+    if hint in FAULTS:
+        hint = f"{hint}: {FAULTS[hint].title}. {FAULTS[hint].fix} {explained_by(hint)}"
     what = f"audit, run `{run.name}` on {where}"
     text = format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=hint)
     stories = [failure.traceback]

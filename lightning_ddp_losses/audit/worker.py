@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import functools
 import gc
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,19 +29,20 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import LayerSync
-from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
-from torch.utils.data import DataLoader, Dataset
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.recorder import LEFT_OUT, Recorder
-from lightning_ddp_losses.audit.replay import AuditTarget, Plan, Run
+from lightning_ddp_losses.audit.replay import AuditTarget, Plan, ReplayBatch, Run
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
 # ---------------------------------------------------------------------- processes
@@ -49,7 +52,6 @@ GRACE_SECONDS = 3.0
 
 _POLL_SECONDS = 0.5  # how often a silent process is looked at
 _TAIL = 4000  # characters of a process's output that an error shows
-_DIED = "died"
 
 
 @dataclass(frozen=True)
@@ -180,29 +182,22 @@ def _process_main(rank: int, pipe: Any, log: Path, work: Callable[[int], None]) 
 
 def _receive_failure(pipe: Any, process: Any, log: Path) -> Failure | None:
     """Receive what a process answered; None where all went well."""
-    try:
-        answer = pipe.recv() if pipe.poll() else _DIED
-    except (EOFError, OSError):
-        answer = _DIED
-    if answer is None:
-        return None
-    if answer != _DIED:
-        return Failure(*answer)
+    with contextlib.suppress(EOFError, OSError):
+        if pipe.poll():
+            answer = pipe.recv()
+            return None if answer is None else Failure(*answer)
+    # it is gone without an answer
     process.join(GRACE_SECONDS)
     code = process.exitcode
     end = f"exit code {code}"
     if code is not None and code < 0:
         end = f"signal {signal.Signals(-code).name}"
-    return Failure("", f"died with {end}", _end_of_output(log))
+    lines = [line for line in _read_log(log).splitlines() if not line.startswith("Extension modules:")]
+    return Failure("", f"died with {end}", "\n".join(lines)[-_TAIL:].strip())
 
 
 def _read_log(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
-
-
-def _end_of_output(log: Path) -> str:
-    lines = [line for line in _read_log(log).splitlines() if not line.startswith("Extension modules:")]
-    return "\n".join(lines)[-_TAIL:].strip()
 
 
 def _stacks(process: Any, log: Path) -> str:
@@ -211,8 +206,8 @@ def _stacks(process: Any, log: Path) -> str:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.3)
     text = _read_log(log)
-    starts = [text.find(mark) for mark in ("Thread 0x", "Current thread 0x") if mark in text]
-    return text[min(starts, default=0) :][:_TAIL]
+    start = re.search(r"(Current thread|Thread) 0x", text)
+    return text[start.start() if start else 0 :][:_TAIL]
 
 
 def _end_process(process: Any, *, at_once: bool) -> None:
@@ -228,59 +223,26 @@ def _end_process(process: Any, *, at_once: bool) -> None:
 # ---------------------------------------------------------------------- one process's part of a run
 
 
-class _ExistingRanks(ClusterEnvironment):
+class _ExistingRanks(LightningEnvironment):
     """Ranks as torch.distributed has them; the processes are there, so Lightning starts none."""
 
     creates_processes_externally = True
-    main_address = "127.0.0.1"
-    main_port = 0  # nobody asks: the group exists
-
-    @staticmethod
-    def detect() -> bool:
-        """Never found by itself."""
-        return False
-
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return process_groups.world_size()
-
-    def set_world_size(self, size: int) -> None:
-        """Known already."""
-
-    def global_rank(self) -> int:
-        """This rank."""
-        return process_groups.rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        """Known already."""
 
     def local_rank(self) -> int:
         """This rank: all are on one machine."""
         return process_groups.rank()
 
-    def node_rank(self) -> int:
-        """The only machine."""
-        return 0
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return process_groups.world_size()
 
-
-class _ReplayedBatches(Dataset[Any]):
-    """The batches of one epoch; moved by one rounding unit where a seed is given."""
-
-    def __init__(self, batches: list[Any], unit: float | None, seed: int | None) -> None:
-        self.batches, self.unit, self.seed = batches, unit, seed
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Any:
-        batch = self.batches[index].load()
-        if self.unit is None or self.seed is None:
-            return batch
-        return ablations.perturb_batch(batch, self.unit, self.seed * 1000 + index)
+    def global_rank(self) -> int:
+        """This rank."""
+        return process_groups.rank()
 
 
 class _ReplayData(LightningDataModule):
-    """The recorded batches, epoch by epoch."""
+    """The recorded batches, epoch by epoch; moved by one rounding unit if the run asks for that."""
 
     def __init__(self, plan: Plan, run: Run, model: Any) -> None:
         super().__init__()
@@ -290,53 +252,52 @@ class _ReplayData(LightningDataModule):
         """Load the batches of the trainer's epoch."""
         trainer = self.trainer
         assert trainer is not None
-        unit = None
-        if self.run.perturb is not None:
-            unit = ablations.unit_roundoff(self.model, str(trainer.precision))
+        unit = ablations.unit_roundoff(self.model, str(trainer.precision))
         batches = self.plan[min(trainer.current_epoch, len(self.plan) - 1)]
-        return DataLoader(_ReplayedBatches(batches, unit, self.run.perturb), batch_size=None)
+        load = functools.partial(_load, unit=unit, seed=self.run.perturb)
+        indexed: Any = list(enumerate(batches))
+        return DataLoader(indexed, batch_size=None, collate_fn=load)
+
+
+def _load(indexed: tuple[int, ReplayBatch], *, unit: float, seed: int | None) -> Any:
+    """Load one batch of an epoch."""
+    index, planned = indexed
+    batch = planned.load()
+    return batch if seed is None else ablations.perturb_batch(batch, unit, seed * 1000 + index)
 
 
 def perform(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
     """Do one process's part of ``run`` in a process of its own: join the ranks, fit, leave."""
     world = run.ranks or int(run.group)
     if world:
-        backend = "cpu:gloo,cuda:nccl"
-        if target.options.get("accelerator") == "cpu":
-            backend = "gloo"
+        backend = "gloo" if target.options.get("accelerator") == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=target.seconds)
         process_groups.join(str(folder / "ranks"), rank, world, backend=backend, timeout=timeout)
+    # Lightning's account of devices, its advice, and warnings of the run are the fit's business, not the audit's
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     try:
-        fit(target, run, folder, rank)
+        _fit(target, run, folder, rank)
     finally:
         process_groups.close(world=True)
 
 
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "on_after_batch_transfer")
-
-
-def fit(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
+def _fit(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
     """Train ``run.steps`` optimizer steps and record them; the process group, if the run has one, is there."""
     recorder = Recorder(run, folder, rank)
-    model = target.model
-    options = _trainer_options(target, run, recorder)
-    with _quiet():
-        trainer = Trainer(**options)
-        try:
-            data: dict[str, Any]
-            if run.plans:
-                data = {"datamodule": _ReplayData(run.plans[rank], run, model)}
-                for hook in _TRANSFER_HOOKS:
-                    model.__dict__[hook] = _as_recorded  # the recorded batch has been through them
-            elif isinstance(target.data, LightningDataModule) or target.data is None:
-                data = {"datamodule": target.data}
-            else:
-                data = {"train_dataloaders": target.data}
-            trainer.fit(model, ckpt_path=target.ckpt_path, **data)
-        finally:
-            for hook in _TRANSFER_HOOKS:
-                model.__dict__.pop(hook, None)
-            recorder.close()
+    trainer = Trainer(**_trainer_options(target, run, recorder))
+    data: dict[str, Any] = {"train_dataloaders": target.data}
+    if run.plans:
+        data = {"datamodule": _ReplayData(run.plans[rank], run, target.model)}
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            target.model.__dict__[hook] = _as_recorded  # the recorded batch has been through them
+    elif isinstance(target.data, LightningDataModule):
+        data = {"datamodule": target.data}
+    try:
+        trainer.fit(target.model, ckpt_path=target.ckpt_path, **data)
+    finally:
+        recorder.close()
     expect(
         recorder.record.steps,
         "training steps",
@@ -369,9 +330,7 @@ _SPLIT_PARAMETERS = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")  # strategies 
 def _trainer_options(target: AuditTarget, run: Run, recorder: Recorder) -> dict[str, Any]:
     """Build the Trainer's options for one run: the user's, but what the audit decides."""
     # the user's, but what the audit decides or a replay does not have
-    left_out = OURS
-    if run.plans:
-        left_out |= _DATA_OPTIONS
+    left_out = OURS | _DATA_OPTIONS if run.plans else OURS
     options = {name: value for name, value in target.options.items() if name not in left_out}
     # callbacks, plugins and accumulation
     given = options.pop("callbacks", None) or []
@@ -423,7 +382,7 @@ def _plugins(given: Any, run: Run) -> list[Any]:
     return plugins
 
 
-def _strategy_of(target: AuditTarget) -> Strategy:
+def _strategy_of(target: AuditTarget) -> Any:
     """Build a strategy object that starts no processes; a name with its options becomes one."""
     strategy = target.strategy
     if isinstance(strategy, str):
@@ -435,28 +394,9 @@ def _strategy_of(target: AuditTarget) -> Strategy:
         strategy = copy.copy(strategy)
     name = type(strategy).__name__
     is_split = any(word in name for word in _SPLIT_PARAMETERS) and not isinstance(strategy, ModelParallelLossStrategy)
-    if not isinstance(strategy, ParallelStrategy) or is_split:
-        raise ConfigurationError(
-            "strategy",
-            expected="one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'",
-            got=name,
-        )
+    expected = (
+        "one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'"
+    )
+    expect(isinstance(strategy, ParallelStrategy) and not is_split, "strategy", expected=expected, got=name)
     compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
     return strategy
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's account of devices and its advice; warnings of the run are the fit's business, not the audit's."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        torch.use_deterministic_algorithms(False)

@@ -125,19 +125,14 @@ class LossCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Name the sizes that a loss asks for and did not get: jsonargparse lets untyped parameters pass as None."""
-        path = "loss"
-        if self.subclass_mode_model:
-            path = "init_args.loss"
+        path = "init_args.loss" if self.subclass_mode_model else "loss"
         model = self._get(self.config, "model") or {}
         while sizes := model.get(f"{path}.init_args"):
             for name in ("num_classes", "embedding_size"):
-                if name in sizes and sizes[name] is None and _is_required(model.get(f"{path}.class_path"), name):
-                    raise ConfigurationError(
-                        f"model.{path}.init_args.{name}",
-                        expected="a number",
-                        got="nothing",
-                        fix="Set it in the config.",
-                    )
+                is_missing = name in sizes and sizes[name] is None
+                if is_missing and _is_required(model.get(f"{path}.class_path"), name):
+                    what, fix = f"model.{path}.init_args.{name}", "Set it in the config."
+                    raise ConfigurationError(what, expected="a number", got="nothing", fix=fix)
             path += ".init_args.loss"  # of a loss around a loss
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -178,10 +173,8 @@ class LossCLI(LightningCLI):
         data = self.datamodule
         if not isinstance(data, BatchedArrayDataModule):
             return
-        if self.subcommand == "audit":
-            data.check(devices_of(*self._audit_options()))
-        else:
-            data.check(self.trainer.world_size)
+        auditing = self.subcommand == "audit"
+        data.check(devices_of(*self._audit_options()) if auditing else self.trainer.world_size)
 
     def _audit_options(self) -> tuple[AuditOptions, dict[str, Any]]:
         """Return the audit's options, and the trainer's with all callbacks that a fit would have but our report."""
@@ -262,9 +255,7 @@ def with_audit(trainer_class: Any) -> type[Trainer]:
     if trainer_class is Trainer:
         return AuditedTrainer
     # what the parser reads the options from
-    named: type[Trainer] = trainer_class
-    if not isinstance(trainer_class, type):
-        named = class_from_function(trainer_class)
+    named = trainer_class if isinstance(trainer_class, type) else class_from_function(trainer_class)
     return type(named.__name__, (named,), {"audit": AuditedTrainer.audit, "__doc__": named.__doc__})
 
 
@@ -282,23 +273,13 @@ def run_audit(
     """
     # only what the config says; the rest keeps the audit's defaults
     given = {name: value for name, value in trainer.items() if value is not None}
-    report = audit(
-        model,
-        data,
-        devices=devices_of(options, trainer),
-        steps=options.steps,
-        strategy=given.pop("strategy", "ddp_losses"),
-        trainer_kwargs=given,
-        tolerance=options.tolerance,
-        deterministic=options.deterministic,
-        without=options.without,
-        ckpt_path=ckpt_path,
-        timeout_seconds=options.timeout_seconds,
-    )
+    strategy = given.pop("strategy", "ddp_losses")
+    asked = vars(options) | {"devices": devices_of(options, trainer)}
+    folder = _new_name(Path(asked.pop("output")))
+    report = audit(model, data, strategy=strategy, trainer_kwargs=given, ckpt_path=ckpt_path, **asked)
     # what it found: on the terminal, then in a folder of its own
     console = Console()
     console.print(report, highlight=False)
-    folder = _new_folder(Path(options.output))
     report.to_json(folder / "report.json")
     report.to_html(folder / "report.html")
     written = ["report.html", "report.json"]
@@ -307,12 +288,8 @@ def run_audit(
         written.append("ratios.png")
     except ImportError:
         console.print("no picture: pip install 'lightning-ddp-losses[demo]'", markup=False)
-    console.print(
-        f"\nWritten to {folder}: {', '.join(written)} ({report.settings['seconds']} s)",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
+    sentence = f"\nWritten to {folder}: {', '.join(written)} ({report.settings['seconds']} s)"
+    console.print(sentence, soft_wrap=True, highlight=False, markup=False)
     return report
 
 
@@ -321,18 +298,13 @@ def devices_of(options: AuditOptions, trainer: dict[str, Any]) -> int:
     if options.devices is not None:
         return options.devices
     given = trainer.get("devices")
-    if isinstance(given, list):
-        return max(2, len(given))
-    if str(given).isdigit():
-        return max(2, int(str(given)))
-    return 2
+    count = len(given) if isinstance(given, list) else given
+    return max(2, int(str(count))) if str(count).isdigit() else 2
 
 
-def _new_folder(root: Path) -> Path:
-    taken = [int(found.name.removeprefix("version_")) for found in root.glob("version_*") if found.name[8:].isdigit()]
-    folder = root / f"version_{max(taken, default=-1) + 1}"
-    folder.mkdir(parents=True)
-    return folder
+def _new_name(root: Path) -> Path:
+    taken = [int(found.name[8:]) for found in root.glob("version_*") if found.name[8:].isdigit()]
+    return root / f"version_{max(taken, default=-1) + 1}"
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
@@ -363,10 +335,9 @@ def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
 def missing_class_path(arguments: Sequence[str]) -> str:
     """Return what to do where a config gives its model no class, as one for a command line of the user's own does; else nothing."""
     for file in config_files(arguments):
-        try:
+        config = None
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
             config = yaml.safe_load(file.read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            continue
         model = config.get("model") if isinstance(config, dict) else None
         if isinstance(model, dict) and "class_path" not in model:
             return (

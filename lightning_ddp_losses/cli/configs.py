@@ -49,23 +49,18 @@ def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: Of ``ddp-losses``.
     """
-    shipped = shipped_configs()
     found = []
-    before = ""
-    for argument in arguments:
+    for before, argument in zip(("", *arguments), arguments, strict=False):
         option, equals, value = argument.partition("=")
         if option in _OPTIONS and equals:
-            found.append(f"{option}={_full_path(value, shipped)}")
-        elif before in _OPTIONS:
-            found.append(_full_path(argument, shipped))
+            found.append(f"{option}={_full_path(value)}")
         else:
-            found.append(argument)
-        before = argument
+            found.append(_full_path(argument) if before in _OPTIONS else argument)
     return found
 
 
-def _full_path(given: str, shipped: dict[str, Path]) -> str:
-    path = Path(given)
+def _full_path(given: str) -> str:
+    path, shipped = Path(given), shipped_configs()
     is_name = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml", ".yml")
     if path.exists() or not is_name or path.stem not in shipped:
         return given
@@ -96,9 +91,8 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
         for name in names:
             table.add_row(name, summary_of(shipped[name]))
         console.print(table, highlight=False)
-        console.print(
-            "ddp-losses fit --config NAME trains one, ddp-losses configs --copy FOLDER copies them.", highlight=False
-        )
+        use = "ddp-losses fit --config NAME trains one, ddp-losses configs --copy FOLDER copies them."
+        console.print(use, highlight=False)
         return 0
     # copied; nobody's file is overwritten
     folder: Path = given.copy

@@ -41,26 +41,19 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
         console: Where it is shown; None: standard output.
     """
     parser = argparse.ArgumentParser(prog="ddp-losses explain", description="The manual in the terminal.")
-    parser.add_argument(
-        "topic", nargs="*", help="a fault (F24), a public name (GlobalBatchLoss), migrate, migrate PEER"
-    )
+    topics = "a fault (F24), a public name (GlobalBatchLoss), migrate, migrate PEER"
+    parser.add_argument("topic", nargs="*", help=topics)
     parser.add_argument("--all", action="store_true", help="all known faults, by how they show")
     given = parser.parse_args(arguments)
     # which page
-    status = 0
+    found = find_page(given.topic) if given.topic else _OVERVIEW
     if given.all:
-        page = manual.fault_table()
-    elif not given.topic:
-        page = _OVERVIEW
-    else:
-        found = find_page(given.topic)
-        if found is None:
-            found, status = not_found(" ".join(given.topic)), 1
-        page = found
+        found = manual.fault_table()
+    page = found or not_found(" ".join(given.topic))
     # on the terminal, no wider than can be read
     console = console or Console()
     console.print(Markdown(page), width=min(console.width, _WIDEST))
-    return status
+    return int(found is None)
 
 
 def find_page(topic: Sequence[str]) -> str | None:
@@ -69,18 +62,15 @@ def find_page(topic: Sequence[str]) -> str | None:
     Args:
         topic: The words of the command line.
     """
-    if [word.lower() for word in topic] == [_SECURITY]:
-        topic = ["migrate", _SECURITY]
-    first = topic[0]
-    if first.lower() == "migrate" and len(topic) == 1:
-        return manual.recipe_list()
+    first, *peer = topic
     if first.lower() == "migrate":
         peers = {_letters(name): text for name, text in manual.recipes().items()}
-        return peers.get(_letters(" ".join(topic[1:])))
-    if len(topic) > 1:
+        return peers.get(_letters(" ".join(peer))) if peer else manual.recipe_list()
+    if peer:
         return None
-    if first.lower() in manual.about():
-        return manual.about()[first.lower()]
+    pages = manual.about() | {_SECURITY: manual.recipes()[_SECURITY]}
+    if first.lower() in pages:
+        return pages[first.lower()]
     if first.upper() in FAULTS or first.upper() in UNUSED:
         return manual.fault_page(first.upper())
     return _name_page(first)
@@ -123,9 +113,8 @@ def not_found(text: str) -> str:
     if text.lower() not in " ".join(titles.values()).lower() and all(spelt):
         text = " ".join(match for (match,) in spelt)
     lines += [f"* `ddp-losses explain {fault}`: {FAULTS[fault].title}" for fault in _speaking_of(text, titles)]
-    lines += [
-        f"* `ddp-losses explain {name}`: {manual.title_of(recipes[name])}" for name in _speaking_of(text, recipes)
-    ]
+    spoken = _speaking_of(text, recipes)
+    lines += [f"* `ddp-losses explain {name}`: {manual.title_of(recipes[name])}" for name in spoken]
     if len(lines) == 1:
         return f"{lines[0]}\n\n{_OVERVIEW.partition(chr(10))[2]}"
     return "\n".join([lines[0], "", "Near to it:", "", *dict.fromkeys(lines[1:])])
@@ -134,8 +123,5 @@ def not_found(text: str) -> str:
 def _speaking_of(text: str, texts: dict[str, str]) -> list[str]:
     """Return the first keys of those texts that hold all words."""
     words = text.lower().split()
-    found = []
-    for key, value in texts.items():
-        if all(word in value.lower() for word in words):
-            found.append(key)
+    found = [key for key, value in texts.items() if all(word in value.lower() for word in words)]
     return found[:_MOST_MATCHES]

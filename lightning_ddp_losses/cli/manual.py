@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 
@@ -204,6 +205,12 @@ def name_page(dotted: str, value: object) -> str:
     return f"# {name}\n\n{fenced(code)}\n\n{docstring_as_markdown(inspect.getdoc(value) or '')}\n"
 
 
+class _Plain(str):
+    """An annotation that is text already, shown without quotes."""
+
+    __repr__ = str.__str__
+
+
 def signature_text(name: str, value: object) -> str:
     """Return a call as it is written: one line where it fits, else one line for each parameter."""
     try:
@@ -211,38 +218,30 @@ def signature_text(name: str, value: object) -> str:
     except ValueError:  # a class that takes what its base in C takes
         return f"{name}(...)"
     parameters = []
-    starred = False
     for parameter in signature.parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
-            parameters.append("*")
-        starred = starred or parameter.kind in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL)
-        # annotations are texts already; str() would quote them
-        text = str(parameter)
-        if isinstance(parameter.annotation, str):
-            text = text.replace(repr(parameter.annotation), parameter.annotation, 1)
-        parameters.append(text)
-    returns = signature.return_annotation
-    end = f") -> {returns}" if isinstance(returns, str) and not inspect.isclass(value) else ")"
-    line = f"{name}({', '.join(parameters)}{end}"
+        shown = _Plain(parameter.annotation) if isinstance(parameter.annotation, str) else parameter.annotation
+        parameters.append(parameter.replace(annotation=shown))
+    returns: Any = _Plain(signature.return_annotation)
+    if inspect.isclass(value) or not isinstance(signature.return_annotation, str):
+        returns = inspect.Signature.empty
+    line = name + str(inspect.Signature(parameters, return_annotation=returns))
     if len(line) <= 88:
         return line
-    return f"{name}(\n" + "".join(f"    {parameter},\n" for parameter in parameters) + end
+    # the star stands before the first option that comes by name only
+    texts = [str(parameter) for parameter in parameters]
+    kinds = [parameter.kind for parameter in parameters]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        texts.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    end = ")" if returns is inspect.Signature.empty else f") -> {returns}"
+    return f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + end
 
 
-_SECTION = re.compile(r"^([A-Z][a-z]+(?: [a-z]+)?):(?: (.*))?$")
 # sections of a docstring; of the first, each line names something
-_OF_NAMES = frozenset({"Args", "Attributes", "Raises", "Returns", "Yields"})
-_SECTIONS = _OF_NAMES | {
-    "Communication",
-    "Equivalent to",
-    "Example",
-    "Examples",
-    "Forward",
-    "Gradient",
-    "Legend",
-    "Source",
-}
-_NAMED = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): (.*)$")
+_OF_NAMES = ("Args", "Attributes", "Raises", "Returns", "Yields")
+_OTHERS = ("Communication", "Equivalent to", "Example", "Examples", "Forward", "Gradient", "Legend", "Source")
+_SECTION = re.compile(rf"^({'|'.join(_OF_NAMES + _OTHERS)}):(?: (.*))?$", re.MULTILINE)
+_NAMED = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): ", re.MULTILINE)
+_CODE = re.compile(r"^ *>>>.*(?:\n(?! *$).+)*", re.MULTILINE)
 
 
 def docstring_as_markdown(docstring: str) -> str:
@@ -254,45 +253,18 @@ def docstring_as_markdown(docstring: str) -> str:
     Args:
         docstring: Dedented, in Google's style.
     """
-    lines: list[str] = []
-    section = ""
-    in_example = False
-    for line in inspect.cleandoc(docstring).splitlines():
-        # an example ends at the next blank line or section
-        is_code = line.lstrip().startswith((">>> ", "... ", ">>>")) or (in_example and line.strip() and section != "")
-        if in_example and not is_code:
-            lines.append("```")
-            in_example = False
-        begins = _SECTION.match(line)
-        if begins and begins[1] in _SECTIONS:
-            section = begins[1]
-            lines += ["", f"**{section}.**"]
-            if begins[2]:
-                lines[-1] += f" {begins[2][:1].upper()}{begins[2][1:]}".replace("``", "`")
-            else:
-                lines.append("")
-            continue
-        if line and not line.startswith(" "):
-            section = ""
-        if is_code:
-            if not in_example:
-                lines += ["", "```python"]
-            in_example = True
-            lines.append(line.strip() if section else line)
-            continue
-        lines.append(_text_line(line, section))
-    if in_example:
-        lines.append("```")
-    text = "\n".join(lines)
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
+    first, *rest = _SECTION.split(inspect.cleandoc(docstring))
+    parts = [_with_code(first)]
+    # name, text on the line of the name, and body of each section
+    for name, line, body in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        text = re.sub("^    ", "", body, flags=re.MULTILINE)
+        if name in _OF_NAMES:
+            text = _NAMED.sub(r"* `\1`: ", text).replace("\n    ", "\n  ")
+        begin = f" {line[:1].upper()}{line[1:]}" if line else "\n"
+        parts.append(_with_code(f"**{name}.**{begin}{text}"))
+    return re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)).strip()
 
 
-def _text_line(line: str, section: str) -> str:
-    """Return one line of a docstring: inside a section without its indent, a named entry as an item of a list."""
-    if not section:
-        return line.replace("``", "`")
-    text = line.removeprefix("    ").replace("``", "`")
-    entry = _NAMED.match(text)
-    if entry and section in _OF_NAMES:
-        return f"* `{entry[1]}`: {entry[2]}"
-    return text.removeprefix("    ") if section not in _OF_NAMES else text.replace("    ", "  ", 1)
+def _with_code(text: str) -> str:
+    """Return text with its examples as blocks of code, and the marks of Markdown for code elsewhere."""
+    return _CODE.sub(lambda found: f"\n```python\n{found[0]}\n```", text.replace("``", "`"))

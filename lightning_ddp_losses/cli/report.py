@@ -67,12 +67,11 @@ class RunReport(Callback):
         if not rows:
             return
         title = getattr(pl_module, "report_title", "Logged")
-        heading = getattr(pl_module, "report_heading", "last value")
-        raw = None
+        columns = [(getattr(pl_module, "report_heading", "last value"), metrics)]
         if held_out is not None:
             title += f" ({len(held_out.labels)} rows)"
-            raw = _raw_metrics(trainer)
-        self.tables = [title, _metrics_table(metrics, heading, rows, raw)]
+            columns += _raw_metrics(trainer)
+        self.tables = [title, _metrics_table(columns, rows)]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
@@ -128,43 +127,28 @@ def _held_out(module: LightningModule) -> HeldOut | None:
     return held_out if isinstance(held_out, HeldOut) else None
 
 
-def _raw_metrics(trainer: Trainer) -> tuple[str, dict[str, float]] | None:
-    """Return the name of the inputs and their retrieval metrics, where the data module can hand over the held-out set."""
+def _raw_metrics(trainer: Trainer) -> list[tuple[str, dict[str, float]]]:
+    """Return the name of the inputs and their retrieval metrics; nothing if the data module cannot hand over the held-out set."""
     data: Any = getattr(trainer, "datamodule", None)
     if not isinstance(data, BatchedArrayDataModule) or data.held_out_bytes > _MOST_RAW_BYTES:
-        return None
-    return data.inputs_name, retrieval_metrics(*data.held_out())
+        return []
+    return [(data.inputs_name, retrieval_metrics(*data.held_out()))]
 
 
-def _metrics_table(
-    metrics: dict[str, float],
-    heading: str,
-    rows: Sequence[tuple[str, str]],
-    raw: tuple[str, dict[str, float]] | None,
-) -> Table:
-    """Return the figures of a run as a table, beside those of the raw inputs.
+def _metrics_table(columns: Sequence[tuple[str, dict[str, float]]], rows: Sequence[tuple[str, str]]) -> Table:
+    """Return the figures of a run as a table.
 
     Args:
-        metrics: By name.
-        heading: What they are of.
-        rows: Title and name of each.
-        raw: Name of the inputs, and their figures.
+        columns: Heading and figures by name of each column.
+        rows: Title and name of each row.
     """
-    table = Table()
-    table.add_column("metric")
-    table.add_column(heading, justify="right")
-    if raw is not None:
-        table.add_column(raw[0], justify="right")
+    table = Table("metric")
+    for heading, _ in columns:
+        table.add_column(heading, justify="right")
     for title, name in rows:
-        cells = [_cell(metrics.get(name))]
-        if raw is not None:
-            cells.append(_cell(raw[1].get(name)))
+        cells = [f"{figures[name]:.4f}" if name in figures else "-" for _, figures in columns]
         table.add_row(title, *cells)
     return table
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
 
 
 # ---------------------------------------------------------------------- pictures

@@ -55,13 +55,11 @@ class ArrayRows(Dataset[tuple[Tensor, ...]]):
     def __getitem__(self, positions: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the rows at `positions`: features (b, ...) of `dtype`, labels (b,) int64 and, if asked for, (b,) int64 positions."""
         rows = self.rows[positions]
-        batch: tuple[Tensor, ...] = (
-            torch.as_tensor(np.asarray(self.features[rows]), dtype=self.dtype),
-            torch.as_tensor(np.asarray(self.labels[rows]), dtype=torch.int64),
-        )
-        if self.with_indices:
-            batch = (*batch, torch.as_tensor(positions, dtype=torch.int64))
-        return batch
+        x = torch.as_tensor(np.asarray(self.features[rows]), dtype=self.dtype)
+        labels = torch.as_tensor(np.asarray(self.labels[rows]), dtype=torch.int64)
+        if not self.with_indices:
+            return x, labels
+        return x, labels, torch.as_tensor(positions, dtype=torch.int64)
 
     __getitems__ = __getitem__  # under this name PyTorch asks for the rows of a batch sampler
 
@@ -129,9 +127,8 @@ class BatchedArrayDataModule(LightningDataModule):
             dtype = torch.float64
         if train:
             return ArrayRows(self.features, self.labels, self.train_rows, dtype=dtype)
-        return ArrayRows(
-            self.held_out_features, self.held_out_labels, self.held_out_rows, dtype=dtype, with_indices=True
-        )
+        features, labels, rows = self.held_out_features, self.held_out_labels, self.held_out_rows
+        return ArrayRows(features, labels, rows, dtype=dtype, with_indices=True)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Load this rank's slices of the global batches, which differ by epoch."""
@@ -200,39 +197,23 @@ class ArrayDataModule(BatchedArrayDataModule):
         m_per_class: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, m_per_class)
-        expect(
-            (val_features is None) == (val_labels is None),
-            "held-out files",
-            expected="both val_features and val_labels, or neither",
-            got=f"val_features={val_features}, val_labels={val_labels}",
-        )
+        expected, got = "both val_features and val_labels, or neither", f"{val_features=!s}, {val_labels=!s}"
+        expect((val_features is None) == (val_labels is None), "held-out files", expected=expected, got=got)
         self.features, self.labels = _load_pair(features, labels)
         if val_features is None or val_labels is None:
             self.held_out_features, self.held_out_labels = self.features, self.labels
             self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
         else:
             self.held_out_features, self.held_out_labels = _load_pair(val_features, val_labels)
-            expect(
-                self.held_out_features.shape[1:] == self.features.shape[1:],
-                f"shape of {val_features}",
-                expected=f"(N, {_sizes(self.features)}) like {features}",
-                got=f"(N, {_sizes(self.held_out_features)})",
-                error=InputError,
-            )
+            train, held = (", ".join(map(str, array.shape[1:])) for array in (self.features, self.held_out_features))
+            expected, got = f"(N, {train}) like {features}", f"(N, {held})"
+            expect(train == held, f"shape of {val_features}", expected=expected, got=got, error=InputError)
             self.train_rows = np.arange(len(self.labels))
             self.held_out_rows = np.arange(len(self.held_out_labels))
-        expect(
-            len(self.held_out_rows),
-            f"classes in {labels}",
-            expected="at least one of two rows, so that one can be held out",
-            got="one row for each label",
-            fix="Give val_features and val_labels.",
-            error=InputError,
-        )
-
-
-def _sizes(array: Array) -> str:
-    return ", ".join(str(size) for size in array.shape[1:])
+        expected, got = "at least one of two rows, so that one can be held out", "one row for each label"
+        fix = "Give val_features and val_labels."
+        rows = len(self.held_out_rows)
+        expect(rows, f"classes in {labels}", expected=expected, got=got, fix=fix, error=InputError)
 
 
 def open_array(path: PathLike, what: str) -> Array:
@@ -320,12 +301,9 @@ class DigitsDataModule(BatchedArrayDataModule):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ConfigurationError(
-                "DigitsDataModule",
-                expected="scikit-learn, which brings the images",
-                got="no such package",
-                fix="Run: pip install 'lightning-ddp-losses[demo]'",
-            ) from error
+            expected, fix = "scikit-learn, which brings the images", "Run: pip install 'lightning-ddp-losses[demo]'"
+            got = "no such package"
+            raise ConfigurationError("DigitsDataModule", expected=expected, got=got, fix=fix) from error
         digits = load_digits()
         # sixteenths are exact in every floating dtype
         self.features = self.held_out_features = digits.images[:, None].astype(np.float32) / 16
@@ -400,13 +378,12 @@ def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> 
     """
     below = batch_size // world_size * world_size
     choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
-    expect(
-        batch_size > 0 and batch_size % world_size == 0,
+    what, expected = (
         "batch_size (rows of the global batch, over all ranks)",
-        expected=f"a positive multiple of the {world_size} ranks",
-        got=batch_size,
-        fix=f"Set data.init_args.batch_size to {choices}, or change trainer.devices.",
+        f"a positive multiple of the {world_size} ranks",
     )
+    fix = f"Set data.init_args.batch_size to {choices}, or change trainer.devices."
+    expect(batch_size > 0 and batch_size % world_size == 0, what, expected=expected, got=batch_size, fix=fix)
     what, least, needs = "held-out rows", world_size, f"at least one for each of {world_size} ranks"
     fix = "Hold out more rows, or use fewer ranks."
     if shuffle:
@@ -425,13 +402,9 @@ def check_classes(labels: np.ndarray, m_per_class: int, batch_size: int) -> None
     is_divisor = m_per_class > 0 and batch_size % m_per_class == 0
     expect(is_divisor, what, expected=f"a divisor of {batch_size}", got=m_per_class)
     classes = len(np.unique(labels))
-    expect(
-        classes * m_per_class >= batch_size,
-        what,
-        expected=f"at least {-(-batch_size // classes)}, as there are {classes} classes",
-        got=m_per_class,
-        fix="Raise m_per_class, or lower batch_size.",
-    )
+    expected = f"at least {-(-batch_size // classes)}, as there are {classes} classes"
+    fix = "Raise m_per_class, or lower batch_size."
+    expect(classes * m_per_class >= batch_size, what, expected=expected, got=m_per_class, fix=fix)
 
 
 def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

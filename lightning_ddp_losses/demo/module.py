@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_ddp_losses.core.compat import is_made_by_command_line
@@ -26,6 +26,7 @@ from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutRows, exact_sca
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect, format_error
 from lightning_ddp_losses.microbatch import microbatched
+from lightning_ddp_losses.samplers.evaluation import repeated_rows
 
 
 class EmbeddingModule(LightningModule):
@@ -77,9 +78,7 @@ class EmbeddingModule(LightningModule):
         parts = () if is_made_by_command_line() else ("encoder", "loss", "miner", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.encoder, self.loss, self.miner = encoder, loss, miner
-        self.lr = self.loss_lr = lr
-        if loss_lr is not None:
-            self.loss_lr = loss_lr
+        self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
         self.make_optimizer = optimizer
         # the encoder, in chunks; no submodule, which would name every parameter twice
         self._chunked: Callable[[Tensor], Tensor] | None = None
@@ -143,9 +142,7 @@ class EmbeddingModule(LightningModule):
         """Forget the last evaluation, and keep held-out rows out of a loss that remembers rows."""
         self.rows = HeldOutRows()
         remembers = any(isinstance(module, CrossBatchMemory) for module in self.loss.modules())
-        self._evaluated = (self.loss,)
-        if remembers:
-            self._evaluated = (copy.deepcopy(self.loss),)
+        self._evaluated = (copy.deepcopy(self.loss) if remembers else self.loss,)
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -205,16 +202,10 @@ class EmbeddingModule(LightningModule):
 
     def _warn_of_repeated_rows(self) -> None:
         """Say so where a sampler that pads makes rows count twice and nothing tells which."""
-        loader = self.trainer.val_dataloaders
-        if self.trainer.testing:
-            loader = self.trainer.test_dataloaders
-        elif self.trainer.predicting:
-            loader = self.trainer.predict_dataloaders
-        sampler = getattr(loader, "sampler", None)
-        if self.rows.indices or not isinstance(sampler, DistributedSampler):
-            return
-        repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
-        if repeated > 0:
+        stage = "test" if self.trainer.testing else "predict" if self.trainer.predicting else "val"
+        loader = getattr(self.trainer, f"{stage}_dataloaders")
+        repeated = repeated_rows(loader) if isinstance(loader, DataLoader) else 0
+        if repeated and not self.rows.indices:
             fix = "Return (x, labels, index) from the dataset, index being the row's position: repeated rows are then dropped."
             what = "held-out rows that the distributed sampler repeats"
             rank_zero_warn(format_error(what, expected=0, got=repeated, fix=fix))
@@ -297,14 +288,10 @@ class MLPEncoder(nn.Module):
             InputError: Rows of another length.
         """
         rows = torch.flatten(x, 1)
-        expect(
-            rows.shape[1] == self.in_features,
-            "row length",
-            expected=f"in_features={self.in_features}",
-            got=f"{rows.shape[1]} (shape {tuple(x.shape)})",
-            fix=f"Set model.init_args.encoder.init_args.in_features to {rows.shape[1]}.",
-            error=InputError,
-        )
+        width, expected = rows.shape[1], f"in_features={self.in_features}"
+        got = f"{width} (shape {tuple(x.shape)})"
+        fix = f"Set model.init_args.encoder.init_args.in_features to {width}."
+        expect(width == self.in_features, "row length", expected=expected, got=got, fix=fix, error=InputError)
         embeddings: Tensor = self.layers(rows)
         return embeddings
 
@@ -416,6 +403,4 @@ class RegressionModule(LightningModule):
         self.log_dict(values, prog_bar=True, sync_dist=True, rank_zero_only=True)
 
     def _loss_of(self, value: Tensor) -> Tensor:
-        if self.goal == "maximize":
-            return 1 - value
-        return value
+        return 1 - value if self.goal == "maximize" else value
