@@ -64,8 +64,7 @@ class DDPLossError(RuntimeError):
     def parts_as_text(self) -> dict[str, Any]:
         """Return what the text was made of, as arguments of ``format_error``, each as text."""
         parts: dict[str, Any] = {"what": self.what, "expected": self.expected, "got": self.got, "fix": self.fix}
-        parts = {name: None if part is None else str(part) for name, part in parts.items()}
-        parts["ranks"] = None
+        parts = {name: str(part) for name, part in parts.items() if part is not None}
         if self.ranks is not None:
             parts["ranks"] = {rank: str(entry) for rank, entry in _rank_entries(self.ranks)}
         return parts

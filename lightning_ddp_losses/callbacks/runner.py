@@ -37,7 +37,7 @@ from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParam
 from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import Check, Entry, RowExchange, placed
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import handshake, liveness, peer_errors, process_groups
+from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
@@ -402,7 +402,7 @@ class CheckRunner(Callback):
             PeerError: in the exception's place, if a peer's failure is behind it.
         """
         # a fault of the step before may be behind an error that every rank has, as a NaN in a gradient is behind one in an embedding
-        if self.steps and peer_errors.has_reached_all(exception) and not getattr(exception, "findings", ()):
+        if self.steps and handshake.has_reached_all(exception) and not getattr(exception, "findings", ()):
             self._add_last_step(exception)
         # another rank's failure broke this rank's collective
         watch = self.row_exchange.watch

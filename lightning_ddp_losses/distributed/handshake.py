@@ -33,9 +33,7 @@ from lightning_ddp_losses.distributed.peer_errors import (
     VERSION,
     Header,
     failure_report,
-    mark_reported,
     mismatch_error,
-    was_reported_in,
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
@@ -552,3 +550,26 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
         with contextlib.suppress(AttributeError):  # an exception class may forbid it
             error.collective = False  # type: ignore[attr-defined]
     raise_on_all_ranks(error, where)
+
+
+# ---------------------------------------------------------------------- who knows of an error
+
+
+def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
+    """Return whether the members of a group of ours receive this error in a handshake that this rank has joined."""
+    return any(known is group for known in getattr(error, "reported_in", ()))
+
+
+def has_reached_all(error: BaseException) -> bool:
+    """Return whether every rank of the world raises this error, or the one that it has become there."""
+    groups = getattr(error, "reported_in", ())
+    if not groups:  # decided by all ranks alike; where a connection was lost, by those that are left
+        return getattr(error, "collective", False) and not isinstance(error, PeerError)
+    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
+    return is_of_world and not getattr(error, "is_unheard", False)
+
+
+def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
+    """Note that one more group receives an error: a loss over class shards sends it to its part first, then to the replicas."""
+    with contextlib.suppress(AttributeError):  # an exception class may forbid it
+        error.reported_in = (*getattr(error, "reported_in", ()), group)  # type: ignore[attr-defined]

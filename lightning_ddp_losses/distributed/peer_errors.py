@@ -1,20 +1,15 @@
 """The errors that ranks raise together: what a failed rank reports, and the one error that headers which disagree amount to.
 
-Every rank reads the same headers, so every rank makes the same error of them. Groups that have received an error are noted on it
-(``reported_in``).
+Every rank reads the same headers, so every rank makes the same error of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 
 VERSION = 1
@@ -23,6 +18,7 @@ CALL, FAILURE = 0, 1
 
 _SHOWN_CHARACTERS = 200  # of a long value in a message
 _SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
+_SHOWN_RANKS = 16
 
 
 class Header(NamedTuple):
@@ -54,12 +50,12 @@ def failure_report(error: Exception, where: str) -> bytes:
         return json.dumps(report).encode()
     report["class"] = type(error).__name__
     parts = error.parts_as_text()
-    if format_error(**parts) == str(error):
-        if parts["ranks"] is not None:
-            parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
-        report["parts"] = {name: part for name, part in parts.items() if part is not None}
-    else:
+    if format_error(**parts) != str(error):
         report["text"] = str(error)
+        return json.dumps(report).encode()
+    if "ranks" in parts:
+        parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
+    report["parts"] = parts
     return json.dumps(report).encode()
 
 
@@ -79,6 +75,18 @@ class _Report(NamedTuple):
             parts["ranks"] = dict(parts["ranks"])
         text = found["text"] if "text" in found else format_error(**parts)
         return cls(found["class"], found["where"], text, parts)
+
+
+def reported_error(payload: bytes) -> DDPLossError:
+    """Return the error that a ``failure_report`` was made of, as one that all ranks raise."""
+    report = _Report.read(payload)
+    return error_class(report.class_name)(**(report.parts or {"what": report.text}), collective=True)
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """List ranks for a message, the first ones of many."""
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more
 
 
 def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
@@ -171,26 +179,3 @@ def _around_difference(values: Sequence[str | None]) -> list[str | None]:
 def _one_line(text: str) -> str:
     operation, *rest = text.split("\n")
     return f"{operation} ({', '.join(rest)})" if rest else operation
-
-
-# ---------------------------------------------------------------------- who knows of an error
-
-
-def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
-    """Return whether the members of a group of ours receive this error in a handshake that this rank has joined."""
-    return any(known is group for known in getattr(error, "reported_in", ()))
-
-
-def has_reached_all(error: BaseException) -> bool:
-    """Return whether every rank of the world raises this error, or the one that it has become there."""
-    groups = getattr(error, "reported_in", ())
-    if not groups:  # decided by all ranks alike; where a connection was lost, by those that are left
-        return getattr(error, "collective", False) and not isinstance(error, PeerError)
-    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
-    return is_of_world and not getattr(error, "is_unheard", False)
-
-
-def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
-    """Note that one more group receives an error: a loss over class shards sends it to its part first, then to the replicas."""
-    with contextlib.suppress(AttributeError):  # an exception class may forbid it
-        error.reported_in = (*getattr(error, "reported_in", ()), group)  # type: ignore[attr-defined]

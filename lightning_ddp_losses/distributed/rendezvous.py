@@ -29,15 +29,18 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError, error_class
+from lightning_ddp_losses.distributed.peer_errors import failure_report, reported_error, shown_ranks
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
 
 Report: TypeAlias = Mapping[str, Any]
 """What a rank says of itself; plain values, which travel as JSON."""
+Judge: TypeAlias = Callable[[Sequence[Report]], DDPLossError | None]
+"""Reports of all ranks -> the error that they amount to."""
 
 _PREFIX = "lightning_ddp_losses/roll_call"
-_POLL_SECONDS = 0.01
+_TOKEN = "token"
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.01, 0.25
 _VERDICT_SECONDS = 5.0  # more than rank 0 waits: so long may its verdict be under way
-_SHOWN_RANKS = 16
 
 
 def hold_roll_call(
@@ -48,187 +51,129 @@ def hold_roll_call(
     timeout: timedelta,
     name: str = "world",
     report: Report | None = None,
-    judge: Callable[[Sequence[Report]], DDPLossError | None] | None = None,
+    judge: Judge | None = None,
 ) -> str:
-    """Meet all ranks in a store, which may hold what former worlds have written.
+    """Meet all ranks in a store, which may hold keys of former worlds.
+
+    Rank 0 writes a new token. Each other rank answers the token that it finds with a random word. That token may be a former world's, so
+    the rank goes on looking until rank 0 has answered its word.
 
     Args:
-        store: That all of them reach.
-        rank: This rank's, of those that meet.
-        world_size: How many meet.
-        timeout: How long to wait for those that do not come.
-        name: Of those who meet, where several roll calls use a store at a time.
-        report: What this rank says of itself.
-        judge: Looks at the reports of all ranks, on rank 0.
+        store: Store that all of them reach.
+        rank: Rank of this process among those that meet.
+        world_size: Number of ranks that meet.
+        timeout: Time to wait for ranks that do not come.
+        name: Name of this meeting, if several use a store at a time.
+        report: Plain values that this rank reports of itself.
+        judge: Function that looks at the reports of all ranks, on rank 0.
 
     Returns:
         A token, equal on all ranks, which no former roll call had.
 
     Raises:
         PeerError: on every rank that came, naming those that did not, as far as the store can say.
-        DDPLossError: on every rank, what ``judge`` found.
+        DDPLossError: on every rank, the error that ``judge`` found.
 
     Communication: none but the store's.
     """
     own_store = PrefixStore(f"{_PREFIX}/{name}", store)
     if rank == 0:
-        return _Caller(own_store, world_size, timeout).call(report or {}, judge)
+        return _call(own_store, world_size, timeout, report or {}, judge)
     return _answer(own_store, rank, world_size, timeout, report or {})
 
 
-class _Caller:
-    """Rank 0 of a roll call."""
-
-    def __init__(self, store: Store, world_size: int, timeout: timedelta) -> None:
-        self._store, self._timeout = store, timeout
-        self._others = range(1, world_size)
-        self._token = secrets.token_hex(8)
-        self._deadline = time.monotonic() + timeout.total_seconds()
-        self._answered: set[str] = set()
-
-    def call(self, report: Report, judge: Callable[[Sequence[Report]], DDPLossError | None] | None) -> str:
-        """Answer all ranks, judge what they report, and tell them."""
-        self._store.set(_here(0), json.dumps(["", dict(report)]))  # for the others, who name those that are missing
-        missing = self._meet()
-        if missing:
-            # those who are here wait for a word too
-            self._answer_those([rank for rank in self._others if rank not in missing])
-            error: DDPLossError | None = _missing_error(missing, len(self._others) + 1, self._timeout)
-        else:
-            reports = [report, *(found for _, found in self._read(self._others))]
-            error = None if judge is None else judge(reports)
-        verdict = None if error is None else {"class": type(error).__name__, "parts": _plain_parts(error)}
-        self._store.set(_verdict(self._token), json.dumps(verdict))
-        if verdict is not None:
-            self._wait_until_read([rank for rank in self._others if rank not in missing])
-            raise _error_from(verdict)
-        return self._token
-
-    def _meet(self) -> list[int]:
-        """Answer every rank's word until all have the token; return those that have not when the time is over."""
-        # 1. a word of each, which may be one of a former world
-        try:
-            self._store.wait([_here(rank) for rank in self._others], self._remaining())
-        except RuntimeError:
-            return [rank for rank in self._others if not self._store.check([_here(rank)])]
-        # 2. who has come since writes another word, and is answered in the next round
-        came = [_came(self._token, rank) for rank in self._others]
-        while True:
-            self._answer_those(self._others)
-            if self._store.check(came):
-                return []
-            if time.monotonic() > self._deadline:
-                return [rank for rank, key in zip(self._others, came, strict=True) if not self._store.check([key])]
-            time.sleep(_POLL_SECONDS)
-
-    def _answer_those(self, ranks: Sequence[int]) -> None:
-        words = {word for word, _ in self._read(ranks)} - self._answered
-        if words:
-            self._answered |= words
-            self._store.multi_set([_answer_to(word) for word in words], [self._token] * len(words))  # type: ignore[attr-defined]
-
-    def _read(self, ranks: Sequence[int]) -> list[tuple[str, Report]]:
-        if not ranks:
-            return []
-        values = self._store.multi_get([_here(rank) for rank in ranks])
-        return [tuple(json.loads(value)) for value in values]
-
-    def _wait_until_read(self, ranks: Sequence[int]) -> None:
-        """Wait a little until the others know: this process may hold the store, and is about to end."""
-        end = time.monotonic() + _VERDICT_SECONDS
-        read = [_read_key(self._token, rank) for rank in ranks]
-        while read and time.monotonic() < end and not self._store.check(read):
-            time.sleep(_POLL_SECONDS)
-
-    def _remaining(self) -> timedelta:
-        return timedelta(seconds=max(0.001, self._deadline - time.monotonic()))
+def _call(store: Store, world_size: int, timeout: timedelta, report: Report, judge: Judge | None) -> str:
+    """Call the roll, judge the reports, and answer every rank that has come."""
+    # 1. a token that no former world had
+    token = secrets.token_hex(8)
+    store.set(_TOKEN, token)
+    # 2. a word and a report of each rank
+    came, missing = [*range(1, world_size)], list[int]()
+    try:
+        if came:
+            store.wait([_here(token, rank) for rank in came], timeout)
+    except RuntimeError:
+        missing = [rank for rank in came if not store.check([_here(token, rank)])]
+        came = [rank for rank in came if rank not in missing]
+    values = store.multi_get([_here(token, rank) for rank in came]) if came else []
+    words, reports = [], [report]
+    for value in values:
+        word, found = json.loads(value)
+        words.append(word)
+        reports.append(found)
+    # 3. the verdict
+    error: DDPLossError | None = None
+    if missing:
+        error = _missing_error(missing, world_size, timeout)
+    elif judge is not None:
+        error = judge(reports)
+    verdict = "" if error is None else failure_report(error, "rendezvous").decode()
+    if came:
+        store.multi_set([_answer_to(word) for word in words], [verdict] * len(words))  # type: ignore[attr-defined]
+    if error is None:
+        return token
+    # this process may hold the store, and is about to end
+    end = time.monotonic() + _VERDICT_SECONDS
+    while came and time.monotonic() < end and not store.check([_read_by(token, rank) for rank in came]):
+        time.sleep(_POLL_SECONDS)
+    raise reported_error(verdict.encode())
 
 
 def _answer(store: Store, rank: int, world_size: int, timeout: timedelta, report: Report) -> str:
-    """Meet rank 0, which calls the roll."""
-    word = secrets.token_hex(8)
-    store.set(_here(rank), json.dumps([word, dict(report)]))
-    patience = timeout + timedelta(seconds=_VERDICT_SECONDS)
-    # 1. who answers this word lives now
+    """Answer rank 0, which calls the roll, and return its token."""
+    word, token, verdict = secrets.token_hex(8), "", None
+    reason, pause = "nothing", _POLL_SECONDS
+    end = time.monotonic() + timeout.total_seconds() + _VERDICT_SECONDS
     try:
-        store.wait([_answer_to(word)], patience)
-        token: str = store.get(_answer_to(word)).decode()
-        store.set(_came(token, rank), "")
-        # 2. the verdict
-        store.wait([_verdict(token)], patience)
-        verdict = json.loads(store.get(_verdict(token)))
-    except RuntimeError as error:
-        raise _no_answer(store, world_size, timeout, error) from error
-    store.set(_read_key(token, rank), "")
+        # rank 0 lives now if it answers this word
+        while verdict is None and time.monotonic() < end:
+            called = store.get(_TOKEN).decode() if store.check([_TOKEN]) else ""
+            if called != token:
+                token, pause = called, _POLL_SECONDS
+                store.set(_here(token, rank), json.dumps([word, dict(report)]))
+            elif store.check([_answer_to(word)]):
+                verdict = store.get(_answer_to(word))
+                store.set(_read_by(token, rank), "")
+            else:
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)  # many ranks may wait for a late one
+    except RuntimeError as error:  # the store went with the process that held it
+        reason = str(error).splitlines()[0]
+    if verdict:
+        raise reported_error(verdict)
     if verdict is not None:
-        raise _error_from(verdict)
-    return token
-
-
-def _no_answer(store: Store, world_size: int, timeout: timedelta, error: RuntimeError) -> DDPLossError:
-    """Return the error of a rank to which rank 0 gave no answer or no verdict."""
-    try:
-        missing = [rank for rank in range(world_size) if not store.check([_here(rank)])]
-    except RuntimeError:  # the store went with the process that held it
-        missing = []
-    if missing:
-        return _missing_error(missing, world_size, timeout)
-    return PeerError(
+        return token
+    if not token and reason == "nothing":
+        raise _missing_error([0], world_size, timeout)
+    raise PeerError(
         f"rendezvous of {world_size} ranks",
         expected=f"an answer of rank 0 within {timeout.total_seconds():g} s",
-        got=str(error).splitlines()[0],
+        got=reason,
         fix="Look at the output of rank 0.",
         collective=True,
     )
 
 
 def _missing_error(missing: Sequence[int], world_size: int, timeout: timedelta) -> DDPLossError:
-    shown = ", ".join(map(str, missing[:_SHOWN_RANKS]))
-    more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
     return PeerError(
         f"rendezvous of {world_size} ranks",
         expected=f"all of them within {timeout.total_seconds():g} s",
-        got=f"no word from rank {shown}{more}",
+        got=f"no word from rank {shown_ranks(missing)}",
         fix="Look at the output of those ranks: they have ended, were never started, or cannot reach the store (MASTER_ADDR, MASTER_PORT).",
         collective=True,
     )
 
 
-# ---------------------------------------------------------------------- what travels
-
-
-def _here(rank: int) -> str:
-    return f"here/{rank}"
+def _here(token: str, rank: int) -> str:
+    return f"{token}/here/{rank}"
 
 
 def _answer_to(word: str) -> str:
     return f"answer/{word}"
 
 
-def _came(token: str, rank: int) -> str:
-    return f"{token}/came/{rank}"
-
-
-def _verdict(token: str) -> str:
-    return f"{token}/verdict"
-
-
-def _read_key(token: str, rank: int) -> str:
+def _read_by(token: str, rank: int) -> str:
     return f"{token}/read/{rank}"
-
-
-def _plain_parts(error: DDPLossError) -> dict[str, Any]:
-    parts = error.parts_as_text()
-    if parts["ranks"] is not None:
-        parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
-    return parts
-
-
-def _error_from(verdict: Mapping[str, Any]) -> DDPLossError:
-    parts = dict(verdict["parts"])
-    if parts["ranks"] is not None:
-        parts["ranks"] = dict(parts["ranks"])
-    return error_class(verdict["class"])(**parts, collective=True)
 
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

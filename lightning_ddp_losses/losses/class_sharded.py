@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
-from lightning_ddp_losses.distributed import handshake, peer_errors, process_groups, raw_collectives
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -350,7 +350,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         except Exception as raised:
             replicas = self._replica_group
-            if replicas is None or peer_errors.was_reported_in(
+            if replicas is None or handshake.was_reported_in(
                 process_groups.internal_groups(replicas).handshakes, raised
             ):
                 raise

@@ -30,7 +30,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.compat import attached_trainer
-from lightning_ddp_losses.distributed import handshake, peer_errors, process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
@@ -196,7 +196,7 @@ class _AfterError(Callback):
         if self._sigterm.is_known and isinstance(exception, SIGTERMException):
             return
         self._fit.on_exception(exception)
-        is_divided, is_told = self._fit.is_divided, peer_errors.has_reached_all(exception)
+        is_divided, is_told = self._fit.is_divided, handshake.has_reached_all(exception)
         self.is_together = is_divided and is_told and _made_the_same_steps(trainer)
         self._fit.is_alone = not self.is_together
         savers = [callback for callback in trainer.callbacks if _saves_after_errors(callback)]  # type: ignore[attr-defined]

@@ -67,24 +67,21 @@ def test_ranks_that_reach_the_store_by_tcp_get_one_token(connect_by_tcp: Connect
     assert len(tokens_of_three_worlds(connect_by_tcp, 3)) == 3
 
 
-def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect) -> None:
     left = dist.PrefixStore(f"{rendezvous._PREFIX}/world", connect())
+    left.set(rendezvous._TOKEN, "dead token")
     for rank in range(4):
-        left.set(rendezvous._here(rank), json.dumps([f"dead {rank}", {"rank": "dead"}]))
-        left.set(rendezvous._answer_to(f"dead {rank}"), "dead token")
+        left.set(rendezvous._here("dead token", rank), json.dumps([f"dead {rank}", {"rank": "dead"}]))
+        left.set(rendezvous._answer_to(f"dead {rank}"), "")
     seen: list[Any] = []
-
-    def judge(reports: Sequence[Any]) -> None:
-        seen.extend(reports)
-
     with ThreadPoolExecutor(1) as threads:
-        # rank 0 comes first, finds a word of every rank, and waits for the living
-        rank_0 = threads.submit(meet, connect, [0], 4, judge=judge)
-        while not left.check([rendezvous._answer_to("dead 3")]):
+        # the others come first, find the token of the dead, and wait for a living rank 0
+        others = threads.submit(meet, connect, [3, 1, 2], 4)
+        while "dead 1" in left.get(rendezvous._here("dead token", 1)).decode():
             pass
-        others = meet(connect, [3, 1, 2], 4)
-    assert {*rank_0.result(), *others} == {others[0]}
-    assert others[0] != "dead token"
+        tokens = {*meet(connect, [0], 4, judge=seen.extend), *others.result()}
+    assert len(tokens) == 1
+    assert "dead token" not in tokens
     assert seen == [{"rank": rank} for rank in range(4)]
 
 
@@ -139,8 +136,7 @@ def test_the_calls_of_rank_0_do_not_grow_with_the_world(connect: Connect, monkey
 
     for name in ("set", "multi_set", "multi_get"):
         monkeypatch.setattr(dist.PrefixStore, name, counted(name))
-    monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.2)
     meet(connect, range(24), 24)
-    # of each other rank: its word, that it has the token, that it has read the verdict; of rank 0: its word and the verdict
-    assert calls.count("set") == 3 * 23 + 2
-    assert calls.count("multi_set") <= calls.count("multi_get") <= 30
+    # of each other rank: its word, and that it has read the answer; of rank 0: the token
+    assert calls.count("set") == 2 * 23 + 1
+    assert calls.count("multi_set") == calls.count("multi_get") == 1
