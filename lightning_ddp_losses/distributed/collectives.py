@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -137,8 +138,10 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         return tensor
     _, needs_grad = _exchange_rows("all_reduce_with_grad", tensor, None, backward, group)
     tensor = match_requires_grad(tensor, needs_grad)
-    exchange = BackwardExchange("all_reduce_with_grad", group)
-    reduced: Tensor = _AllReduce.apply(tensor, group, backward, exchange)  # type: ignore[no-untyped-call]
+    run_backward: Callable[[Tensor], Tensor] = BackwardExchange("all_reduce_with_grad", group).all_reduce
+    if backward == "own_slice":
+        run_backward = partial(torch.mul, other=process_groups.world_size(group))
+    reduced: Tensor = _Exchange.apply(tensor, partial(sum_over_ranks, group=group), run_backward)  # type: ignore[no-untyped-call]
     return reduced
 
 
@@ -170,7 +173,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         torch.Size([6, 8])
     """
     _check("reduce_scatter_with_grad", tensor, "sum", group)
-    _check_rows(tensor, rows, group)
+    _check_rows("reduce_scatter_with_grad", tensor, rows, group)
     world_size = process_groups.world_size(group)
     total = tensor.shape[0]
     own = total // world_size if rows is None else rows
@@ -188,8 +191,9 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     if world_size == 1:
         return tensor
     tensor = match_requires_grad(tensor, needs_grad)
-    exchange = BackwardExchange("reduce_scatter_with_grad", group)
-    scattered: Tensor = _ReduceScatter.apply(tensor, counts, group, exchange)  # type: ignore[no-untyped-call]
+    run = partial(reduce_scatter_rows, counts=counts, group=group)
+    run_backward = partial(BackwardExchange("reduce_scatter_with_grad", group).all_gather, counts=counts)
+    scattered: Tensor = _Exchange.apply(tensor, run, run_backward)  # type: ignore[no-untyped-call]
     return scattered
 
 
@@ -258,8 +262,8 @@ def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool
             handshake.raise_on_all_ranks(error, what, group=group)
 
 
-def _check_rows(tensor: Tensor, rows: object, group: Group) -> None:
-    what, error = "reduce_scatter_with_grad", None
+def _check_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
+    error = None
     if tensor.ndim == 0:
         error = InputError(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
     elif rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
@@ -429,32 +433,18 @@ class GatherRows(torch.autograd.Function):
         return *[None] * _FIXED, *own
 
 
-class _AllReduce(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, group: Group, backward: Backward, exchange: BackwardExchange | None
+        ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], run_backward: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        ctx.group, ctx.mode, ctx.exchange = group, backward, exchange
-        return sum_over_ranks(tensor, group)
+        ctx.run_backward = run_backward
+        return run(tensor)
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.mode == "sum":
-            return ctx.exchange.all_reduce(grad), None, None, None
-        return grad * process_groups.world_size(ctx.group), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, counts: list[int], group: Group, exchange: BackwardExchange) -> Tensor:
-        ctx.counts, ctx.exchange = counts, exchange
-        return reduce_scatter_rows(tensor, counts, group)
-
-    @staticmethod
-    @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.exchange.all_gather(grad, ctx.counts), None, None, None
+        return ctx.run_backward(grad), None, None
 
 
 # ---------------------------------------------------------------------- exchanges in backward

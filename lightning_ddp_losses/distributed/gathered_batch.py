@@ -6,6 +6,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,33 +209,10 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
 
 def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
-    out = []
-    starts = [0] * len(payloads)
-    for each, rows in zip(travelling, counts, strict=True):
-        is_of_one_kind = len(set(each.dtypes)) == 1
-        whole, blocks = bytearray(), []
-        for rank, payload in enumerate(payloads):
-            size = rows[rank] * each.row_bytes(rank)
-            part = payload[starts[rank] : starts[rank] + size]
-            starts[rank] += aligned(size)
-            if is_of_one_kind:
-                whole += part
-            else:
-                blocks.append(_from_bytes(bytearray(part), rows[rank], each.like(rank)))
-        # the usual case: no copy but the one that made the bytes one
-        if is_of_one_kind:
-            joined = _from_bytes(whole, sum(rows), each.like(0))
-            if each.form is not None and each.dtypes[0]:
-                joined = each.form.expand(joined)
-            out.append(joined)
-        else:
-            out.append(each.joined(blocks))
-    return out
-
-
-def _from_bytes(data: bytearray, rows: int, like: Tensor) -> Tensor:
-    flat = torch.frombuffer(data, dtype=like.dtype) if data else torch.empty(0, dtype=like.dtype)
-    return flat.view(rows, *like.shape[1:])
+    starts = [*itertools.accumulate(map(len, payloads), initial=0)]
+    data = bytearray().join(payloads)
+    everyone = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return _unpack(travelling, counts, everyone, starts[:-1])
 
 
 def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], group: Group) -> list[Tensor]:
@@ -248,13 +226,18 @@ def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], g
     longest = max(sizes)
     if longest == 0:
         return [each.tensor.clone() for each in travelling]
-    packed = _packed([each.sent for each in travelling], longest)
+    packed = _pack_rows([each.sent for each in travelling], longest)
     everyone = packed.new_empty(world_size * longest)
     # 2. one gather
     gather(everyone, packed, group=group_for(packed, group))
-    # 3. each tensor's block of each rank
+    return _unpack(travelling, counts, everyone, [rank * longest for rank in range(world_size)])
+
+
+def _unpack(
+    travelling: Sequence[_Travelling], counts: list[list[int]], everyone: Tensor, starts: list[int]
+) -> list[Tensor]:
+    """Return the rows of all ranks, of each tensor, from bytes in which those of each rank begin at ``starts``."""
     out = []
-    starts = [rank * longest for rank in range(world_size)]
     for each, rows in zip(travelling, counts, strict=True):
         blocks = []
         for rank, start in enumerate(starts):
@@ -266,7 +249,7 @@ def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], g
     return out
 
 
-def _packed(tensors: Sequence[Tensor], size: int) -> Tensor:
+def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:
     """Return ``size`` bytes with those of all tensors, each at an aligned place."""
     packed = tensors[0].new_zeros(size, dtype=torch.uint8)
     offset = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,34 +32,16 @@ def is_global_value(node: Any) -> bool:
     return _GLOBAL in node.metadata
 
 
-class _PendingValue:
-    """A value over all ranks that may still be back-propagated; lives as long as the value's graph."""
+def _world_watches() -> weakref.WeakSet[UpstreamGradWatch] | None:
+    """Return the watches that have noted something since training began; None in a world of one, which compares nothing.
 
-    recorder: UpstreamGradRecorder | None = None
-
-
-class _WorldNotes:
-    """What the world still has to compare; lives as long as its groups.
-
-    Attributes:
-        pending: Values that no recorder follows yet.
-        noted: Watches that have noted something since training began.
+    They are kept for as long as the world's groups live.
     """
-
-    def __init__(self) -> None:
-        self.pending: weakref.WeakSet[_PendingValue] = weakref.WeakSet()
-        self.noted: weakref.WeakSet[UpstreamGradWatch] = weakref.WeakSet()
-
-    @classmethod
-    def of_world(cls) -> _WorldNotes | None:
-        """Return those of this world; None in a world of one, which compares nothing."""
-        if process_groups.world_size() == 1:
-            return None
-        notes = process_groups.internal_groups(None).notes
-        if cls not in notes:
-            notes[cls] = cls()
-        found: _WorldNotes = notes[cls]
-        return found
+    if process_groups.world_size() == 1:
+        return None
+    found: weakref.WeakSet[UpstreamGradWatch]
+    found = process_groups.internal_groups(None).notes.setdefault(_NotedGrad, weakref.WeakSet())
+    return found
 
 
 _note_numbers = itertools.count()
@@ -79,33 +61,23 @@ class _NotedGrad(NamedTuple):
     number: int
 
     def text(self) -> str:
-        return _text(self.value if self.copy is None else self.copy.read())
+        value = self.value if self.copy is None else self.copy.read()
+        return " and ".join(map(repr, value.reshape(-1).tolist()))
 
 
 class UpstreamGradRecorder:
     """Collects what comes back in one backward into values over all ranks, on the CPU (to read it elsewhere waits for the device)."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[UpstreamGradWatch, Tensor]] = []
+        self._first = 0
 
     def start(self) -> None:
-        """Forget what an earlier backward left, and follow the values that were made since."""
-        self._noted.clear()
-        notes = _WorldNotes.of_world()
-        if notes is not None and len(notes.pending):  # to go through an empty WeakSet takes longer than to ask
-            for value in notes.pending:
-                value.recorder = self
-            notes.pending.clear()
-
-    def add(self, watch: UpstreamGradWatch, upstream_grad: Tensor) -> None:
-        """Note what came back into a value of ``watch``."""
-        self._noted.append((watch, upstream_grad))
+        """Leave what an earlier backward noted to the next calls."""
+        self._first = next(_note_numbers)
 
     def take(self) -> str:
         """Return what came back so far and no watch has reported yet, as text for a handshake; no watch will report it again."""
-        noted = [value for watch, value in self._noted if watch.forget(value)]
-        self._noted.clear()
-        return ", ".join(map(_text, noted)) or "none"
+        return _take_notes(lambda note: note.copy is None and note.number > self._first)
 
 
 class UpstreamGradWatch:
@@ -136,59 +108,42 @@ class UpstreamGradWatch:
     def _watch(self, value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
-        pending, notes = None, self._world_notes()
-        if notes is not None and value.device.type == "cpu":
-            pending = _PendingValue()
-            notes.pending.add(pending)
         if value.is_leaf:  # a parameter, on which a hook would stay
-            value = _Note.apply(value, self, pending)  # type: ignore[no-untyped-call]
-        elif notes is not None or not self._everywhere:  # a world of one compares nothing
-            value.register_hook(partial(self.note, pending=pending))  # type: ignore[no-untyped-call]
+            value = _Note.apply(value, self)  # type: ignore[no-untyped-call]
+        elif not self._everywhere or process_groups.world_size() > 1:  # a world of one compares nothing
+            value.register_hook(self.note)  # type: ignore[no-untyped-call]
         if self._everywhere:
             metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]
             metadata[_GLOBAL] = True
         return value
-
-    def _world_notes(self) -> _WorldNotes | None:
-        """Return those of the world, unless the value is one of a subgroup: its ranks alone are here."""
-        return _WorldNotes.of_world() if self._everywhere else None
 
     def take(self) -> str:
         """Return what was noted since the last call, as text for a handshake."""
         noted, self._noted = self._noted, []
         return ", ".join(note.text() for note in noted) or "none yet"
 
-    def take_late(self) -> list[_NotedGrad]:
-        """Return what was noted since the last call, where the world weighs the value alike; none of it is reported again."""
+    def take_some(self, wanted: Callable[[_NotedGrad], bool]) -> list[_NotedGrad]:
+        """Return some of what was noted, if the world weighs the value alike; none of it is reported again."""
         if not self._everywhere:
             return []
-        late, self._noted = self._noted, []
-        return late
-
-    def forget(self, value: Tensor) -> bool:
-        """Say whether this was noted and not taken yet; from now on it counts as taken."""
-        left = [note for note in self._noted if note.value is not value]
-        known = len(left) < len(self._noted)
-        self._noted = left
-        return known
+        taken = [note for note in self._noted if wanted(note)]
+        self._noted = [note for note in self._noted if not wanted(note)]
+        return taken
 
     @eager_recursive  # a hook in backward, which a compiled step would trace
-    def note(self, grad: Tensor, pending: _PendingValue | None) -> None:
+    def note(self, grad: Tensor) -> None:
         """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
-        notes = self._world_notes()
-        if notes is not None:
-            notes.noted.add(self)
-        elif self._everywhere:
-            return
+        # of a value over a part of the world, its ranks alone are here
+        if self._everywhere:
+            watches = _world_watches()
+            if watches is None:
+                return
+            watches.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
-        if grad.device.type != "cpu":
-            self._noted.append(_NotedGrad(grad, HostCopy(grad), next(_note_numbers)))
-            return
-        value = grad.detach().clone()
-        self._noted.append(_NotedGrad(value, None, next(_note_numbers)))
-        if pending is not None and pending.recorder is not None:
-            pending.recorder.add(self, value)
+        is_on_host = grad.device.type == "cpu"
+        value, copy = (grad.detach().clone(), None) if is_on_host else (grad, HostCopy(grad))
+        self._noted.append(_NotedGrad(value, copy, next(_note_numbers)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpstreamGradWatch:
         return UpstreamGradWatch()
@@ -199,37 +154,32 @@ class UpstreamGradWatch:
 
 def forget_late_notes() -> None:
     """Leave what was noted until now to the next calls: to be called when training begins."""
-    world = _WorldNotes.of_world()
-    if world is not None:
-        world.noted.clear()
+    watches = _world_watches()
+    if watches is not None:
+        watches.clear()
 
 
 def take_late_notes() -> str:
     """Return what came back into values and was not compared since, as text for a handshake of the world: when training ends."""
-    world = _WorldNotes.of_world()
-    if world is None:
-        return "none"
-    watches = list(world.noted)
-    world.noted.clear()
-    notes: list[_NotedGrad] = []
-    for watch in watches:
-        notes += watch.take_late()
-    # in the order of backward, which is the same on all ranks
-    notes.sort(key=lambda note: note.number)
+    late = _take_notes(lambda note: True)
+    forget_late_notes()
+    return late
+
+
+def _take_notes(wanted: Callable[[_NotedGrad], bool]) -> str:
+    """Return some notes of the world, in the order of backward, which is the same on all ranks."""
+    found = [watch.take_some(wanted) for watch in _world_watches() or ()]
+    notes = sorted(itertools.chain.from_iterable(found), key=lambda note: note.number)
     return ", ".join(note.text() for note in notes) or "none"
 
 
 class _Note(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, watch: UpstreamGradWatch, pending: _PendingValue | None) -> Tensor:
-        ctx.watch, ctx.pending = watch, pending
+    def forward(ctx: Any, value: Tensor, watch: UpstreamGradWatch) -> Tensor:
+        ctx.watch = watch
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.watch.note(grad, ctx.pending)
-        return grad, None, None
-
-
-def _text(value: Tensor) -> str:
-    return " and ".join(map(repr, value.reshape(-1).tolist()))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.watch.note(grad)
+        return grad, None
