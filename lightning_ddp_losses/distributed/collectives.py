@@ -33,10 +33,11 @@ collective. Else it costs one more, which does not wait for a device.
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -98,11 +99,9 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         return rows
     counts, needs_grad = _exchange_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
     rows = match_requires_grad(rows, needs_grad)
-    exchange = BackwardExchange("all_gather_with_grad", group)
-    gathered: tuple[Tensor] = GatherRows.apply(  # type: ignore[no-untyped-call]
-        lambda: [all_gather_rows(rows, counts, group)], [counts], group, backward, exchange, rows
-    )
-    return gathered[0]
+    return gather_with_grad(
+        "all_gather_with_grad", lambda: [all_gather_rows(rows, counts, group)], [rows], [counts], backward, group
+    )[0]
 
 
 @eager_recursive
@@ -138,11 +137,10 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         return tensor
     _, needs_grad = _exchange_rows("all_reduce_with_grad", tensor, None, backward, group)
     tensor = match_requires_grad(tensor, needs_grad)
-    run_backward: Callable[[Tensor], Tensor] = BackwardExchange("all_reduce_with_grad", group).all_reduce
+    exchange = BackwardExchange("all_reduce_with_grad", group)
     if backward == "own_slice":
-        run_backward = partial(torch.mul, other=process_groups.world_size(group))
-    reduced: Tensor = _Exchange.apply(tensor, partial(sum_over_ranks, group=group), run_backward)  # type: ignore[no-untyped-call]
-    return reduced
+        return own_slices_with_grad([sum_over_ranks(tensor, group)], [tensor], [(0, None, 0)], group=group)[0]
+    return _with_grad(lambda: sum_over_ranks(tensor, group), exchange.all_reduce, tensor)
 
 
 @eager_recursive
@@ -191,35 +189,8 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     if world_size == 1:
         return tensor
     tensor = match_requires_grad(tensor, needs_grad)
-    run = partial(reduce_scatter_rows, counts=counts, group=group)
     run_backward = partial(BackwardExchange("reduce_scatter_with_grad", group).all_gather, counts=counts)
-    scattered: Tensor = _Exchange.apply(tensor, run, run_backward)  # type: ignore[no-untyped-call]
-    return scattered
-
-
-def own_slices_with_grad(
-    whole: Sequence[Tensor],
-    own: Sequence[Tensor],
-    places: Sequence[tuple[int, int | None, int]],
-    *,
-    group: Group = None,
-) -> tuple[Tensor, ...]:
-    """Put tensors that are gathered already into the graph, as if ``backward="own_slice"`` had gathered them.
-
-    Args:
-        whole: Rows of all ranks, floating; without a graph.
-        own: This rank's tensors, with theirs.
-        places: For each of ``own``: which of ``whole`` it lies in, its first row there and its rows; None: it is all of it.
-        group: Process group; None is the world.
-
-    Returns:
-        ``whole``, in the graph of ``own``.
-
-    Communication: none.
-    """
-    world_size = process_groups.world_size(group)
-    joined: tuple[Tensor, ...] = _OwnSlices.apply(whole, places, world_size, *own)  # type: ignore[no-untyped-call]
-    return joined
+    return _with_grad(lambda: reduce_scatter_rows(tensor, counts, group), run_backward, tensor)
 
 
 def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
@@ -354,97 +325,110 @@ class _Once(torch.autograd.Function):
         )
 
 
-# ---------------------------------------------------------------------- the autograd functions
+# ---------------------------------------------------------------------- the autograd function
 
 
-class _OwnSlices(torch.autograd.Function):
+class _Exchanged(torch.autograd.Function):
+    """Puts tensors that ``run`` returns into the graph of this rank's own; ``run_backward`` makes the gradients of these."""
+
     @staticmethod
     def forward(
-        ctx: Any, whole: Sequence[Tensor], places: Sequence[tuple[int, int | None, int]], world_size: int, *own: Tensor
+        ctx: Any, run: Callable[[], Sequence[Tensor]], run_backward: Callable[..., Grads], needs_all: bool, *own: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.places, ctx.world_size, ctx.shapes = places, world_size, [tensor.shape for tensor in own]
-        ctx.set_materialize_grads(False)
-        return tuple(whole)
-
-    @staticmethod
-    @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None, None, None]
-        for (index, start, rows), shape in zip(ctx.places, ctx.shapes, strict=True):
-            grad = grads[index]
-            if grad is not None:
-                if start is not None:
-                    grad = grad.narrow(0, start, rows)
-                grad = (grad * ctx.world_size).reshape(shape)
-            found.append(grad)
-        return tuple(found)
-
-
-_FIXED = 5  # arguments of GatherRows before the tensors
-
-
-class GatherRows(torch.autograd.Function):
-    """Put the rows of all ranks, of several tensors, into the graph of this rank's; ``receive`` returns them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        receive: Callable[[], list[Tensor]],
-        counts: list[list[int]],
-        group: Group,
-        backward: Backward,
-        exchange: BackwardExchange,
-        *tensors: Tensor,
-    ) -> Any:
-        """Return the rows of all ranks of each tensor."""
-        ctx.counts, ctx.group, ctx.mode, ctx.exchange = counts, group, backward, exchange
-        ctx.set_materialize_grads(False)
-        out = receive()
-        # some losses refuse targets that ask for a gradient
-        ctx.mark_non_differentiable(*(t for i, t in enumerate(out) if not ctx.needs_input_grad[_FIXED + i]))
-        ctx.shapes = [(t.shape, t.dtype, t.device) for t in out]
-        return tuple(out)
-
-    @staticmethod
-    @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """Return the gradient of this rank's rows of each tensor."""
-        own: list[Tensor | None] = [None] * len(grads)
-        wanted = [i for i in range(len(grads)) if ctx.needs_input_grad[_FIXED + i]]
-        if ctx.mode == "sum":
-            # every rank takes part, also with gradients that it did not get
-            whole = []
-            for i in wanted:
-                shape, dtype, device = ctx.shapes[i]
-                grad = grads[i]
-                if grad is None:
-                    grad = torch.zeros(shape, dtype=dtype, device=device)
-                whole.append(grad)
-            found = ctx.exchange.reduce_scatter(whole, [ctx.counts[i] for i in wanted])
-            for i, rows in zip(wanted, found, strict=True):
-                own[i] = rows
-            return *[None] * _FIXED, *own
-        # every rank has the same gradient: its own rows of it, times W, is the sum
-        rank = process_groups.rank(ctx.group)
-        for i in wanted:
-            grad, counts = grads[i], ctx.counts[i]
-            if grad is not None:
-                own[i] = grad.narrow(0, sum(counts[:rank]), counts[rank]) * len(counts)
-        return *[None] * _FIXED, *own
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, run: Callable[[Tensor], Tensor], run_backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
         ctx.run_backward = run_backward
-        return run(tensor)
+        ctx.set_materialize_grads(needs_all)
+        out = tuple(run())
+        if len(out) == len(own):
+            # some losses refuse targets that ask for a gradient
+            ctx.mark_non_differentiable(*(t for t, each in zip(out, own, strict=True) if not each.requires_grad))
+        return out
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.run_backward(grad), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> Grads:
+        return None, None, None, *ctx.run_backward(*grads)
+
+
+def _with_grad(run: Callable[[], Tensor], run_backward: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
+    """Put one exchanged tensor into the graph of this rank's."""
+    exchanged: tuple[Tensor] = _Exchanged.apply(lambda: [run()], lambda grad: (run_backward(grad),), True, own)  # type: ignore[no-untyped-call]
+    return exchanged[0]
+
+
+Place: TypeAlias = "tuple[int, int | None, int]"
+"""Of one of this rank's tensors: in which gathered tensor it lies, its first row there and its rows; None: it is all of it."""
+
+
+def own_slices_with_grad(
+    whole: Sequence[Tensor], own: Sequence[Tensor], places: Sequence[Place], *, group: Group = None
+) -> tuple[Tensor, ...]:
+    """Put tensors that are gathered already into the graph, as if ``backward="own_slice"`` had gathered them.
+
+    Args:
+        whole: Rows of all ranks, floating; without a graph.
+        own: This rank's tensors, with theirs.
+        places: Place of each of ``own``.
+        group: Process group; None is the world.
+
+    Returns:
+        ``whole``, in the graph of ``own``.
+
+    Communication: none.
+    """
+    run_backward = partial(_own_slices, process_groups.world_size(group), places, [t.shape for t in own])
+    joined: tuple[Tensor, ...] = _Exchanged.apply(lambda: whole, run_backward, False, *own)  # type: ignore[no-untyped-call]
+    return joined
+
+
+def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch.Size], *grads: Tensor | None) -> Grads:
+    """Return this rank's rows of gradients that all ranks have alike, times W: their sum over ranks."""
+    found: list[Tensor | None] = []
+    for (index, start, rows), shape in zip(places, shapes, strict=True):
+        grad = grads[index]
+        if grad is not None:
+            if start is not None:
+                grad = grad.narrow(0, start, rows)
+            grad = (grad * world_size).reshape(shape)
+        found.append(grad)
+    return tuple(found)
+
+
+def gather_with_grad(
+    what: str,
+    receive: Callable[[], list[Tensor]],
+    tensors: Sequence[Tensor],
+    counts: list[list[int]],
+    backward: Backward,
+    group: Group,
+) -> tuple[Tensor, ...]:
+    """Put the rows of all ranks, of several tensors, into the graph of this rank's. Call it right after their handshake.
+
+    Args:
+        what: Operation, for the handshake of backward.
+        receive: Function that returns the rows of all ranks, of each tensor.
+        tensors: Tensors of this rank.
+        counts: Rows of each rank, per tensor.
+        backward: Gradient to give, as in ``all_gather_with_grad``.
+        group: Process group; None is the world.
+    """
+    exchange = BackwardExchange(what, group)
+    if backward == "sum":
+        run_backward = partial(_rows_of_sum, exchange, counts, [t.requires_grad for t in tensors])
+    else:
+        rank = process_groups.rank(group)
+        places = [(i, sum(rows[:rank]), rows[rank]) for i, rows in enumerate(counts)]
+        run_backward = partial(_own_slices, process_groups.world_size(group), places, [t.shape for t in tensors])
+    gathered: tuple[Tensor, ...] = _Exchanged.apply(receive, run_backward, backward == "sum", *tensors)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _rows_of_sum(
+    exchange: BackwardExchange, counts: list[list[int]], wanted: list[bool], *grads: Tensor | None
+) -> Grads:
+    """Return this rank's rows of the sum over ranks of gradients; every rank takes part, also with those that it did not get."""
+    needed = [grad for grad, is_wanted in zip(grads, wanted, strict=True) if is_wanted and grad is not None]
+    found = iter(exchange.reduce_scatter(needed, [*itertools.compress(counts, wanted)]))
+    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
 
 
 # ---------------------------------------------------------------------- exchanges in backward
@@ -462,9 +446,8 @@ class BackwardExchange:
 
     def __init__(self, title: str, group: Group) -> None:
         self._title, self._group = title, group
-        self._world_size = process_groups.world_size(group)
         self._number, self._times = 0, 0
-        if self._world_size > 1:
+        if process_groups.world_size(group) > 1:
             notes = process_groups.internal_groups(group).notes
             self._number = notes[BackwardExchange] = notes.get(BackwardExchange, 0) + 1
 
@@ -495,11 +478,8 @@ class BackwardExchange:
         payloads = self.open(b"".join(map(host_bytes, gradients)))
         rank, offset, found = process_groups.rank(self._group), 0, []
         for gradient, rows in zip(gradients, counts, strict=True):
-            row_numbers = gradient.shape[1:].numel()
-            first, number = sum(rows[:rank]) * row_numbers, rows[rank] * row_numbers
-            start = offset + first * gradient.element_size()
-            own = _sum_of_payloads(payloads, gradient, start, number)
-            found.append(own.view(rows[rank], *gradient.shape[1:]))
+            total = _sum_of_payloads(payloads, gradient, offset)
+            found.append(total.narrow(0, sum(rows[:rank]), rows[rank]))
             offset += gradient.nbytes
         return found
 
@@ -508,8 +488,7 @@ class BackwardExchange:
         if not self._fits([gradient]):
             self.open()
             return sum_over_ranks(gradient, self._group)
-        payloads = self.open(host_bytes(gradient))
-        return _sum_of_payloads(payloads, gradient, 0, gradient.numel()).view(gradient.shape)
+        return _sum_of_payloads(self.open(host_bytes(gradient)), gradient, 0)
 
     def all_gather(self, gradient: Tensor, counts: list[int]) -> Tensor:
         """Return the rows of all ranks in rank order; ``counts``: of each. Communication: as ``reduce_scatter``."""
@@ -530,14 +509,14 @@ class BackwardExchange:
         return on_host and sum(gradient.nbytes for gradient in gradients) <= handshake.inline_capacity(self._group)
 
 
-def _sum_of_payloads(payloads: list[bytes], like: Tensor, start: int, number: int) -> Tensor:
-    """Sum the same part of each rank's payload, in at least float32: ``number`` elements from byte ``start`` on."""
-    dtype = like.dtype
+def _sum_of_payloads(payloads: list[bytes], like: Tensor, start: int) -> Tensor:
+    """Sum one tensor of each rank's payload, which begins at byte ``start``, in at least float32."""
+    dtype, number = like.dtype, like.numel()
     if number == 0:
-        return like.new_empty(0)
+        return torch.empty_like(like)
     parts = [torch.frombuffer(bytearray(sent), dtype=dtype, count=number, offset=start) for sent in payloads]
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    return torch.stack(parts).to(wide).sum(0).to(dtype)
+    return torch.stack(parts).to(wide).sum(0).to(dtype).view(like.shape)
 
 
 def _reduce_scatter_packed(gradients: Sequence[Tensor], counts: Sequence[list[int]], group: Group) -> list[Tensor]:

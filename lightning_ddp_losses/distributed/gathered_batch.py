@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.collectives import Backward, BackwardExchange, GatherRows
+from lightning_ddp_losses.distributed.collectives import Backward, gather_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES, NarrowRows, gather, group_for, host_bytes
 
@@ -122,8 +122,7 @@ def gather_batch(
     receive = partial(_gather_packed, travelling, counts, group)
     if all(offer.is_inline for offer in offers):
         receive = partial(_unpack_inline, travelling, counts, [offer.rows for offer in offers])
-    exchange = BackwardExchange(what, group)
-    gathered = GatherRows.apply(receive, counts, group, how, exchange, *values)  # type: ignore[no-untyped-call]
+    gathered = gather_with_grad(what, receive, values, counts, how, group)
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
 
 
