@@ -27,7 +27,7 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.autograd_graph import remember_global_value
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.collectives import BackwardExchange, GatherRows, sum_with_grad
+from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_count
@@ -243,12 +243,8 @@ def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     """Return the rows of all ranks, whose gradients are summed over ranks."""
     if process_groups.world_size(group) == 1:
         return rows
-    exchange = BackwardExchange("koleo", group)
     sizes = list(counts)
-    gathered: tuple[Tensor] = GatherRows.apply(  # type: ignore[no-untyped-call]
-        lambda: [all_gather_rows(rows, sizes, group)], [sizes], group, "sum", exchange, rows
-    )
-    return gathered[0]
+    return gather_with_grad("koleo", lambda: [all_gather_rows(rows, sizes, group)], [rows], [sizes], "sum", group)[0]
 
 
 @torch.no_grad()

@@ -312,7 +312,7 @@ class RowExchange:
         if local is None or not description or len(set(descriptions)) > 1:
             return None
         # compare it chunk by chunk
-        group = process_groups.internal_groups().checks
+        group = process_groups.internal_groups().get("checks")
         flat = local.detach().reshape(-1)
         if flat.is_complex():  # the larger of real and imaginary part
             flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)

@@ -274,11 +274,7 @@ def attach_zero_grad(
         return result
     if isinstance(result, Tensor):
         return _AttachZeroGrad.apply(result, *missing)  # type: ignore[no-untyped-call]
-    if isinstance(result, tuple) and hasattr(result, "_fields"):
-        return type(result)(*(attach_zero_grad(item, parameters, given) for item in result))
-    if isinstance(result, (tuple, list)):
-        return type(result)(attach_zero_grad(item, parameters, given) for item in result)
-    return {key: attach_zero_grad(item, parameters, given) for key, item in result.items()}
+    return nests.map_tensors(lambda item: attach_zero_grad(item, parameters, given), result)
 
 
 def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -208,8 +209,7 @@ def replace_unscaling(
         What undoes it.
     """
     own = scaler._unscale_grads_
-    scaler._unscale_grads_ = lambda optimizer, *args: unscale(own, optimizer, args)
-    return lambda: vars(scaler).pop("_unscale_grads_", None)
+    return _patch(scaler, "_unscale_grads_", lambda optimizer, *args: unscale(own, optimizer, args))
 
 
 def allow_precisions(strategy: type, precisions: Collection[str]) -> None:
@@ -384,19 +384,26 @@ def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]
 
 def replace_sigterm_notice(trainer: Any, notice: Callable[[], None]) -> None:
     """Call ``notice`` in SIGTERM's handler in place of Lightning's note of it, which broadcasts there; other handlers stay."""
-    import signal
-
-    handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-    for number, handler in enumerate(handlers):
-        if handler == trainer._signal_connector._sigterm_notifier_fn:
-            handlers[number] = lambda signum, frame: notice()
+    _replace_handler(signal.SIGTERM, trainer._signal_connector._sigterm_notifier_fn, notice)
 
 
-def skip_sigterm_broadcast(trainer: Any) -> Callable[[], None]:
+def _replace_handler(number: int, lightnings: Any, notice: Callable[[], None]) -> None:
+    """Call ``notice`` in place of one of the handlers that Lightning calls in turn when a signal arrives."""
+    handlers = getattr(signal.getsignal(number), "signal_handlers", [])
+    for place, handler in enumerate(handlers):
+        if handler == lightnings:
+            handlers[place] = lambda signum, frame: notice()
+
+
+def skip_sigterm_broadcast(trainer: Any) -> Callable[[], object]:
     """Spare each training batch Lightning's broadcast of whether SIGTERM reached rank 0; return what undoes that."""
-    own = vars(trainer.fit_loop.epoch_loop)
-    own["_broadcast_sigterm_tensor"] = lambda: None
-    return lambda: own.pop("_broadcast_sigterm_tensor", None)
+    return _patch(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], object]:
+    """Put a function in the place of an object's method; return what undoes that."""
+    setattr(owner, name, replacement)
+    return lambda: vars(owner).pop(name, None)
 
 
 def mark_sigterm_(trainer: Any) -> None:
@@ -414,15 +421,10 @@ def requeues_on_signal(trainer: Any) -> bool:
 
 def replace_requeue_handler(trainer: Any, notice: Callable[[], None]) -> Callable[[], None]:
     """Call ``notice`` where SLURM's signal arrives, and return what Lightning would have done there; a user's own handler stays."""
-    import signal
-
-    connector = trainer._signal_connector
     number = trainer._accelerator_connector.cluster_environment.requeue_signal
-    handlers = getattr(signal.getsignal(number), "signal_handlers", [])
-    for place, handler in enumerate(handlers):
-        if handler == connector._slurm_sigusr_handler_fn:
-            handlers[place] = lambda signum, frame: notice()
-    return lambda: connector._slurm_sigusr_handler_fn(number, None)
+    lightnings = trainer._signal_connector._slurm_sigusr_handler_fn
+    _replace_handler(number, lightnings, notice)
+    return lambda: lightnings(number, None)
 
 
 def steps_as_logged(trainer: Any) -> int:
@@ -464,8 +466,7 @@ def replace_training_loaders(trainer: Any, replacement: Callable[[object], objec
         ours = replacement(dataloader) if mode == "train" else None
         return lightnings(dataloader, shuffle=shuffle, mode=mode) if ours is None else ours
 
-    connector._prepare_dataloader = prepare
-    return lambda: vars(connector).pop("_prepare_dataloader", None)
+    return _patch(connector, "_prepare_dataloader", prepare)
 
 
 def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
@@ -605,8 +606,7 @@ def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> 
     """
     connector = trainer._data_connector
     requires = connector._requires_distributed_sampler
-    connector._requires_distributed_sampler = lambda loader: requires(loader) and not is_served(loader)
-    return lambda: vars(connector).pop("_requires_distributed_sampler", None)
+    return _patch(connector, "_requires_distributed_sampler", lambda loader: requires(loader) and not is_served(loader))
 
 
 def around_evaluations(

@@ -69,13 +69,10 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Rebuild a nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(function, item) for item in tree))
-    if type(tree) in (tuple, list):
-        return type(tree)(map_tensors(function, item) for item in tree)
-    if type(tree) is dict:
-        return {key: map_tensors(function, item) for key, item in tree.items()}
-    return tree
+    if not isinstance(tree, (tuple, list, dict)):
+        return tree
+    items = tree.values() if isinstance(tree, dict) else tree
+    return rebuild_nest(tree, [map_tensors(function, item) for item in items])
 
 
 def is_array(leaf: Any) -> bool:

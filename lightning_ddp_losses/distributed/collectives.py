@@ -139,7 +139,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     tensor = match_requires_grad(tensor, needs_grad)
     exchange = BackwardExchange("all_reduce_with_grad", group)
     if backward == "own_slice":
-        return own_slices_with_grad([sum_over_ranks(tensor, group)], [tensor], [(0, None, 0)], group=group)[0]
+        return sum_with_grad(tensor, group)
     return _with_grad(lambda: sum_over_ranks(tensor, group), exchange.all_reduce, tensor)
 
 
@@ -191,20 +191,6 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     tensor = match_requires_grad(tensor, needs_grad)
     run_backward = partial(BackwardExchange("reduce_scatter_with_grad", group).all_gather, counts=counts)
     return _with_grad(lambda: reduce_scatter_rows(tensor, counts, group), run_backward, tensor)
-
-
-def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
-    """Add a tensor over ranks whose shapes are agreed already; every rank computes the same function of the sum.
-
-    Returns:
-        The sum, equal on every rank. Its gradient is W times this rank's own.
-
-    Communication: forward one all-reduce. Backward none.
-    """
-    if process_groups.world_size(group) == 1:
-        return tensor
-    summed: Tensor = _AllReduce.apply(tensor, group, "own_slice", None)  # type: ignore[no-untyped-call]
-    return summed
 
 
 def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
@@ -391,6 +377,19 @@ def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch
             grad = (grad * world_size).reshape(shape)
         found.append(grad)
     return tuple(found)
+
+
+def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
+    """Add a tensor over ranks whose shapes are agreed already; every rank computes the same function of the sum.
+
+    Returns:
+        The sum, equal on every rank. Its gradient is W times this rank's own.
+
+    Communication: forward one all-reduce. Backward none.
+    """
+    if process_groups.world_size(group) == 1:
+        return tensor
+    return own_slices_with_grad([sum_over_ranks(tensor, group)], [tensor], [(0, None, 0)], group=group)[0]
 
 
 def gather_with_grad(

@@ -494,8 +494,7 @@ def raise_on_all_ranks(
     # no failure, and a peer whose backward needs nothing of this forward does not come
     if compat.stops_recomputation(error):
         raise error
-    with contextlib.suppress(AttributeError):  # an exception class may forbid it
-        error.collective = True  # type: ignore[attr-defined]
+    note_on(error, collective=True)
     channel = Channel.of(group, "handshakes")
     mark_reported(error, channel.group)
     report = failure_report(error, where)
@@ -503,8 +502,7 @@ def raise_on_all_ranks(
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
         headers = pending.receive(timeout)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
-        with contextlib.suppress(AttributeError):
-            error.is_unheard = True  # type: ignore[attr-defined]
+        note_on(error, is_unheard=True)
         raise error from None
     if not isinstance(error, DDPLossError):
         raise error
@@ -547,8 +545,7 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
     has_subgroups = notify_subgroups(error, where)
     # all ranks have received what was raised in a handshake of the world; what a part raised is news to the others
     if has_subgroups and not was_reported_in(process_groups.internal_groups().handshakes, error):
-        with contextlib.suppress(AttributeError):  # an exception class may forbid it
-            error.collective = False  # type: ignore[attr-defined]
+        note_on(error, collective=False)
     raise_on_all_ranks(error, where)
 
 
@@ -571,5 +568,11 @@ def has_reached_all(error: BaseException) -> bool:
 
 def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:
     """Note that one more group receives an error: a loss over class shards sends it to its part first, then to the replicas."""
-    with contextlib.suppress(AttributeError):  # an exception class may forbid it
-        error.reported_in = (*getattr(error, "reported_in", ()), group)  # type: ignore[attr-defined]
+    note_on(error, reported_in=(*getattr(error, "reported_in", ()), group))
+
+
+def note_on(error: BaseException, **notes: object) -> None:
+    """Set attributes of an error, unless its class forbids that."""
+    with contextlib.suppress(AttributeError):
+        for name, value in notes.items():
+            setattr(error, name, value)

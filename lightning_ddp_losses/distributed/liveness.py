@@ -35,6 +35,7 @@ from typing import NamedTuple, TypeVar
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.peer_errors import shown_ranks
 from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error
 
 SILENCE_SECONDS = 3.0  # after which a rank without an entry is called silent
@@ -46,7 +47,6 @@ _POLL_SECONDS = 0.05
 _LISTEN_SECONDS = 0.5
 _PREFIX = "lightning_ddp_losses/liveness"
 _FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
-_SHOWN_RANKS = 8
 _log = logging.getLogger(__name__)
 
 # errors whose cause is a peer that has gone, or did not come
@@ -56,7 +56,7 @@ _CONNECTION = re.compile(
 T = TypeVar("T")
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """The end of a rank's run, as the rank reported it.
 
     Attributes:
@@ -92,7 +92,7 @@ class Watch:
         self.stall_seconds: float | None = None
         self._rank, self._world_size = rank, world_size
         self._place, self._reported_stall = ("start", time.monotonic()), ("", 0.0)
-        self._peer_failure: Failure | None = None
+        self._peer_failure: RankFailure | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._listen, name="ddp-losses-liveness", daemon=True).start()
 
@@ -157,7 +157,7 @@ class Watch:
         is_first = False
         for key in ("failure", "over") if is_own else ("over",):
             if self.store.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
-                self.store.set(key, json.dumps(Failure(self._rank, self._place[0], text[:4000])))
+                self.store.set(key, json.dumps(RankFailure(self._rank, self._place[0], text[:4000])))
                 is_first = True
         end, heard = time.monotonic() + patience, [f"heard/{rank}" for rank in range(self._world_size)]
         while (is_first or self._rank == 0) and time.monotonic() < end and not self.store.check(heard):
@@ -184,9 +184,9 @@ class Watch:
             if not self._ended.wait(grace):
                 self._end_process(reason)
 
-    def read(self, key: str) -> Failure | None:
+    def read(self, key: str) -> RankFailure | None:
         """Return the first ``failure``, or the first end (``over``) with or without one; None: there is none yet."""
-        return Failure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+        return RankFailure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def _read_failure(self) -> None:
         """Learn of a peer's failure, and acknowledge it."""
@@ -324,9 +324,7 @@ class World:
         return f"process {process.pid} on {process.host}"
 
     def _named(self, ranks: list[int]) -> str:
-        shown = [f"rank {rank} ({self._place(rank)})" for rank in ranks[:_SHOWN_RANKS]]
-        more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-        return f"{', '.join(shown)}{more}"
+        return shown_ranks([f"rank {rank} ({self._place(rank)})" for rank in ranks], 8)
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:

@@ -18,7 +18,6 @@ CALL, FAILURE = 0, 1
 
 _SHOWN_CHARACTERS = 200  # of a long value in a message
 _SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
-_SHOWN_RANKS = 16
 
 
 class Header(NamedTuple):
@@ -83,10 +82,10 @@ def reported_error(payload: bytes) -> DDPLossError:
     return error_class(report.class_name)(**(report.parts or {"what": report.text}), collective=True)
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
+def shown_ranks(ranks: Sequence[object], at_most: int = 16) -> str:
     """List ranks for a message, the first ones of many."""
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
-    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more
+    more = f" and {len(ranks) - at_most} more" if len(ranks) > at_most else ""
+    return ", ".join(map(str, ranks[:at_most])) + more
 
 
 def mismatch_error(headers: Sequence[Header]) -> DDPLossError:

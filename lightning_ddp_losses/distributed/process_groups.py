@@ -42,7 +42,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
@@ -62,8 +62,7 @@ class WithProcessGroup:
         internal_groups(self._group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        kind = getattr(dist, "ProcessGroup", ())
-        memo.update((id(value), value) for value in vars(self).values() if isinstance(value, kind))
+        memo.update((id(value), value) for value in vars(self).values() if isinstance(value, dist.ProcessGroup))
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
@@ -97,27 +96,15 @@ class ProcessGroups:
         self._made: dict[str, dist.ProcessGroup] = {"handshakes": handshakes}
 
     @property
-    def host(self) -> dist.ProcessGroup:
-        """The group, of gloo, for CPU tensors that follow a handshake; made at first use."""
-        return self.get("host")
-
-    @property
-    def gradients(self) -> dist.ProcessGroup:
-        """The group, of gloo, for the losses' gradients on the CPU alone: they may travel while others run. Made at first use."""
-        return self.get("gradients")
-
-    @property
-    def checks(self) -> dist.ProcessGroup:
-        """The group, of gloo, for checks alone, so that a check never meets a loss; made at first use, after a handshake."""
-        return self.get("checks")
-
-    @property
     def device(self) -> dist.ProcessGroup:
         """The user's own group, for tensors on an accelerator; ``host`` where that is gloo."""
-        return self.host if self._device is None else self._device
+        return self._device or self.get("host")
 
     def get(self, name: str) -> dist.ProcessGroup:
-        """Return one of them by name.
+        """Return one of them by name: a group of gloo, made at first use.
+
+        ``host`` carries tensors on the CPU that follow a handshake, ``gradients`` the losses' gradients on the CPU alone, which may travel
+        while others run, and ``checks`` the checks alone, which so never meet a loss.
 
         Communication: at first use a rendezvous through the store, to which every member comes: what uses a group follows a handshake.
         """
@@ -151,11 +138,11 @@ class ProcessGroups:
 
     def for_tensor(self, tensor: Tensor) -> dist.ProcessGroup:
         """Return the group that carries ``tensor``."""
-        return self.host if tensor.device.type == "cpu" else self.device
+        return self.get("host") if tensor.device.type == "cpu" else self.device
 
 
+_VALUE_BYTES = 1024
 _NAMES = ("handshakes", "host", "gradients", "checks")
-_AVAILABLE = dist.is_available()
 _groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
 _groups_by_group: dict[Group, ProcessGroups] = {}
 _replica_groups: dict[tuple[int, ...], Group] = {}
@@ -204,7 +191,7 @@ def _refuse_foreign_group(group: Group) -> None:
 
 def _default() -> Group:
     """Return the world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
-    return dist.group.WORLD if _AVAILABLE else None
+    return dist.group.WORLD
 
 
 def members(group: Group = None) -> tuple[int, ...]:
@@ -220,6 +207,11 @@ def set_timeout(timeout: timedelta | None) -> None:
     _timeout = timeout
 
 
+def _patience(group: Group = None) -> timedelta | None:
+    """Return how long groups that are made now wait; ``new_group`` does not take it over. None: torch's default stands."""
+    return _timeout or compat.group_timeout(group or dist.group.WORLD)
+
+
 def subgroup_of_size(size: int) -> Group:
     """Make and return the group of this rank among: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
 
@@ -233,7 +225,7 @@ def _group_among(parts: Iterable[Sequence[int]]) -> Group:
     mine: Group = None
     with _new_groups(members()):
         for part in parts:
-            group = dist.new_group(list(part), timeout=_timeout or _world_timeout())
+            group = dist.new_group(list(part), timeout=_patience())
             if rank() in part:
                 mine = group
     return mine
@@ -322,13 +314,11 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
             ours.get(name)  # nothing is made
         return ours
 
-    timeout = _timeout or compat.group_timeout(group or dist.group.WORLD)
-
     def new() -> dist.ProcessGroup:
         with _new_groups(ranks):
             made: dist.ProcessGroup = dist.new_group(
                 None if is_world else list(ranks),
-                timeout=timeout,
+                timeout=_patience(group),
                 backend="gloo",
                 # members of a part of the world must not wait for the rest of it
                 use_local_synchronization=not is_world,
@@ -347,15 +337,11 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
 
 def _gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's plain value in rank order; as JSON, since torch's gather of objects unpickles what peers send."""
-    data = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
-    # 1. how long each is
-    sizes = torch.empty(group.size(), dtype=torch.int64)
-    dist.all_gather(list(torch.split(sizes, 1)), torch.tensor([len(data)]), group=group)
-    # 2. as many bytes of each as the longest has
-    padded = nn.functional.pad(data, (0, int(sizes.max()) - len(data)))
-    texts = torch.empty(group.size(), len(padded), dtype=torch.uint8)
-    dist.all_gather(list(texts), padded, group=group)
-    return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, sizes.tolist(), strict=True)]
+    num_bytes = _VALUE_BYTES + 8 * world_size()  # a value may list all ranks
+    data = torch.frombuffer(bytearray(json.dumps(own).encode().ljust(num_bytes)), dtype=torch.uint8)
+    texts = torch.empty(group.size(), num_bytes, dtype=torch.uint8)
+    dist.all_gather(list(texts), data, group=group)
+    return [json.loads(bytes(text.tolist())) for text in texts]
 
 
 def _refuse_shared_device(handshakes: dist.ProcessGroup) -> None:
@@ -380,13 +366,8 @@ def _refuse_shared_device(handshakes: dist.ProcessGroup) -> None:
 @contextlib.contextmanager
 def _new_groups(ranks: Sequence[int]) -> Iterator[None]:
     """Surround the making of groups to which all of these ranks come: keys of their own, and errors that say what to do."""
-    with rendezvous.own_keys(rank(), ranks, _timeout or _world_timeout()), rendezvous.interface_errors():
+    with rendezvous.own_keys(rank(), ranks, _patience()), rendezvous.interface_errors():
         yield
-
-
-def _world_timeout() -> timedelta | None:
-    """Return the world's time-out, which ``new_group`` does not take over; None: torch's default stands."""
-    return compat.group_timeout(dist.group.WORLD)
 
 
 def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timedelta) -> None:

@@ -234,7 +234,7 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
         return lambda: tensor.copy_(finish())
     internal_groups = process_groups.internal_groups(group)
     is_on_host = tensor.device.type == "cpu"
-    carrier = internal_groups.gradients if is_on_host else internal_groups.device
+    carrier = internal_groups.get("gradients") if is_on_host else internal_groups.device
     if is_on_host and tensor.nbytes * world_size <= _GATHER_BYTES and tensor.is_contiguous():
         everyone, gathering = start_gather(tensor.view(-1), group=carrier)
 

@@ -13,7 +13,6 @@ on this rank, ``K`` weight rows per class (sub-centers).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -355,8 +354,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             ):
                 raise
             # all ranks of this part are here; the other parts wait for their replicas, or for what these send
-            with contextlib.suppress(AttributeError):  # an exception class may forbid it
-                raised.collective = False  # type: ignore[attr-defined]
+            handshake.note_on(raised, collective=False)
             handshake.raise_on_all_ranks(raised, self._title, group=replicas)
 
     def _refuse_no_rows(self, rows_of_all_ranks: Tensor) -> None:

@@ -130,7 +130,7 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
     folder, name = json.loads(handshake.all_gather_between_steps(SAVING, {}, place.encode())[0])
     path, blocks = Path(folder), Path(folder, name)
     rest, state = _parted(checkpoint, shards)
-    group = process_groups.internal_groups().host if process_groups.is_distributed() else None
+    group = process_groups.internal_groups().get("host") if process_groups.is_distributed() else None
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         # 2. each rank's file; of tensors that several ranks hold, the first one's

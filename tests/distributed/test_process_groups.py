@@ -56,12 +56,12 @@ def family_is_made_once() -> None:
     first = process_groups.internal_groups()
     assert process_groups.internal_groups() is first
     assert process_groups.internal_groups(dist.group.WORLD) is first
-    ours = (first.handshakes, first.for_tensor(torch.ones(1)), first.checks)
+    ours = (first.handshakes, first.for_tensor(torch.ones(1)), first.get("checks"))
     assert len({id(group) for group in (*ours, dist.group.WORLD)}) == 4, (
         "each has its own group, apart from the model's"
     )
     assert all(dist.get_world_size(group) == dist.get_world_size() for group in ours)
-    assert dist.get_backend(first.handshakes) == dist.get_backend(first.checks) == "gloo"
+    assert dist.get_backend(first.handshakes) == dist.get_backend(first.get("checks")) == "gloo"
     assert first.ranks == tuple(range(dist.get_world_size()))
 
 
