@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad
-from tests.fuzz.data import DTYPES, RowsCase, cut, global_rows, own, rows_strategy
-from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+from tests.fuzz.data import RowsCase, rows_strategy
+from tests.fuzz.engine import Domain, Found, Place
 
 __all__ = ["DOMAIN"]
 
@@ -91,35 +90,15 @@ def differentiate(values: list[Tensor], order: tuple[int, ...], together: bool) 
         (values[index] * (1 + index)).backward()
 
 
-def alone(case: Case) -> dict[str, Any]:
-    data = global_rows(case.rows, DTYPES[case.dtype])
-    leaves = [leaf(data["view 0"]) for _ in case.terms]
-    try:
-        values = [TERMS[name]()[1](x, data["labels"]) for name, x in zip(case.terms, leaves, strict=True)]
-        differentiate(values, case.orders[0], case.together)
-    except Exception as error:
-        raise NotDefined from error
-    if not all(x.grad is not None and x.grad.isfinite().all() for x in leaves):
-        raise NotDefined
-    found: dict[str, Any] = {}
-    for index, (value, x) in enumerate(zip(values, leaves, strict=True)):
+def play(case: Case, place: Place) -> Found:
+    data, found = place.data(), {}
+    labels = place.own(data["labels"])
+    leaves = [place.leaf(f"x {index}", data["view 0"]) for index in range(len(case.terms))]
+    values = [TERMS[name]()[place.alone](x, labels) for name, x in zip(case.terms, leaves, strict=True)]
+    differentiate(values, case.orders[place.rank or 0], case.together)
+    for index, value in enumerate(values):
         found[f"value {index}"] = value.detach()
-        found[f"rank x {index}"] = cut(case.rows, x.grad)
     return found
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    data = global_rows(case.rows, DTYPES[case.dtype])
-    labels = own(case.rows, data["labels"], rank)
-    leaves = [own(case.rows, data["view 0"], rank).requires_grad_() for _ in case.terms]
-    values = [TERMS[name]()[0](x, labels) for name, x in zip(case.terms, leaves, strict=True)]
-    differentiate(values, case.orders[rank], case.together)
-    found: Found = {}
-    for index, (value, x) in enumerate(zip(values, leaves, strict=True)):
-        found[f"value {index}"] = value.detach()
-        found[f"rank x {index}"] = torch.zeros_like(x) if x.grad is None else x.grad / world
-    return found
-
-
-DOMAIN = Domain("backward orders", cases(), on_rank, alone)
+DOMAIN = Domain.of("backward orders", cases(), play)

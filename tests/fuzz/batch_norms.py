@@ -6,20 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ddp_losses import SyncBatchNorm
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
-from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+from tests.fuzz.data import DTYPES, RowsCase, rows_strategy
+from tests.fuzz.engine import Domain, Found, Place, leaf
 
 __all__ = ["DOMAIN"]
 
 
 @dataclass(frozen=True)
-class Case:
-    rows: Rows
+class Case(RowsCase):
     kind: str
     affine: bool
     momentum: float | None
@@ -29,10 +27,6 @@ class Case:
     images: bool
     training: bool
     dtype: str
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.rows.ranks
 
 
 @st.composite
@@ -86,32 +80,16 @@ def results(layer: nn.Module) -> Found:
     return found
 
 
-def alone(case: Case) -> dict[str, Any]:
-    layer, found = build(case), {}
-    data = global_rows(case.rows, DTYPES[case.dtype], views=case.forwards)
-    try:
-        for index in range(case.forwards):
-            x = leaf(data[f"view {index}"])
-            y = layer(shaped(case, x))
-            quantity(y, index).backward()
-            found[f"rank y {index}"] = cut(case.rows, y.detach())
-            found[f"rank x {index}"] = cut(case.rows, x.grad)
-    except ValueError as error:
-        raise NotDefined from error
-    return {**found, **results(layer)}
-
-
-def on_rank(case: Case) -> Found:
-    rank = dist.get_rank()
-    layer, found = build(case), {}
-    SyncBatchNorm().apply(layer)
-    data = global_rows(case.rows, DTYPES[case.dtype], views=case.forwards)
+def play(case: Case, place: Place) -> Found:
+    layer, data, found = build(case), place.data(views=case.forwards), {}
+    if not place.alone:
+        SyncBatchNorm().apply(layer)
     for index in range(case.forwards):
-        x = own(case.rows, data[f"view {index}"], rank).requires_grad_()
+        x = place.own(leaf(data[f"view {index}"])).detach().requires_grad_()
         y = layer(shaped(case, x))
         quantity(y, index).backward()
-        found[f"rank y {index}"], found[f"rank x {index}"] = y.detach(), x.grad
+        found[f"rank y {index}"], found[f"rank x {index}"] = place.parts(y.detach()), place.parts(x.grad)
     return {**found, **results(layer)}
 
 
-DOMAIN = Domain("batch norms", cases(), on_rank, alone)
+DOMAIN = Domain.of("batch norms", cases(), play)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
 from lightning_ddp_losses.sharding import ClassShard
 from tests.fuzz.calls import WAYS, call_and_differentiate
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, options, own, rows_strategy
-from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+from tests.fuzz.data import DTYPES, RowsCase, options, rows_strategy
+from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
 from tests.fuzz.pml_losses import LOSSES, MINERS, make_distance, make_reducer
 from tests.oracle import CLASS_LOSSES
 
@@ -32,14 +32,13 @@ ANY_DISTANCE = ("NormalizedSoftmaxLoss", "ProxyNCALoss")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(RowsCase):
     """A call of a loss.
 
     Attributes:
         part: Ranks over which the classes are divided, the first ones, the next ones, ...; 0: all.
     """
 
-    rows: Rows
     loss: str
     loss_options: tuple[tuple[str, Any], ...]
     reducer: str
@@ -52,10 +51,6 @@ class Case:
     miner: str
     way: str
     dtype: str
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.rows.ranks
 
 
 @st.composite
@@ -105,40 +100,6 @@ def make_loss(case: Case, classes: int | None = None) -> nn.Module:
 
 def class_dim(case: Case) -> int:
     return 0 if case.loss == "ProxyNCALoss" else 1
-
-
-def alone(case: Case) -> dict[str, Any]:
-    loss = make_loss(case)
-    weight = next(iter(loss.parameters()))
-    data = global_rows(case.rows, DTYPES[case.dtype])
-    x = leaf(data["view 0"])
-    miner = make_miner(case)
-    try:
-        for step in range(case.steps):
-
-            def call(x: Tensor, number: int = step + 1) -> Tensor:
-                if case.sample_rate < 1:
-                    return sampled_loss(case, weight, x, data["labels"], number)
-                return called(loss, miner, x, data["labels"])
-
-            value = call_and_differentiate(case.way, call, [x])
-    except Exception as error:
-        raise NotDefined from error
-    if not value.isfinite() or not x.grad.isfinite().all() or weight.grad is None or not weight.grad.isfinite().all():
-        raise NotDefined
-    per_class = weight.shape[class_dim(case)] // case.rows.classes
-    world = len(case.ranks)
-    parts = []
-    for rank in range(world):
-        shard = ClassShard.of_rank(case.rows.classes, case.part or world, rank % (case.part or world))
-        parts.append(
-            weight.grad.narrow(class_dim(case), shard.start * per_class, (shard.stop - shard.start) * per_class)
-        )
-    return {"value v": value.detach(), "rank x": cut(case.rows, x.grad), "rank weight": parts}
-
-
-def make_miner(case: Case) -> Any:
-    return MINERS[case.miner]() if case.miner else None
 
 
 def called(loss: Any, miner: Any, x: Tensor, labels: Tensor) -> Tensor:
@@ -192,23 +153,32 @@ def part_of_world(size: int) -> Any:
 _parts: dict[Any, Any] = {}
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    group = part_of_world(case.part) if case.part else None
-    loss = ClassShardedLoss(make_loss(case), chunk_size=case.chunk_size, sample_rate=case.sample_rate, group=group)
-    loss.attach(torch.optim.SGD(loss.parameters(), lr=0.1))  # it refuses sampled classes without one
-    data = global_rows(case.rows, DTYPES[case.dtype])
-    x = own(case.rows, data["view 0"], rank).requires_grad_()
-    labels = own(case.rows, data["labels"], rank)
-    miner = GlobalBatchMiner(make_miner(case)) if case.miner else None
-    for _ in range(case.steps):
-        value = call_and_differentiate(case.way, lambda x: called(loss, miner, x, labels), [x])
-    grad: Tensor | None = loss.weight.grad
-    return {
-        "value v": value.detach(),
-        "rank x": torch.zeros_like(x) if x.grad is None else x.grad / world,
-        "rank weight": torch.zeros_like(loss.weight) if grad is None else grad,
-    }
+def play(case: Case, place: Place) -> Found:
+    loss: Any = make_loss(case)
+    miner: Any = MINERS[case.miner]() if case.miner else None
+    if not place.alone:
+        group = part_of_world(case.part) if case.part else None
+        loss = ClassShardedLoss(loss, chunk_size=case.chunk_size, sample_rate=case.sample_rate, group=group)
+        loss.attach(torch.optim.SGD(loss.parameters(), lr=0.1))  # it refuses sampled classes without one
+        miner = GlobalBatchMiner(miner) if case.miner else None
+    weight = next(iter(loss.parameters())) if place.alone else loss.weight
+    data = place.data()
+    x, labels = place.leaf("x", data["view 0"]), place.own(data["labels"])
+    for step in range(case.steps):
+
+        def call(x: Tensor, number: int = step + 1) -> Tensor:
+            if place.alone and case.sample_rate < 1:
+                return sampled_loss(case, weight, x, labels, number)
+            return called(loss, miner, x, labels)
+
+        value = call_and_differentiate(case.way, call, [x])
+    grad: Any = zero_or(weight)
+    if place.alone:
+        world, dim = len(case.ranks), class_dim(case)
+        per_class, part = weight.shape[dim] // case.rows.classes, case.part or world
+        shards = [ClassShard.of_rank(case.rows.classes, part, rank % part) for rank in range(world)]
+        grad = [grad.narrow(dim, s.start * per_class, (s.stop - s.start) * per_class) for s in shards]
+    return {"value v": value.detach(), "rank weight": grad}
 
 
-DOMAIN = Domain("class shards", cases(), on_rank, alone)
+DOMAIN = Domain.of("class shards", cases(), play)

@@ -7,19 +7,35 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from lightning_ddp_losses.errors import DDPLossError
+from tests.fuzz.data import DTYPES, cut, global_rows, own
 from tests.rank_pool import RankFailure, RankPool
 
-__all__ = ["Count", "Domain", "Finding", "NotDefined", "Refused", "examine", "explore", "guarded", "leaf"]
+__all__ = [
+    "Count",
+    "Domain",
+    "Finding",
+    "Found",
+    "NotDefined",
+    "Place",
+    "Refused",
+    "examine",
+    "explore",
+    "guarded",
+    "leaf",
+    "zero_or",
+]
 
 Found = dict[str, Tensor]
 
@@ -34,6 +50,63 @@ class Refused:
 
     kind: str
     text: str
+
+
+@dataclass
+class Place:
+    """Where a case is played: in one process on all rows, without the package, or on a rank on its own rows.
+
+    Attributes:
+        case: With `rows`.
+        rank: None: one process.
+        leaves: Rows whose gradients are compared, by name: those of a rank as DDP leaves them in an encoder.
+    """
+
+    case: Any
+    rank: int | None = None
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> bool:
+        return self.rank is None
+
+    def data(self, views: int = 1) -> dict[str, Tensor]:
+        """Rows of all ranks."""
+        return global_rows(self.case.rows, DTYPES[self.case.dtype], views)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The rows that are here, as they lie in memory here."""
+        return tensor if self.rank is None else own(self.case.rows, tensor, self.rank)
+
+    def leaf(self, name: str, tensor: Tensor, *, trained: bool = True) -> Tensor:
+        """The rows that are here, with a gradient that is compared."""
+        made = leaf(tensor) if self.alone else self.own(tensor)
+        self.leaves[name] = made.requires_grad_(trained)
+        return self.leaves[name]
+
+    def parts(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Any:
+        """A tensor with a row for each row that is here, as `rank ...` is compared."""
+        if self.rank is not None:
+            return tensor
+        return cut(self.case.rows, tensor) if sizes is None else list(tensor.split(list(sizes)))
+
+
+def _play_on_rank(play: Callable[[Any, Place], Found], case: Any) -> Found:
+    place = Place(case, dist.get_rank())
+    found = play(case, place)
+    return found | {f"rank {name}": zero_or(x) / dist.get_world_size() for name, x in place.leaves.items()}
+
+
+def _play_alone(play: Callable[[Any, Place], Found], case: Any) -> dict[str, Any]:
+    place = Place(case)
+    try:
+        found: dict[str, Any] = play(case, place)
+    except Exception as error:
+        raise NotDefined from error
+    tensors = [each for value in found.values() for each in (value if isinstance(value, list) else [value])]
+    if not all(tensor.isfinite().all() for tensor in [*tensors, *map(zero_or, place.leaves.values())]):
+        raise NotDefined
+    return found | {f"rank {name}": place.parts(zero_or(x)) for name, x in place.leaves.items()}
 
 
 @dataclass(frozen=True)
@@ -52,6 +125,11 @@ class Domain:
     cases: SearchStrategy[Any]
     on_rank: Callable[[Any], Found]
     alone: Callable[[Any], dict[str, Any]]
+
+    @classmethod
+    def of(cls, name: str, cases: SearchStrategy[Any], play: Callable[[Any, Place], Found]) -> Domain:
+        """A domain whose ranks and whose one process do the same, each in its place."""
+        return cls(name, cases, partial(_play_on_rank, play), partial(_play_alone, play))
 
     def play(self, pool: RankPool, case: Any) -> list[Found | Refused]:
         """Return what each rank finds; a domain whose ranks come and go plays its own."""
@@ -83,6 +161,11 @@ class Finding:
 def leaf(tensor: Tensor) -> Tensor:
     """A copy that collects a gradient."""
     return tensor.detach().clone().requires_grad_()
+
+
+def zero_or(tensor: Tensor) -> Tensor:
+    """Its gradient; what a loss left out of the graph has one of zeros."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def guarded(on_rank: Callable[[Any], Found], case: Any) -> Found | Refused:

@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torchmetrics
 from hypothesis import strategies as st
 from torch import Tensor
 from torchmetrics import classification, regression
 
 from lightning_ddp_losses import DifferentiableMetric, differentiable
-from tests.fuzz.engine import Domain, Found, NotDefined
+from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
 
 __all__ = ["DOMAIN"]
 
@@ -121,7 +120,7 @@ def batches(case: Case) -> list[Batch]:
     return found
 
 
-def play(
+def perform(
     case: Case, metric: Any, part: Callable[[Tensor, tuple[int, ...]], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Do the steps.
@@ -168,7 +167,7 @@ def play(
                 values[f"value {index}"] = value.detach()
                 if value.requires_grad:
                     value.backward()
-    return values, {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
+    return values, {name: zero_or(x) for name, x in leaves.items()}
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -192,29 +191,21 @@ def nowhere() -> bool:
     return False
 
 
-def alone(case: Case) -> dict[str, Any]:
-    metric = METRICS[case.metric][0]()
-    metric.set_dtype(torch.float64)
-    metric.distributed_available_fn = nowhere
-    metric._enable_grad = case.keep_graph  # torchmetrics' updates have no graph
-    try:
-        values, grads = play(case, metric, lambda tensor, rows: tensor)
-    except Exception as error:
-        raise NotDefined from error
-    if not values or any(not t.isfinite().all() for t in (*values.values(), *grads.values())):
+def play(case: Case, place: Place) -> Found:
+    metric: Any = METRICS[case.metric][0]()
+    if place.alone:
+        metric.set_dtype(torch.float64)
+        metric.distributed_available_fn = nowhere
+        metric._enable_grad = case.keep_graph  # torchmetrics' updates have no graph
+    else:
+        metric = differentiable(metric, gather=case.gather, keep_graph=case.keep_graph)
+    values, grads = perform(case, metric, lambda x, rows: x if place.alone else x.split(list(rows))[place.rank])
+    if not values:
         raise NotDefined
-    found: dict[str, Any] = dict(values)
     for name, grad in grads.items():
         rows = case.steps[int(name.split()[-1])][1]
-        found[name] = list(grad.split(list(rows)))
-    return found
+        values[name] = place.parts(grad, rows) if place.alone else grad / len(case.ranks)
+    return values
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    metric = differentiable(METRICS[case.metric][0](), gather=case.gather, keep_graph=case.keep_graph)
-    values, grads = play(case, metric, lambda tensor, rows: tensor.split(list(rows))[rank])
-    return {**values, **{name: grad / world for name, grad in grads.items()}}
-
-
-DOMAIN = Domain("metrics", cases(), on_rank, alone)
+DOMAIN = Domain.of("metrics", cases(), play)

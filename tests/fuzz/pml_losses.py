@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
 from tests.fuzz.calls import WAYS, call_and_differentiate
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, lay_out, options, own, rows_strategy
-from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+from tests.fuzz.data import DTYPES, RowsCase, lay_out, options, rows_strategy
+from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
 
 __all__ = ["DOMAIN"]
 
@@ -135,8 +134,7 @@ CHOICES: dict[str, list[Any]] = {
 
 
 @dataclass(frozen=True)
-class Case:
-    rows: Rows
+class Case(RowsCase):
     loss: str
     loss_options: tuple[tuple[str, Any], ...]
     reducer: str
@@ -149,10 +147,6 @@ class Case:
     references: str
     way: str
     dtype: str
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.rows.ranks
 
 
 def draw_fields(draw: Any, name: str, most: int = 6) -> dict[str, Any]:
@@ -228,12 +222,6 @@ def make_loss(case: Case) -> nn.Module:
         raise NotDefined from error
 
 
-def make_miner(case: Case) -> Any:
-    if not case.miner:
-        return None
-    return MINERS[case.miner]()
-
-
 class Encoder(nn.Module):
     """Scales and shifts each number by itself: equal rows stay equal to the last bit, on whatever rank they are."""
 
@@ -247,8 +235,8 @@ class Encoder(nn.Module):
         return lay_out(x * self.weight + self.bias, self.layout)
 
 
-def make_encoder(case: Case, layout: str = "plain") -> nn.Module:
-    return Encoder(case.rows.dim, layout).to(DTYPES[case.dtype])
+def make_encoder(case: Case, place: Place) -> nn.Module:
+    return Encoder(case.rows.dim, "plain" if place.alone else case.rows.layout).to(DTYPES[case.dtype])
 
 
 def reference_labels(case: Case, labels: Tensor) -> Tensor:
@@ -267,70 +255,37 @@ def call(case: Case, loss: Any, miner: Any, encoder: nn.Module, views: list[Tens
     return loss(embeddings, labels, tuples, **more)  # type: ignore[no-any-return]
 
 
-def run(case: Case, loss: Any, miner: Any, encoder: nn.Module, views: list[Tensor], labels: Tensor) -> Tensor:
-    """The drawn way of calling; the gradient of all of it lies in the leaves afterwards."""
-
-    def once(*leaves: Tensor) -> Tensor:
-        return call(case, loss, miner, encoder, list(leaves), labels)
-
-    return call_and_differentiate(case.way, once, views)
-
-
 def results(value: Tensor, encoder: nn.Module, loss: nn.Module) -> Found:
-    found = {"value": value.detach()}
-    for name, parameter in encoder.named_parameters():
-        found[f"encoder {name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    for (
-        name,
-        parameter,
-    ) in loss.named_parameters():  # a loss that is zero leaves its weight out of the graph in one process
-        found[f"loss {name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return found
-
-
-def alone(case: Case) -> dict[str, Any]:
-    loss, encoder, miner = make_loss(case), make_encoder(case), make_miner(case)
-    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
-    views = [leaf(data["view 0"]), leaf(data["view 1"])]
-    try:
-        value = run(case, loss, miner, encoder, views, data["labels"])
-    except Exception as error:
-        raise NotDefined from error
-    if not isinstance(value, Tensor) or value.ndim or not value.isfinite():
-        raise NotDefined
-    grads = [torch.zeros_like(view) if view.grad is None else view.grad for view in views]
-    found: dict[str, Any] = dict(results(value, encoder, loss))
-    if any(not grad.isfinite().all() for grad in [*grads, *found.values()]):
-        raise NotDefined
-    found["value v"] = found.pop("value")
-    for index, grad in enumerate(grads):
-        found[f"rank view {index}"] = cut(case.rows, grad)
-    return found
+    found = {"value v": value.detach()}
+    found |= {f"encoder {name}": zero_or(parameter) for name, parameter in encoder.named_parameters()}
+    return found | {f"loss {name}": zero_or(parameter) for name, parameter in loss.named_parameters()}
 
 
 def make_global(case: Case, plain: nn.Module) -> GlobalBatchLoss:
     """The drawn mode and tiles."""
     allowed = GlobalBatchLoss(plain).exact_modes()
     mode = allowed[case.mode % len(allowed)]
-    more: dict[str, Any] = {}
-    if mode == "rows" and case.tile_bytes is not None:
-        more["tile_bytes"] = case.tile_bytes
-    return GlobalBatchLoss(plain, mode=mode, **more)
+    return GlobalBatchLoss(plain, mode=mode, tile_bytes=case.tile_bytes if mode == "rows" else None)
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    plain, encoder, miner = make_loss(case), make_encoder(case, case.rows.layout), make_miner(case)
-    loss = make_global(case, plain)
-    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
-    labels = own(case.rows, data["labels"], rank)
-    views = [own(case.rows, data[f"view {view}"], rank).requires_grad_() for view in range(2)]
-    value = run(case, loss, GlobalBatchMiner(miner) if miner is not None else None, encoder, views, labels)
-    found = results(value, encoder, plain)
-    found["value v"] = found.pop("value")
-    for index, view in enumerate(views):
-        found[f"rank view {index}"] = torch.zeros_like(view) if view.grad is None else view.grad / world
-    return found
+def play(case: Case, place: Place) -> Found:
+    """The drawn way of calling; the gradient of all of it lies in the leaves afterwards."""
+    plain, encoder = make_loss(case), make_encoder(case, place)
+    miner = MINERS[case.miner]() if case.miner else None
+    loss = plain if place.alone else make_global(case, plain)
+    if miner is not None and not place.alone:
+        miner = GlobalBatchMiner(miner)
+    data = place.data(views=2)
+    labels = place.own(data["labels"])
+    views = [place.leaf(f"view {view}", data[f"view {view}"]) for view in range(2)]
+
+    def once(*leaves: Tensor) -> Tensor:
+        return call(case, loss, miner, encoder, list(leaves), labels)
+
+    value = call_and_differentiate(case.way, once, views)
+    if value.ndim:
+        raise NotDefined
+    return results(value, encoder, plain)
 
 
-DOMAIN = Domain("pml losses", cases(), on_rank, alone)
+DOMAIN = Domain.of("pml losses", cases(), play)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
 from tests.fuzz.calls import WAYS, call_and_differentiate
-from tests.fuzz.data import DTYPES, Rows, cut, global_rows, own, rows_strategy
-from tests.fuzz.engine import Domain, Found, NotDefined, leaf
+from tests.fuzz.data import DTYPES, RowsCase, rows_strategy
+from tests.fuzz.engine import Domain, Found, Place
 
 __all__ = ["DOMAIN"]
 
@@ -33,8 +32,7 @@ NAMES = [
 
 
 @dataclass(frozen=True)
-class Case:
-    rows: Rows
+class Case(RowsCase):
     loss: str
     weighted: bool
     ignored: bool
@@ -45,25 +43,20 @@ class Case:
     way: str
     dtype: str
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.rows.ranks
 
-
-@st.composite
-def cases(draw: Any) -> Case:
-    return Case(
-        rows=draw(rows_strategy()),
-        loss=draw(st.sampled_from(NAMES)),
-        weighted=draw(st.booleans()),
-        ignored=draw(st.booleans()),
-        smoothing=draw(st.sampled_from([0.0, 0.2])),
-        reduction=draw(st.sampled_from(["mean", "mean", "sum"])),
-        mode=draw(st.integers(0, 2)),
-        without_graph=draw(st.sampled_from([False, False, True])),
-        way=draw(st.sampled_from(WAYS)),
-        dtype=draw(st.sampled_from(["float64", "float64", "float32"])),
-    )
+CASES = st.builds(
+    Case,
+    rows=rows_strategy(),
+    loss=st.sampled_from(NAMES),
+    weighted=st.booleans(),
+    ignored=st.booleans(),
+    smoothing=st.sampled_from([0.0, 0.2]),
+    reduction=st.sampled_from(["mean", "mean", "sum"]),
+    mode=st.integers(0, 2),
+    without_graph=st.sampled_from([False, False, True]),
+    way=st.sampled_from(WAYS),
+    dtype=st.sampled_from(["float64", "float64", "float32"]),
+)
 
 
 def make_loss(case: Case) -> nn.Module:
@@ -102,36 +95,22 @@ def arguments(case: Case, x: Tensor, other: Tensor, labels: Tensor) -> tuple[Ten
     }.get(case.loss, lambda: (x, other))()
 
 
-def evaluate(case: Case, loss: nn.Module, x: Tensor, other: Tensor, labels: Tensor) -> Tensor:
+def play(case: Case, place: Place) -> Found:
+    data, loss = place.data(views=2), make_loss(case)
+    trained = True
+    if not place.alone:
+        allowed = GlobalBatchLoss(loss).exact_modes()
+        loss = GlobalBatchLoss(loss, mode=allowed[case.mode % len(allowed)])
+        # a rank without rows may come with a plain torch.zeros(0, D)
+        trained = not case.without_graph or case.ranks[place.rank] > 0
+    x = place.leaf("x", data["view 0"], trained=trained)
+    other, labels = place.own(data["view 1"]), place.own(data["labels"])
+
     def call(x: Tensor) -> Tensor:
         value: Tensor = loss(*arguments(case, x, other, labels))
         return value
 
-    return call_and_differentiate(case.way, call, [x])
+    return {"value v": call_and_differentiate(case.way, call, [x])}
 
 
-def alone(case: Case) -> dict[str, Any]:
-    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
-    x = leaf(data["view 0"])
-    value = evaluate(case, make_loss(case), x, data["view 1"], data["labels"])
-    if not value.isfinite() or not x.grad.isfinite().all():
-        raise NotDefined
-    return {"value v": value, "rank x": cut(case.rows, x.grad)}
-
-
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    plain = make_loss(case)
-    allowed = GlobalBatchLoss(plain).exact_modes()
-    loss = GlobalBatchLoss(plain, mode=allowed[case.mode % len(allowed)])
-    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
-    x, other = (own(case.rows, data[f"view {view}"], rank) for view in range(2))
-    if not (
-        case.without_graph and case.ranks[rank] == 0
-    ):  # a rank without rows may come with a plain torch.zeros(0, D)
-        x.requires_grad_()
-    value = evaluate(case, loss, x, other, own(case.rows, data["labels"], rank))
-    return {"value v": value, "rank x": torch.zeros_like(x) if x.grad is None else x.grad / world}
-
-
-DOMAIN = Domain("torch losses", cases(), on_rank, alone)
+DOMAIN = Domain.of("torch losses", CASES, play)

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, SigLipLoss
 from tests.fuzz.calls import WAYS, call_and_differentiate
-from tests.fuzz.data import DTYPES, RowsCase, cut, global_rows, lay_out, own, rows_strategy
-from tests.fuzz.engine import Domain, Found, leaf
+from tests.fuzz.data import DTYPES, RowsCase, cut, lay_out, rows_strategy
+from tests.fuzz.engine import Domain, Found, Place, leaf, zero_or
 
 __all__ = ["DOMAIN"]
 
@@ -134,33 +133,6 @@ def grads_of_numbers(case: Case, root: Tensor, bias: Tensor) -> Found:
     return found
 
 
-def zero_or(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def alone(case: Case) -> dict[str, Any]:
-    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
-    a, b = leaf(data["view 0"]), leaf(data["view 1"])
-    extra, queue = further(case)
-    extra = leaf(extra)
-    root, bias = roots(case)
-
-    def call(a: Tensor, b: Tensor) -> Tensor:
-        return textbook(case, a, b, extra, queue, root, bias)
-
-    value = call_and_differentiate(case.way, call, [a, b])
-    found: dict[str, Any] = {"value v": value, **grads_of_numbers(case, root, bias)}
-    for name, tensor, frozen in zip("ab", (a, b), case.frozen, strict=True):
-        parts = cut(case.rows, zero_or(tensor))
-        found[f"rank {name}"] = [torch.zeros_like(part) if rank in frozen else part for rank, part in enumerate(parts)]
-    if case.extra:
-        found["rank extra"] = list(zero_or(extra).split(list(case.extra)))
-    # numbers of the loss's own that the caller's stand in for
-    for name in stand_ins(case):
-        found[f"own {name}"] = torch.zeros((), dtype=DTYPES[case.dtype])
-    return found
-
-
 def stand_ins(case: Case) -> list[str]:
     """Parameters that a loss has although the caller gives others."""
     names = ["logit_scale"] if case.scale != "own" else []
@@ -197,23 +169,20 @@ def make_loss(case: Case) -> Any:
     return loss
 
 
-def on_rank(case: Case) -> Found:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    loss = make_loss(case)
-    data = global_rows(case.rows, DTYPES[case.dtype], views=2)
-    towers = [
-        own(case.rows, data[f"view {view}"], rank).requires_grad_(rank not in frozen)
-        for view, frozen in enumerate(case.frozen)
-    ]
-    extra, queue = further(case)
-    root, bias = roots(case)
-    more: dict[str, Any] = {}
+def play(case: Case, place: Place) -> Found:
+    data, (extra, queue), (root, bias) = place.data(views=2), further(case), roots(case)
+    if case.extra and not place.alone:
+        extra = lay_out(extra.split(list(case.extra))[place.rank], case.rows.layout)
+    extra = leaf(extra)
+    loss, more = make_loss(case), dict[str, Any]()
     if case.extra:
-        more["extra_texts"] = leaf(lay_out(extra.split(list(case.extra))[rank], case.rows.layout))
+        more["extra_texts"] = extra
     if case.queue:
         more["queue"] = lay_out(queue, case.rows.layout)
 
     def call(a: Tensor, b: Tensor) -> Tensor:
+        if place.alone:
+            return textbook(case, a, b, extra, queue, root, bias)
         numbers: dict[str, Any] = {}
         if case.scale != "own":
             numbers["logit_scale"] = given_number(case.scale, root, is_log=True)
@@ -222,16 +191,28 @@ def on_rank(case: Case) -> Found:
         value: Tensor = loss(a, b, **more, **numbers)
         return value
 
-    found = {"value v": call_and_differentiate(case.way, call, towers)}
-    trained_scale = loss.logit_scale if case.scale == "own" else root
-    trained_bias = loss.logit_bias if case.loss == "siglip" and case.bias == "own" else bias
-    found.update(grads_of_numbers(case, trained_scale, trained_bias))
-    for name, tensor in (("a", towers[0]), ("b", towers[1]), ("extra", more.get("extra_texts"))):
-        if tensor is not None:
-            found[f"rank {name}"] = zero_or(tensor) / world
+    towers = []
+    for view, (name, frozen) in enumerate(zip("ab", case.frozen, strict=True)):
+        towers.append(place.leaf(name, data[f"view {view}"], trained=place.rank not in frozen))
+    found: Found = {"value v": call_and_differentiate(case.way, call, towers)}
+    # what is trained: of one process the roots, of a rank the loss's own numbers or those that the caller gave
+    owns_scale, owns_bias = case.scale == "own", case.loss == "siglip" and case.bias == "own"
+    found |= grads_of_numbers(
+        case,
+        loss.logit_scale if owns_scale and not place.alone else root,
+        loss.logit_bias if owns_bias and not place.alone else bias,
+    )
+    if place.alone:
+        for tower, frozen in zip(towers, case.frozen, strict=True):
+            for rank, part in enumerate(cut(case.rows, zero_or(tower))):
+                part.mul_(rank not in frozen)
+    if case.extra:
+        grad = zero_or(extra)
+        found["rank extra"] = place.parts(grad, case.extra) if place.alone else grad / len(case.ranks)
+    # numbers of the loss's own that the caller's stand in for
     for name in stand_ins(case):
         found[f"own {name}"] = zero_or(getattr(loss, name))
     return found
 
 
-DOMAIN = Domain("two towers", cases(), on_rank, alone)
+DOMAIN = Domain.of("two towers", cases(), play)
