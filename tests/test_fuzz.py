@@ -27,7 +27,7 @@ def test_a_few_cases_of_each_domain(pool: RankPool, name: str) -> None:
 
 
 def twice_too_large(case: torch_losses.Case) -> Found:
-    found = torch_losses.on_rank(case)
+    found = torch_losses.DOMAIN.on_rank(case)
     return {**found, "rank x": found["rank x"] * (2 if len(case.ranks) > 1 and sum(case.ranks) > 2 else 1)}
 
 
@@ -36,7 +36,7 @@ def other_errors(case: torch_losses.Case) -> Found:
 
 
 def no_gradient(case: torch_losses.Case) -> Found:
-    return {name: tensor for name, tensor in torch_losses.on_rank(case).items() if name != "rank x"}
+    return {name: tensor for name, tensor in torch_losses.DOMAIN.on_rank(case).items() if name != "rank x"}
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,8 @@ from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.losses.call_arguments import (
-    GlobalTuples,
-    anchor_tuples,
-    are_ordinary,
-    by_view,
-    count_indices,
-    identities_of,
-    named_anchors,
-    refuse_malformed_tuples,
-    same_label_counts,
-)
+from lightning_ddp_losses.losses import call_arguments
+from lightning_ddp_losses.losses.call_arguments import GlobalTuples
 from lightning_ddp_losses.losses.pml_registry import compares_named_rows, facts_of, may_draw
 
 _SEED = struct.Struct("<QQ")
@@ -90,7 +81,7 @@ class PMLCall:
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
         tuples = given.get("indices_tuple")
         if compares_named_rows(inner):
-            refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", _own_tuples(tuples))
+            call_arguments.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", _own_tuples(tuples))
         rows = given.get("embeddings")
         indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(_own_tuples(tuples))}
         gathered = gather(batches | indices)
@@ -126,7 +117,7 @@ class PMLCall:
             return self.arguments
         # a loss that draws random numbers draws by the order of rows
         counts = self.counts["embeddings"]
-        return {name: by_view(self.arguments[name], counts) for name in ("embeddings", "labels")}
+        return {name: call_arguments.by_view(self.arguments[name], counts) for name in ("embeddings", "labels")}
 
     @property
     def batches(self) -> Iterable[Any]:
@@ -173,7 +164,7 @@ class PMLCall:
             return False
         mined = self.arguments.get("indices_tuple")
         matching = self._matching() if mined is None else None
-        return are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
+        return call_arguments.are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
 
     def global_pair_counts(self) -> tuple[int, int]:
         """Return how many positive and negative pairs the labels of all ranks make."""
@@ -187,7 +178,9 @@ class PMLCall:
         labels, ref_labels = self._all_labels()
         mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
         if mined is not None:
-            counts = torch.stack([count_indices(anchors, len(labels)) for anchors in named_anchors(mined)])
+            counts = torch.stack(
+                [call_arguments.count_indices(anchors, len(labels)) for anchors in call_arguments.named_anchors(mined)]
+            )
             on_host = counts[:, start:stop].cpu()
             # those of pairs are two kinds, a triplet has both
             return on_host[0], on_host[-1]
@@ -204,7 +197,9 @@ class PMLCall:
         triplets, same, positives = facts_of(self._inner).compares_triplets, ref_labels is labels, None
         if mined is None and labels.device.type != "cpu":
             positives = self._matching()[slice(*bounds)] - int(same)
-        return anchor_tuples(labels, ref_labels, bounds, mined, triplets=triplets, same=same, positives=positives)
+        return call_arguments.anchor_tuples(
+            labels, ref_labels, bounds, mined, triplets=triplets, same=same, positives=positives
+        )
 
     def ranks_with_local_identities(self) -> int:
         """Return on how many ranks the labels are 0, 1, 2, ... (once, or once per view)."""
@@ -226,7 +221,7 @@ class PMLCall:
     def _matching(self) -> Tensor:
         """Return ``same_label_counts``, once computed."""
         if self._matching_counts is None:
-            self._matching_counts = same_label_counts(*self._all_labels())
+            self._matching_counts = call_arguments.same_label_counts(*self._all_labels())
         return self._matching_counts
 
     def _all_labels(self) -> tuple[Tensor, Tensor]:
@@ -253,7 +248,7 @@ class PMLCall:
         """Number the rows of two views without labels: row i of one belongs to row i of the other, over all ranks."""
         device = arguments["embeddings"].device
         if self._two_views:
-            labels = identities_of(self.counts["embeddings"], device)
+            labels = call_arguments.identities_of(self.counts["embeddings"], device)
         else:
             labels = torch.arange(self.total_rows, device=device)
             arguments.setdefault("ref_labels", labels.clone())

@@ -29,27 +29,13 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
-from lightning_ddp_losses.losses.call_arguments import (
-    GlobalTuples,
-    by_name,
-    compares_one_way,
-    labelled_arguments,
-    labelled_loss,
-    stacks_views,
-)
+from lightning_ddp_losses.losses import call_arguments, pml_registry
+from lightning_ddp_losses.losses.call_arguments import GlobalTuples, labelled_loss
 from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, Tiled
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.partial_sums import SumExchange
-from lightning_ddp_losses.losses.pml_registry import (
-    PML_NAMES,
-    Mode,
-    allowed_modes,
-    facts_of,
-    has_per_anchor,
-    is_pml_loss,
-    is_separable,
-)
+from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
 from lightning_ddp_losses.losses.tiled import TileCompiler, TiledCall, tiled_plan
 
@@ -178,7 +164,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         plan = tiled_plan(labelled_loss(self.loss))
         if plan is None:
             return "row tiles"
-        symmetric = plan.symmetric and not compares_one_way(self.loss)
+        symmetric = plan.symmetric and not call_arguments.compares_one_way(self.loss)
         return "tiled, symmetric" if symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
@@ -186,10 +172,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
             return ("replicated",)
         loss = labelled_loss(self.loss)
-        allowed = allowed_modes(loss)
+        allowed = pml_registry.allowed_modes(loss)
         if not is_pml_loss(self.loss):
             return allowed
-        return tuple(mode for mode in allowed if mode == "replicated" or is_separable(loss, mode))
+        return tuple(mode for mode in allowed if mode == "replicated" or pml_registry.is_separable(loss, mode))
 
     @eager_recursive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,10 +266,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Return how a PML loss is evaluated, and its call; the same evaluation on every rank."""
-        given = by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
+        given = call_arguments.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
         # what compares two views makes labels; the loss inside it compares rows by them
-        loss, two_views = labelled_loss(self.loss), stacks_views(self.loss)
-        given = labelled_arguments(self.loss, self._title, given)
+        loss, two_views = labelled_loss(self.loss), call_arguments.stacks_views(self.loss)
+        given = call_arguments.labelled_arguments(self.loss, self._title, given)
         # a sum over samples needs nobody else's rows
         if (
             mode == "elements"
@@ -326,7 +312,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _gather_pml(self, mode: str, rows: RowsAsGiven, given: dict[str, Any]) -> PMLCall:
         """Gather the rows of all ranks."""
-        loss, two_views = labelled_loss(self.loss), stacks_views(self.loss)
+        loss, two_views = labelled_loss(self.loss), call_arguments.stacks_views(self.loss)
 
         def backward(counts: dict[str, list[int]]) -> Backward:
             # where each rank computes its own anchors, the gradients of a row come from all ranks
@@ -343,7 +329,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _tuples_fit(self, given: dict[str, Any]) -> bool:
         """Say whether a miner's tuples may be split: per anchor, PML counts a pair that a miner names twice once."""
-        return "indices_tuple" not in given or not has_per_anchor(labelled_loss(self.loss).reducer)
+        return "indices_tuple" not in given or not pml_registry.has_per_anchor(labelled_loss(self.loss).reducer)
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks; all ranks see it."""
@@ -460,7 +446,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
             refuse_capture(title)
-            given = by_name(title, self.miner, names, args, kwargs)
+            given = call_arguments.by_name(title, self.miner, names, args, kwargs)
             inputs.check_devices(title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, title, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]

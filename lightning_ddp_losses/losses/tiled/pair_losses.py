@@ -21,26 +21,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number, wide_float
 from lightning_ddp_losses.losses.pml_registry import Reduction
+from lightning_ddp_losses.losses.tiled import tile_functions as formulas
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
 from lightning_ddp_losses.losses.tiled.masks import LabelKeys, Tile, Triplets
-from lightning_ddp_losses.losses.tiled.tile_functions import (
-    Limits,
-    Numbers,
-    Softmax,
-    contrastive_grad,
-    contrastive_rows,
-    multi_similarity_grad,
-    multi_similarity_rows,
-    named_triplets,
-    ntxent_grad,
-    ntxent_rows,
-    on_tensors,
-    sorted_triplets,
-    sorting_is_cheaper,
-    supcon_grad,
-    supcon_rows,
-    triplets_one_by_one,
-)
 
 _LOG_COLUMNS = 25.0  # logarithm of more columns than fit any memory
 
@@ -110,7 +93,7 @@ def reduce_pairs(
     return PartialSum(total.sum(dtype=torch.float64), divisor, counts=element_counts), counts
 
 
-def limits_of(reduction: Reduction) -> Limits | None:
+def limits_of(reduction: Reduction) -> formulas.Limits | None:
     """Return the limits of single pairs; None: all pass, or anchors are reduced."""
     return (reduction.low, reduction.high) if reduction.selects and not reduction.per_anchor else None
 
@@ -189,12 +172,12 @@ class PairLoss:
         """Return whether the loss takes pairs of which the host knows nothing, as it is configured and reduced."""
         return True
 
-    def nothing(self, rows: int) -> Numbers:
+    def nothing(self, rows: int) -> formulas.Numbers:
         """Return numbers of rows that have no columns, (rows,) each; the loss is then a zero, whatever they are."""
         recorded = self.recorded if self.records else 0
         return tuple(self.like.new_zeros(self.numbers + recorded, rows))
 
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
+    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         """Compute the numbers of a tile's rows, (T,) each.
 
         Args:
@@ -204,7 +187,7 @@ class PairLoss:
         """
         raise NotImplementedError
 
-    def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
+    def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         """Reduce the numbers of all rows.
 
         Args:
@@ -230,7 +213,7 @@ class PairLoss:
     def grad(self, tile: Tile) -> Tensor:
         """Compute a tile's gradient, (T, C), up to ``factor``."""
         of_rows, of_columns = self.terms
-        of_tile = on_tensors(lambda term: term[tile.rows], of_rows)
+        of_tile = formulas.on_tensors(lambda term: term[tile.rows], of_rows)
         return self.run(self.grad_of, tile.matrix, tile.keys, of_tile, of_columns, *self.grad_options)  # type: ignore[no-any-return]
 
 
@@ -243,14 +226,14 @@ class SoftmaxPairLoss(PairLoss):
     """
 
     width = 3
-    rows_of: Callable[..., Numbers]
+    rows_of: Callable[..., formulas.Numbers]
     row_options: tuple[Any, ...] = ()
 
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         return _have_logarithms(reductions)
 
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
+    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return self.run(self.rows_of, tile.matrix, tile.keys, *self.row_options), []
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
@@ -263,7 +246,9 @@ class SoftmaxPairLoss(PairLoss):
         """Return what the gradient needs of (n, k) statistics next to the softmax."""
         raise NotImplementedError
 
-    def softmaxes(self, stats: Tensor, other: Tensor | None, lse: int, count: int) -> tuple[Softmax, Softmax | None]:
+    def softmaxes(
+        self, stats: Tensor, other: Tensor | None, lse: int, count: int
+    ) -> tuple[formulas.Softmax, formulas.Softmax | None]:
         """Return the softmaxes of rows and columns, of their (n, k) statistics.
 
         Args:
@@ -274,10 +259,10 @@ class SoftmaxPairLoss(PairLoss):
         """
         if (stats.device.type != "cpu" or self.is_compiled) and _have_logarithms(self.reductions):
             # one exponential for both: fewer passes over memory, which bound the time of an accelerator
-            of_rows = Softmax(stats[:, count].log() - stats[:, lse])
+            of_rows = formulas.Softmax(stats[:, count].log() - stats[:, lse])
             if other is None or other is stats:
                 return of_rows, None if other is None else of_rows
-            return of_rows, Softmax(other[:, count].log() - other[:, lse])
+            return of_rows, formulas.Softmax(other[:, count].log() - other[:, lse])
         parts = [(part[:, lse], part[:, count]) for part in (stats, other) if part is not None]
         # rows that have no gradient: exp(m - inf) = 0
         lses = [each.masked_fill((number == 0) | (each == -torch.inf), torch.inf) for each, number in parts]
@@ -285,11 +270,11 @@ class SoftmaxPairLoss(PairLoss):
         if other is not None and stats.device.type == "cpu":
             shared = _shared_exponent([each for each, _ in parts], lses)
         if shared is None:
-            found = [Softmax(-each, number) for each, (_, number) in zip(lses, parts, strict=True)]
+            found = [formulas.Softmax(-each, number) for each, (_, number) in zip(lses, parts, strict=True)]
         else:
             found = []
             for each, (_, number) in zip(lses, parts, strict=True):
-                found.append(Softmax(-each, number * (shared - each).exp_(), shared))
+                found.append(formulas.Softmax(-each, number * (shared - each).exp_(), shared))
         return found[0], None if other is None else found[-1]
 
 
@@ -318,8 +303,8 @@ class NTXent(SoftmaxPairLoss):
     """
 
     recorded = 2
-    rows_of = staticmethod(ntxent_rows)
-    grad_of = staticmethod(ntxent_grad)
+    rows_of = staticmethod(formulas.ntxent_rows)
+    grad_of = staticmethod(formulas.ntxent_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
@@ -327,7 +312,7 @@ class NTXent(SoftmaxPairLoss):
         self.grad_options = limits_of(reductions[0]), self._tiny_that_counts()
         self.row_options = (*self.grad_options, self.records)
 
-    def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
+    def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         lse, pull, *sums = numbers
         total, counts = reduce_pairs(self.reductions[0], sums, labels)
         if counts is None:
@@ -359,14 +344,14 @@ class SupCon(SoftmaxPairLoss):
     counts_pairs_once = True
     needs_both_kinds = True
     masks_any_size = True
-    rows_of = staticmethod(supcon_rows)
-    grad_of = staticmethod(supcon_grad)
+    rows_of = staticmethod(formulas.supcon_rows)
+    grad_of = staticmethod(formulas.supcon_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
         self.scale = -self.sign / loss.temperature
 
-    def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
+    def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, sum_exp, positive_sum, number = numbers
         above, has_none = sum_exp.log(), number == 0
         number = number.clamp(min=1)
@@ -388,8 +373,8 @@ class MultiSimilarity(SoftmaxPairLoss):
     """
 
     counts_pairs_once = True
-    rows_of = staticmethod(multi_similarity_rows)
-    grad_of = staticmethod(multi_similarity_grad)
+    rows_of = staticmethod(formulas.multi_similarity_rows)
+    grad_of = staticmethod(formulas.multi_similarity_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
@@ -401,7 +386,7 @@ class MultiSimilarity(SoftmaxPairLoss):
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
         return bool(loss.alpha > 0 and loss.beta > 0)
 
-    def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
+    def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, softmax, highest, positive_softmax = numbers
         above = softmax.reciprocal().log()
         positive_lse = highest + positive_softmax.reciprocal().log()
@@ -427,7 +412,7 @@ class Contrastive(PairLoss):
 
     sub_losses = ("pos_loss", "neg_loss")
     recorded = 4
-    grad_of = staticmethod(contrastive_grad)
+    grad_of = staticmethod(formulas.contrastive_grad)
 
     def __init__(self, loss: Any, reductions: Sequence[Reduction], *args: Any, **options: Any) -> None:
         super().__init__(loss, reductions, *args, **options)
@@ -437,11 +422,11 @@ class Contrastive(PairLoss):
         near, far = reductions
         self.grad_options = (loss.pos_margin, loss.neg_margin), self.sign, (limits_of(near), limits_of(far))
 
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
-        numbers, grads = self.run(contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
+    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
+        numbers, grads = self.run(formulas.contrastive_rows, tile.matrix, tile.keys, *self.grad_options, self.records)
         return numbers, grads if with_grads else []
 
-    def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
+    def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         half = len(numbers) // 2
         positives, positive_counts = reduce_pairs(self.reductions[0], numbers[:half], labels)
         negatives, negative_counts = reduce_pairs(self.reductions[1], numbers[half:], labels)
@@ -484,11 +469,11 @@ class TripletMargin(PairLoss):
         # else one positive of each row at a time: the host has to know how many times
         return _can_sort(loss, reductions)
 
-    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[Numbers, list[Tensor]]:
+    def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         numbers, grad = self._triplets(tile)
         return numbers, [grad] if with_grads else []
 
-    def finalize(self, numbers: Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
+    def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         total, counts = reduce_pairs(self.reductions[0], (-numbers[0], *numbers[1:]), labels)
         self._counts = counts
         return [total], self.like.new_empty((len(numbers[0]), 0))
@@ -503,14 +488,14 @@ class TripletMargin(PairLoss):
         _, grad = self._triplets(tile)
         return grad.mul_(self._row_counts[tile.rows].unsqueeze(1))
 
-    def _triplets(self, tile: Tile) -> tuple[Numbers, Tensor]:
+    def _triplets(self, tile: Tile) -> tuple[formulas.Numbers, Tensor]:
         """Return minus the sum of the losses of a tile's rows, their number, and the derivative of the sum."""
         margin, smooth = self.loss.margin, self.loss.smooth_loss
         if isinstance(tile.keys, Triplets):
-            return named_triplets(tile.matrix, tile.keys, margin, self._limits, smooth, self.records)
-        if self._can_sort and (isinstance(tile.keys, LabelKeys) or sorting_is_cheaper(tile.keys)):
-            return self.run(sorted_triplets, tile.matrix, tile.keys, margin, self._limits)  # type: ignore[no-any-return]
-        return triplets_one_by_one(tile.matrix, tile.keys, margin, self._limits, smooth, self.records)
+            return formulas.named_triplets(tile.matrix, tile.keys, margin, self._limits, smooth, self.records)
+        if self._can_sort and (isinstance(tile.keys, LabelKeys) or formulas.sorting_is_cheaper(tile.keys)):
+            return self.run(formulas.sorted_triplets, tile.matrix, tile.keys, margin, self._limits)  # type: ignore[no-any-return]
+        return formulas.triplets_one_by_one(tile.matrix, tile.keys, margin, self._limits, smooth, self.records)
 
 
 def _can_sort(loss: Any, reductions: Sequence[Reduction]) -> bool:
