@@ -4,9 +4,9 @@
 measures.
 
 =========================  ==========================================================================================================
-base                       `RankCheck`, the parts that a check writes; `DDPChecks`, all checks in one callback
+base                       `RankCheck`, a check as a callback; `DDPChecks`, all checks in one callback
 runner                     `CheckRunner`: a fit from start to end, the schedule of checks, one gather at each stage
-row_exchange               `RowExchange`: rows measured, exchanged and judged; a check that fails by itself is a finding too
+row_exchange               `Check`, the parts that a check writes; `RowExchange`: rows measured, exchanged and judged
 findings                   `CheckStage`, `Finding`; `LocalFindings` that one rank makes by itself; findings by their cause
 report                     where findings go: errors, warnings, a file, the logger, a table
 batch_check                `BatchCheck`; batch_reader and loss_observations read for it
@@ -15,11 +15,11 @@ checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
-loss_check                 `LossCheck`; loss_reader reads the losses of a rank, element_weights their graphs; logged_values compares
-                           names that are reduced, values that decide, epoch means
+loss_check                 `LossCheck`; loss_reader reads the losses of a rank and their graphs; logged_values compares names that are
+                           reduced, values that decide, epoch means
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
-replicated_parameters      which parameters ranks must hold alike, and slices of them
+replicated_parameters      parameters that ranks must hold alike, slices of them, and fingerprints of slices
 ddp_state                  what DDP saw at the start, and why ranks went apart since
 =========================  ==========================================================================================================
 

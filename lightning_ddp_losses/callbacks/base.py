@@ -7,19 +7,16 @@ all checks that are due at one stage.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings
-from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Settings, validated_actions
-from lightning_ddp_losses.callbacks.row_exchange import Row
+from lightning_ddp_losses.callbacks.findings import Finding, LocalFindings
+from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Action, Settings, validated_actions
+from lightning_ddp_losses.callbacks.row_exchange import Check
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.errors import expect, expect_count, format_error
 
@@ -39,7 +36,7 @@ class CheckCallback(Callback):
         """Return what happens with findings; None leaves it to other callbacks."""
         return None
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner before the module is wrapped; it is a callback of the trainer until the fit ends."""
         callbacks = [callback for callback in trainer.callbacks if isinstance(callback, CheckCallback)]  # type: ignore[attr-defined]
         # checks are for training, and one runner serves all callbacks
@@ -52,7 +49,7 @@ class CheckCallback(Callback):
         trainer.callbacks.insert(trainer.callbacks.index(self) + 1, self._own_runner)  # type: ignore[attr-defined]
         self._own_runner.open()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Tell the other ranks, or learn which of them failed first. (Lightning calls no ``teardown`` after an error.)"""
         if self._own_runner:
             try:
@@ -60,11 +57,11 @@ class CheckCallback(Callback):
             finally:  # also where a peer's failure takes this exception's place
                 self._close(trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind."""
         self._close(trainer)
 
-    def _close(self, trainer: pl.Trainer) -> None:
+    def _close(self, trainer: Trainer) -> None:
         if self._own_runner:
             self.findings = self._own_runner.report.findings
             self._own_runner.close()
@@ -73,7 +70,7 @@ class CheckCallback(Callback):
         self._own_runner = None
 
 
-class RankCheck(CheckCallback):
+class RankCheck(Check, CheckCallback):
     """Base class of the checks: subclass it, say when it runs, and write ``measure`` and ``judge``.
 
     A check is a Lightning callback of its own (``Trainer(callbacks=[ParameterSyncCheck()])``) or one of those in ``DDPChecks``;
@@ -108,9 +105,7 @@ class RankCheck(CheckCallback):
         ...         return [Finding("F36", "epoch", "equal on all ranks", odd_ranks(epochs), values=tuple(epochs))]
     """
 
-    stages: ClassVar[tuple[CheckStage, ...]] = ()
-    faults: ClassVar[tuple[str, ...]] = ()
-    needs_peers: ClassVar[bool] = True
+    _joined: CheckRunner | None = None
 
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
         """Take in a subclass; one with ``default=True`` is among those that ``DDPChecks()`` runs."""
@@ -118,89 +113,11 @@ class RankCheck(CheckCallback):
         if default:
             DEFAULT_CHECKS.append(cls)
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 1, action: Action = None) -> None:
         expect_count(f"{type(self).__name__}: every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self.action = validated_actions(action, type(self).__name__)
-
-    # ------------------------------------------------------------------ what a check writes
-
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
-        """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
-
-        A function that returns such a row is called when the row travels: after a step that is one step later, when numbers that come off
-        a device (``host_copy.HostNumbers``) have long arrived.
-        """
-        raise NotImplementedError
-
-    def judge(self, table: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[Finding]:
-        """Return what is wrong with the rows of all ranks: a tensor (W, n), or a list of lists where ``measure`` gives lists.
-
-        Decide from the table: it is all that every rank knows.
-        """
-        raise NotImplementedError
-
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """Return what this rank can add to a new finding, as a text for ``explain``; None: nothing."""
-        return None
-
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Return the finding, made richer (or divided into several) by the texts of all ranks."""
-        return [finding]
-
-    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
-        """Return this rank's tensor that a new finding is about; its largest difference between ranks is added to the finding."""
-        return None
-
-    # ------------------------------------------------------------------ what a check may observe, without communication
-
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Forget an earlier fit: training starts."""
-
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at a training batch, on the device."""
-
-    def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
-        """Try out the first batch before its step, on all ranks together.
-
-        Here alone a check may communicate by itself; it must come to the same findings everywhere.
-        """
-        return []
-
-    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
-        """Look at the loss before each backward, those of accumulation steps too."""
-
-    def see_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Look at gradients right after each backward, those of accumulation steps too, before the module's own hook."""
-
-    def see_gradients(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Look at reduced and unscaled gradients, before the module's own hook and before clipping."""
-
-    def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
-        """Look at what a step left, right after it was made: gradients are those that the optimizer used."""
-
-    def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Look at what a batch of training or validation (``trainer.validating``) has left, before the module's own hook."""
-
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Leave nothing behind: the fit is over, also after an error. It may be called twice."""
-
-    def figures(self) -> dict[str, float]:
-        """Return figures for the logger and the summary, by name."""
-        return {}
-
-    def remarks(self) -> list[str]:
-        """Return lines for the summary."""
-        return []
-
-    # ------------------------------------------------------------------ for the runner
-
-    _joined: CheckRunner | None = None
-
-    @property
-    def title(self) -> str:
-        """The name of its class, for messages."""
-        return type(self).__name__
+        self._forget()
 
     @property
     def runner(self) -> CheckRunner:
@@ -208,25 +125,14 @@ class RankCheck(CheckCallback):
         assert self._joined is not None
         return self._joined
 
-    @property
-    def is_built_in(self) -> bool:
-        """Whether it is one of this package: a fault of its own switches it off, where a user's raises."""
-        return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
-
     def join(self, runner: CheckRunner | None) -> None:
-        """Become part of a run, or leave it."""
+        """Become part of a run, without what an earlier one has left; or leave it."""
         self._joined = runner
+        if runner is not None:
+            self._forget()
 
-    def overrides(self, method: str) -> bool:
-        """Say whether this check has its own of a method that does nothing by default."""
-        return _class_overrides(type(self), method)  # type: ignore[arg-type] # mypy takes a class for unhashable
-
-    def options(self) -> dict[str, object]:
-        """Return what must be equal on all ranks: its plain attributes."""
-        plain = (bool, int, float, str, tuple, list, dict, type(None))
-        return {
-            name: value for name, value in vars(self).items() if not name.startswith("_") and isinstance(value, plain)
-        }
+    def _forget(self) -> None:
+        """Set what a check keeps of one fit to its start; called by the constructor and at the start of a fit."""
 
     def checks_to_run(self) -> list[RankCheck]:
         """Return itself."""
@@ -240,11 +146,10 @@ class LocalCheck(RankCheck):
         local: The findings of this rank at this stage; empty it before they are looked for anew.
     """
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    def _forget(self) -> None:
         self.local = LocalFindings(self.faults)
 
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
         """Return the texts of what this rank found by itself."""
         return self.local.describe(finding)
 
@@ -288,7 +193,7 @@ class DDPChecks(CheckCallback):
         self,
         checks: Sequence[RankCheck] | None = None,
         *,
-        action: Mapping[str, str] | str | None = None,
+        action: Action = None,
         file: bool = True,
         summary: bool = True,
         log_figures: bool = False,
@@ -304,7 +209,7 @@ class DDPChecks(CheckCallback):
             actions, file=file, summary=summary, log_figures=log_figures, stall_seconds=stall_seconds
         )
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner; say so where a trainer has several of these."""
         together = [callback for callback in trainer.callbacks if isinstance(callback, DDPChecks)]  # type: ignore[attr-defined]
         if stage == "fit" and len(together) > 1 and together[0] is self:
@@ -326,11 +231,6 @@ class DDPChecks(CheckCallback):
     def settings(self) -> Settings:
         """Return what happens with findings, for all checks of the trainer."""
         return self._settings
-
-
-@functools.cache
-def _class_overrides(cls: type[RankCheck], method: str) -> bool:
-    return getattr(cls, method) is not getattr(RankCheck, method)
 
 
 def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:

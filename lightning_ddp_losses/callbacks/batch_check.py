@@ -7,13 +7,13 @@ that one rank makes by itself, then the comparison of the ranks' rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -21,13 +21,22 @@ from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings, LocalRow, Remark, odd_ranks
+from lightning_ddp_losses.callbacks.findings import (
+    CheckStage,
+    Finding,
+    LocalFindings,
+    LocalRow,
+    Remark,
+    differing,
+    odd_ranks,
+)
 from lightning_ddp_losses.callbacks.loss_observations import (
     PositivePairs,
     global_contrastive_losses,
     local_contrastive_losses,
     pml_gather,
 )
+from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
@@ -65,30 +74,19 @@ class BatchStepRow(NamedTuple):
 
 
 class BatchEpochRow(NamedTuple):
-    """Numbers that travel at the start of an epoch and at the end, after this rank's own findings.
+    """Numbers that travel at the start of an epoch and at the end, before the labels of the last epoch by bucket.
 
     Attributes:
         batches: Batches of the epoch; -1 if it is endless.
         full_size: Rows of a full batch; 0 if they cannot be known.
         last_size: Rows of the last batch; 0 if they cannot be known.
         gathers: Hash of the path of a loss that gathers rows of equal numbers only; 0 for none.
-        labels: Labels of the last epoch by bucket.
     """
 
     batches: int
     full_size: int
     last_size: int
     gathers: int
-    labels: list[int]
-
-    def pack(self) -> list[int]:
-        """Return the numbers as they travel."""
-        return [*self[:4], *self.labels]
-
-    @classmethod
-    def unpack(cls, row: Sequence[int]) -> BatchEpochRow:
-        """Return the row that ``pack`` was given."""
-        return cls(row[0], row[1], row[2], row[3], list(row[4 : 4 + BUCKETS]))
 
 
 class BatchCheck(LocalCheck, default=True):
@@ -121,14 +119,10 @@ class BatchCheck(LocalCheck, default=True):
     needs_peers = False
     faults = ("F18", "F28", "F29", "F31", "F33", "F36", "F54", "F62", "F67", "F68", "F69", "F70", "F71", "F72", "F83")
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    def _forget(self) -> None:
+        super()._forget()
         self._pairs: PositivePairs | None = None
         self._saved: EpochRecord | None = None  # of a checkpoint, which is loaded before training starts
-        self._forget()
-
-    def _forget(self) -> None:
-        self.local = LocalFindings(self.faults)
         self._batch_idx = 0
         # this rank's own data
         self._sampler_epochs: dict[int, dict[str, int]] = {}
@@ -144,18 +138,17 @@ class BatchCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ observe
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Watch the losses that compare samples."""
-        self._forget()
         self._pairs = PositivePairs(local_contrastive_losses(module), partial(self.runner.guarded, self))
 
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Leave no hook behind."""
         if self._pairs is not None:
             self._pairs.remove()
         self._saved = None
 
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
         self._batch_idx = batch_idx
         read = self._batches
@@ -173,7 +166,7 @@ class BatchCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
         """Return this rank's own findings, and the numbers of the stage."""
         self.local.found = []
         row: list[int] = []
@@ -182,7 +175,8 @@ class BatchCheck(LocalCheck, default=True):
         elif stage == CheckStage.VALIDATION_START:
             _find_repeated_rows(self.local, trainer)
         elif stage == CheckStage.LOAD:
-            self._saved = EpochRecord.of_checkpoint((self.runner.checkpoint or {}).get(KEY))
+            saved = (self.runner.checkpoint or {}).get(KEY, {})
+            self._saved = EpochRecord(saved["epoch"], saved["first"], saved["latest"]) if "latest" in saved else None
         elif stage == CheckStage.SAVE:
             record = self._batches.epoch_record()
             if record is not None and self.runner.checkpoint is not None:
@@ -192,10 +186,10 @@ class BatchCheck(LocalCheck, default=True):
         else:
             if stage == CheckStage.EPOCH_START:
                 _find_reshuffled(self.local, trainer)
-            row = _epoch_row(trainer, module, self._batches).pack()
+            row = [*_epoch_row(trainer, module), *self._batches.counts]
         return [*self.local.row(), *row]
 
-    def _step_row(self, trainer: pl.Trainer) -> BatchStepRow:
+    def _step_row(self, trainer: Trainer) -> BatchStepRow:
         loaders = batch_reader.data_loaders(trainer)
         # samplers are asked once per epoch
         if self._batch_idx == 0:
@@ -220,7 +214,7 @@ class BatchCheck(LocalCheck, default=True):
             began_again=int(began_again),
         )
 
-    def _find_stale_samplers(self, trainer: pl.Trainer, loaders: list[DataLoader[Any]]) -> None:
+    def _find_stale_samplers(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> None:
         """Look for samplers that shuffle by epoch and do not know of this one."""
         epoch = trainer.current_epoch
         samplers: dict[str, Any] = {}
@@ -249,9 +243,7 @@ class BatchCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare the ranks' data."""
         local_size = len(LocalRow._fields)
         found = self.local.judge([LocalRow(*row[:local_size]) for row in table])
@@ -259,13 +251,12 @@ class BatchCheck(LocalCheck, default=True):
         if stage == CheckStage.BEFORE_BACKWARD:
             return found + self._judge_step([BatchStepRow(*row) for row in rest], trainer)
         if stage in (CheckStage.EPOCH_START, CheckStage.TRAIN_END):
-            rows = [BatchEpochRow.unpack(row) for row in rest]
-            self._imbalance = label_imbalance([row.labels for row in rows])
+            self._imbalance = label_imbalance([row[-BUCKETS:] for row in rest])
             if stage == CheckStage.EPOCH_START:
-                found += _judge_sizes(rows, trainer, module)
+                found += _judge_sizes([BatchEpochRow(*row[:-BUCKETS]) for row in rest], trainer, module)
         return found
 
-    def _judge_step(self, rows: Sequence[BatchStepRow], trainer: pl.Trainer) -> list[Finding]:
+    def _judge_step(self, rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
         self._global_rows = tuple(row.rows for row in rows)
         found = _different_ends_of_step(rows, trainer)
         # batches and orders
@@ -274,11 +265,11 @@ class BatchCheck(LocalCheck, default=True):
             fault = "F71" if any(row.distinct & 1 for row in rows) else "F67"
             whose = "all ranks" if len(ranks) == len(rows) else "some ranks"
             same = Finding.of(fault, ranks=tuple(ranks), name="batches", whose=whose)
-            step, place = max(row.read_step for row in rows), CheckStage.BEFORE_BACKWARD.value
-            found.append(replace(same, step=step, moment=place))
+            step = max(row.read_step for row in rows)
+            found.append(replace(same, step=step, moment=CheckStage.BEFORE_BACKWARD.value))
         orders = [row.order for row in rows]
-        if 0 not in orders and len(set(orders)) > 1:
-            found.append(Finding.of("F69", ranks=odd_ranks(orders), name="order"))
+        if 0 not in orders:
+            found += differing(orders, "F69", name="order")
         if rows[0].began_again:
             found.append(Finding.of("F83", name="resumed epoch", place=self._resumed_at))
         # notes, once in a fit
@@ -298,41 +289,29 @@ class BatchCheck(LocalCheck, default=True):
             return []
         return [Finding.of("F72", name="random numbers")]
 
-    def _batch_meaning(self, trainer: pl.Trainer) -> Finding:
+    def _batch_meaning(self, trainer: Trainer) -> Finding:
         """Report how many rows an optimizer step sees, and the learning rate that linear scaling gives."""
-        accumulated, global_rows, local_rows = (
-            trainer.accumulate_grad_batches,
-            sum(self._global_rows),
-            max(self._global_rows),
-        )
-        total, rate = global_rows * accumulated, learning_rate(trainer)
-        return Finding.of(
-            "F18",
-            name="global batch",
-            total=total,
-            accumulated=accumulated,
-            global_rows=global_rows,
-            local_rows=local_rows,
-            rate=rate,
-            scaled=rate * total / max(local_rows, 1),
-        )
+        global_rows, local_rows = sum(self._global_rows), max(self._global_rows)
+        total, rate = global_rows * trainer.accumulate_grad_batches, learning_rate(trainer)
+        rows = {"total": total, "global_rows": global_rows, "local_rows": local_rows}
+        advice = {
+            "accumulated": trainer.accumulate_grad_batches,
+            "rate": rate,
+            "scaled": rate * total / max(local_rows, 1),
+        }
+        return Finding.of("F18", name="global batch", **rows, **advice)  # type: ignore[arg-type] # fields of the texts
 
     def figures(self) -> dict[str, float]:
         """Return the rows of the latest step, and how far the ranks' classes are from those of all ranks."""
-        if not self._global_rows or not all(self._global_rows):
+        rows = self._global_rows
+        if not rows or not all(rows):
             return {}
-        return {
-            "rows_min": float(min(self._global_rows)),
-            "rows_max": float(max(self._global_rows)),
-            "class_imbalance": self._imbalance,
-        }
+        return {"rows_min": float(min(rows)), "rows_max": float(max(rows)), "class_imbalance": self._imbalance}
 
 
-def _epoch_row(trainer: pl.Trainer, module: nn.Module, read: BatchReader) -> BatchEpochRow:
-    """Return the sizes of this rank's batches, and the labels that were read in the last epoch."""
-    batches = -1
-    if math.isfinite(trainer.num_training_batches):
-        batches = int(trainer.num_training_batches)
+def _epoch_row(trainer: Trainer, module: nn.Module) -> BatchEpochRow:
+    """Return the sizes of this rank's batches."""
+    batches = int(trainer.num_training_batches) if math.isfinite(trainer.num_training_batches) else -1
     full_size = last_size = 0
     loaders = batch_reader.data_loaders(trainer)
     if len(loaders) == 1:
@@ -340,13 +319,13 @@ def _epoch_row(trainer: pl.Trainer, module: nn.Module, read: BatchReader) -> Bat
         if full_size and batches < len(loaders[0]):
             last_size = full_size  # the epoch ends before it
     path = pml_gather(module)
-    return BatchEpochRow(batches, full_size, last_size, hash_text(path) if path else 0, read.counts)
+    return BatchEpochRow(batches, full_size, last_size, hash_text(path) if path else 0)
 
 
 # ---------------------------------------------------------------------- findings of one rank
 
 
-def _find_local_losses(local: LocalFindings, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def _find_local_losses(local: LocalFindings, trainer: Trainer, module: LightningModule) -> None:
     """Find losses that compare the rows of this rank only, and accumulation that does not help them."""
     if process_groups.world_size() == 1:
         return
@@ -360,7 +339,7 @@ def _find_local_losses(local: LocalFindings, trainer: pl.Trainer, module: pl.Lig
         local.add("F33", name=names, batches=trainer.accumulate_grad_batches)
 
 
-def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:
+def _find_repeated_rows(local: LocalFindings, trainer: Trainer) -> None:
     """Find held-out rows that padding hands out twice."""
     for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
         rows = repeated_rows(loader)
@@ -368,7 +347,7 @@ def _find_repeated_rows(local: LocalFindings, trainer: pl.Trainer) -> None:
             local.add("F54", name=f"validation loader {index}", rows=rows)
 
 
-def _find_reshuffled(local: LocalFindings, trainer: pl.Trainer) -> None:
+def _find_reshuffled(local: LocalFindings, trainer: Trainer) -> None:
     """Find batches that belong together and that Lightning shuffles."""
     for loader in batch_reader.data_loaders(trainer):
         name = batch_reader.sampler_shuffled_by_lightning(loader)
@@ -379,7 +358,7 @@ def _find_reshuffled(local: LocalFindings, trainer: pl.Trainer) -> None:
 # ---------------------------------------------------------------------- findings of all ranks
 
 
-def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: pl.Trainer, module: pl.LightningModule) -> list[Finding]:
+def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: Trainer, module: LightningModule) -> list[Finding]:
     """Compare the numbers of batches, and their sizes if a loss gathers equal numbers only; look for a batch of one row."""
     found = []
     numbers = [row.batches for row in rows]
@@ -397,7 +376,7 @@ def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: pl.Trainer, module: pl.
     return found
 
 
-def _different_ends_of_step(rows: Sequence[BatchStepRow], trainer: pl.Trainer) -> list[Finding]:
+def _different_ends_of_step(rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
     """Report an epoch that ends on some ranks only, unless the fit ends here anyway."""
     is_last = [row.end & 1 for row in rows]
     if len(set(is_last)) == 1 or batches_until_max_steps(trainer) <= trainer.accumulate_grad_batches:

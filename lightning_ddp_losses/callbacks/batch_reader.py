@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -72,13 +72,6 @@ class EpochRecord(NamedTuple):
     first: int
     latest: int
 
-    @classmethod
-    def of_checkpoint(cls, saved: Mapping[str, Any] | None) -> EpochRecord | None:
-        """Return a record that was saved; None without one."""
-        if saved is None or "latest" not in saved:
-            return None
-        return cls(saved["epoch"], saved["first"], saved["latest"])
-
 
 class BatchReader:
     """Remembers what was read of the batches; one for all checks of a fit (``runner.shared(BatchReader)``).
@@ -97,8 +90,8 @@ class BatchReader:
     def __init__(self, runner: CheckRunner) -> None:
         self._runner = runner
         self._last: tuple[int, int] | None = None
-        self.rows = self.samples = self.content = self.distinct = self.total_rows = self.number = 0
-        self.read_step = 0
+        self.rows = self.samples = self.total_rows = self.number = 0
+        self.content = self.distinct = self.read_step = 0
         self.first: dict[int, int] = {}
         self._epoch = -1
         self._latest = 0  # content of the latest batch that was read
@@ -135,14 +128,9 @@ class BatchReader:
         """Ask for what is hashed and counted of a batch."""
         number = min(self.rows, MAX_ROWS)
         labels = labels_of(batch, self.rows)
-        if labels is not None:
-            labels = labels[:_MAX_LABELS]
-        self._late = _LateBatch(
-            step=self._runner.step,
-            rows=number,
-            tables=[HostCopy(table) for table in row_tables(tensors, self.rows, number)],
-            labels=None if labels is None else HostCopy(labels),
-        )
+        tables = [HostCopy(table) for table in row_tables(tensors, self.rows, number)]
+        sent = None if labels is None else HostCopy(labels[:_MAX_LABELS])
+        self._late = _LateBatch(self._runner.step, number, tables, sent)
 
     def _read_late(self) -> None:
         late, self._late = self._late, None
@@ -207,7 +195,7 @@ def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
     if not edges:
         return rows
     # a graph: by its labels, else by the one number that is neither of nodes nor of edges
-    labels = next((named[name] for name in _LABEL_NAMES if name in named), None)
+    labels = _named_labels(named)
     if isinstance(labels, Tensor) and labels.ndim:
         return labels.shape[0]
     others = {tensor.shape[0] for tensor in tensors if tensor is not edges[0]}
@@ -221,11 +209,15 @@ def _is_integer(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
+def _named_labels(batch: Mapping[Any, Any]) -> Any:
+    return next((batch[name] for name in _LABEL_NAMES if name in batch), None)
+
+
 def labels_of(batch: Any, rows: int) -> Tensor | None:
     """Return the class labels of a batch: a named entry, or the second of a tuple; one integer per row."""
     found: Any = None
     if isinstance(batch, Mapping):
-        found = next((batch[name] for name in _LABEL_NAMES if name in batch), None)
+        found = _named_labels(batch)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
         found = batch[1]
     if not isinstance(found, Tensor) or found.ndim != 1 or found.shape[0] != rows or not _is_integer(found):
@@ -235,23 +227,18 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
 
 def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
     """Return the largest total variation between a rank's labels and those of all ranks: 0 is alike, 1 has nothing in common."""
-    global_counts = [sum(column) for column in zip(*counts_by_rank, strict=True)]
-    global_total = sum(global_counts)
-    largest = 0.0
-    for counts in counts_by_rank:
-        local_total = sum(counts)
-        if local_total:
-            distance = 0.0
-            for local_count, global_count in zip(counts, global_counts, strict=True):
-                distance += abs(local_count / local_total - global_count / global_total)
-            largest = max(largest, distance / 2)
-    return largest
+    counts = torch.tensor(counts_by_rank, dtype=torch.float64)
+    known = counts[counts.sum(1) > 0]
+    if not len(known):
+        return 0.0
+    distances = known / known.sum(1, keepdim=True) - counts.sum(0) / counts.sum()
+    return float(distances.abs().sum(1).max()) / 2
 
 
 # ---------------------------------------------------------------------- DataLoaders
 
 
-def data_loaders(trainer: pl.Trainer, *, validation: bool = False) -> list[DataLoader[Any]]:
+def data_loaders(trainer: Trainer, *, validation: bool = False) -> list[DataLoader[Any]]:
     """Return the DataLoaders as they run, with Lightning's samplers."""
     loop: Any = trainer.fit_loop
     if validation:
@@ -278,10 +265,8 @@ def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
     except TypeError:
         return 0, 0
     size = batches.batch_size
-    rest = rows % size
-    if batches.drop_last or not rest:
-        return size, size
-    return size, rest
+    rest = 0 if batches.drop_last else rows % size
+    return size, rest or size
 
 
 def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
@@ -293,9 +278,8 @@ def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
     if not isinstance(sampler, DistributedSamplerWrapper) or not sampler.shuffle:
         return ""
     inner = compat.wrapped_sampler(sampler.dataset)
-    is_torchs = type(inner).__module__.startswith("torch.")
     is_structured = any(hasattr(inner, name) for name in ("m_per_class", "batch_size", "samples_per_class"))
-    if is_torchs or not is_structured:
+    if not is_structured or type(inner).__module__.startswith("torch."):
         return ""
     return type(inner).__name__
 

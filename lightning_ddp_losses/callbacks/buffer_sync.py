@@ -7,14 +7,13 @@ The check follows.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -22,9 +21,10 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings, LocalRow, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow, differing, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
-from lightning_ddp_losses.callbacks.row_exchange import Row
+from lightning_ddp_losses.callbacks.report import Action
+from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
@@ -42,10 +42,6 @@ _SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
 _METRIC_STAGES = (CheckStage.VALIDATION_EPOCH_END, CheckStage.TRAIN_EPOCH_END)
 
 
-def _class_names(module: nn.Module) -> list[str]:
-    return [cls.__name__ for cls in type(module).__mro__]
-
-
 # ---------------------------------------------------------------------- queues and running sums
 
 
@@ -53,49 +49,33 @@ class SentBuffer:
     """A buffer's value on its way to the host, as numbers that tell values apart.
 
     Args:
-        value: The buffer, or of a large queue some of its rows.
+        value: The buffer. Some rows of a large queue are looked at.
         is_queue: Whether it holds rows of earlier batches.
+
+    Attributes:
+        is_queue: Whether its rows are compared in any order too.
     """
 
     def __init__(self, value: Tensor, *, is_queue: bool) -> None:
-        self._in_order = start_fingerprints([value])
-        self._rows = value.shape[0] if is_queue else 0
-        self._tables: list[HostCopy] = []
-        if is_queue:
-            self._tables = [HostCopy(table) for table in row_tables([value], self._rows, self._rows)]
-
-    def read(self) -> tuple[int, int]:
-        """Return a number of the rows in their order, and one of the rows in any order (0 of what is no queue)."""
-        hashes = hash_tables([table.read() for table in self._tables], self._rows)
-        return self._in_order.read()[0], sum(hashes) & _MASK
-
-
-@dataclass(frozen=True)
-class ComparedBuffer:
-    """A buffer that is to be equal on all ranks.
-
-    Attributes:
-        tensor: Its value.
-        is_queue: Whether it holds rows of earlier batches.
-    """
-
-    tensor: Tensor
-    is_queue: bool
-
-    def send(self) -> SentBuffer:
-        """Start to look at it."""
-        value = self.tensor.detach()
-        if not self.is_queue or value.ndim == 0 or not value.shape[0]:
-            return SentBuffer(value, is_queue=False)
-        rows = value.shape[0]
-        if rows > 2 * _QUEUE_ROWS:
+        value = value.detach()
+        self.is_queue = is_queue and value.ndim > 0 and value.shape[0] > 0
+        if self.is_queue and value.shape[0] > 2 * _QUEUE_ROWS:
+            rows = value.shape[0]
             others = torch.arange(_QUEUE_ROWS, rows, rows // _QUEUE_ROWS, device=value.device)
             value = torch.cat([value[:_QUEUE_ROWS], value[others]])
-        return SentBuffer(value, is_queue=True)
+        self._in_order = start_fingerprints([value])
+        self._rows = value.shape[0] if self.is_queue else 0
+        tables = row_tables([value], self._rows, self._rows) if self.is_queue else []
+        self._tables = [HostCopy(table) for table in tables]
+
+    def read(self) -> tuple[int, int, bool]:
+        """Return a number of the rows in their order, one of the rows in any order, and whether it is a queue."""
+        hashes = hash_tables([table.read() for table in self._tables], self._rows)
+        return self._in_order.read()[0], sum(hashes) & _MASK, self.is_queue
 
 
 class BufferSlot(NamedTuple):
-    """Names where a buffer is: it may be assigned anew."""
+    """Names the place of a buffer, which may get another tensor."""
 
     path: str
     owner: nn.Module
@@ -108,39 +88,22 @@ def compared_slots(module: nn.Module) -> list[BufferSlot]:
     ignored = frozenset(getattr(module, DDP_IGNORES, ()))
     found: list[BufferSlot] = []
     for path, inner in module.named_modules():
-        buffers = compat.buffer_slots(inner)
-        if isinstance(inner, compat.NORM_TYPES) or not buffers:
+        if isinstance(inner, compat.NORM_TYPES):
             continue
         # known by name: neither losses nor metrics have one base class
-        names = _class_names(inner)
+        names = [cls.__name__ for cls in type(inner).__mro__]
         is_objective = any(name.endswith(("Loss", "Metric", "CrossBatchMemory")) for name in names)
-        for name, buffer in buffers.items():
-            full_name = name
-            if path:
-                full_name = f"{path}.{name}"
-            sounds_like_queue = any(word in name.lower() for word in _QUEUE_WORDS) or "CrossBatchMemory" in names
-            is_queue = sounds_like_queue and buffer is not None and not is_lazy(buffer)
-            is_queue = is_queue and buffer.ndim >= 1 and buffer.shape[0] > 1  # type: ignore[union-attr]
-            if full_name not in ignored and (is_queue or is_objective):
-                found.append(BufferSlot(full_name, inner, name, is_queue))
-    return found
-
-
-def compared_buffers(slots: list[BufferSlot]) -> dict[str, ComparedBuffer]:
-    """Return the buffers that are in these slots now, by path."""
-    found: dict[str, ComparedBuffer] = {}
-    for slot in slots:
-        value = compat.buffer_slots(slot.owner).get(slot.name)
-        if value is None or value.is_meta or not is_plain_memory(value):
-            continue
-        if value.is_quantized:
-            value = value.int_repr()
-        found[slot.path] = ComparedBuffer(value, slot.is_queue)
+        for name, buffer in compat.buffer_slots(inner).items():
+            full_name = f"{path}.{name}".removeprefix(".")
+            is_queue = any(word in name.lower() for word in _QUEUE_WORDS) or "CrossBatchMemory" in names
+            has_rows = buffer is not None and not is_lazy(buffer) and buffer.ndim >= 1 and buffer.shape[0] > 1
+            if full_name not in ignored and (is_objective or (is_queue and has_rows)):
+                found.append(BufferSlot(full_name, inner, name, is_queue and has_rows))
     return found
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Say whether a tensor's memory is its value: not of a sparse one, nor of one that nobody has initialised."""
+    """Return whether a tensor's memory is its value: not of a sparse one, nor of one that is not initialised."""
     return not is_lazy(tensor) and tensor.layout == torch.strided
 
 
@@ -167,21 +130,12 @@ def norm_statistics(norms: Mapping[str, Any]) -> list[float]:
     """Return means, then variances, of channels spread evenly over all layers."""
     tracked = [norm for norm in norms.values() if norm.running_mean is not None and norm.running_var is not None]
     total = sum(norm.num_features for norm in tracked)
-    chosen = list(range(total))
-    if total > MAX_CHANNELS:
-        chosen = sorted({i * total // MAX_CHANNELS for i in range(MAX_CHANNELS)})
-    means: list[float] = []
-    variances: list[float] = []
-    start = 0
-    for norm in tracked:
-        # the chosen channels of this layer
-        stop = start + norm.num_features
-        channels = [channel - start for channel in chosen if start <= channel < stop]
-        start = stop
-        if channels:
-            means += norm.running_mean.detach()[channels].double().tolist()
-            variances += norm.running_var.detach()[channels].double().tolist()
-    return means + variances
+    if not total:
+        return []
+    chosen = sorted({i * total // MAX_CHANNELS for i in range(MAX_CHANNELS)})
+    means = torch.cat([norm.running_mean.detach().double() for norm in tracked])
+    variances = torch.cat([norm.running_var.detach().double() for norm in tracked])
+    return [*torch.stack([means[chosen], variances[chosen]]).flatten().tolist()]
 
 
 def norm_distances(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -189,20 +143,14 @@ def norm_distances(rows: Sequence[Sequence[float]]) -> list[float]:
 
     Of the means in standard deviations, of the variances in natural logarithms, the larger of the two, root mean square over channels.
     """
-    channels = len(rows[0]) // 2
-    if not channels:
+    if not rows[0]:
         return [0.0] * len(rows)
+    means, variances = torch.tensor(rows, dtype=torch.float64).chunk(2, dim=1)
     # the mean over ranks of each number
-    middle = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-    distances = []
-    for row in rows:
-        of_means = of_variances = 0.0
-        for i in range(channels):
-            usual = max(middle[channels + i], _MIN_VARIANCE)
-            of_means += (row[i] - middle[i]) ** 2 / usual
-            of_variances += math.log(max(row[channels + i], _MIN_VARIANCE) / usual) ** 2
-        distances.append(math.sqrt(max(of_means, of_variances) / channels))
-    return distances
+    usual = variances.mean(0).clamp(min=_MIN_VARIANCE)
+    of_means = (means - means.mean(0)).square() / usual
+    of_variances = (variances.clamp(min=_MIN_VARIANCE) / usual).log().square()
+    return [*torch.maximum(of_means.mean(1), of_variances.mean(1)).sqrt().tolist()]
 
 
 # ---------------------------------------------------------------------- metric states
@@ -242,86 +190,38 @@ def metric_states(module: nn.Module) -> dict[str, StateKind]:
             if isinstance(value, Tensor):
                 found[f"{path}.{name}"] = StateKind(1, value.ndim, str(value.dtype))
             elif isinstance(value, list):
-                number = -1
-                if reduction is None:
-                    number = len(value)
+                number = len(value) if reduction is None else -1
                 kinds = {(item.ndim or 1, str(item.dtype)) for item in value if isinstance(item, Tensor)}
-                kind = StateKind(number)
-                if kinds:
-                    kind = StateKind(number, *min(kinds))
-                found[f"{path}.{name}"] = kind
+                found[f"{path}.{name}"] = StateKind(number, *min(kinds, default=()))
     return found
 
 
 def compare_states(finding: Finding, texts: Sequence[str]) -> Finding:
-    """Say what a state that differs is on all ranks, from the ranks' ``StateKind`` as JSON."""
+    """Describe a state that differs on all ranks, from the ranks' ``StateKind`` as JSON."""
     kinds = [StateKind(*(json.loads(text) or [0])) for text in texts]
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
         updates = tuple(f"{number} updates" for number in numbers)
         return finding.refine("F51", ranks=odd_ranks(numbers), name=finding.name, values=updates)
-    values = []
-    for kind in kinds:
-        value = "empty"
-        if kind.ndim is not None:
-            value = f"{kind.ndim} dimensions, {kind.dtype}"
-        values.append(value)
-    ranks = odd_ranks([(kind.ndim, kind.dtype) for kind in kinds])
-    return finding.refine("F52", ranks=ranks, name=finding.name, values=tuple(values))
+    shown = tuple("empty" if kind.ndim is None else f"{kind.ndim} dimensions, {kind.dtype}" for kind in kinds)
+    return finding.refine("F52", ranks=odd_ranks(shown), name=finding.name, values=shown)
 
 
 # ---------------------------------------------------------------------- rows, and the check
 
 
 class ForwardRow(NamedTuple):
-    """What travels before backward.
+    """Numbers that travel before backward.
 
     Attributes:
-        forwards: The most often that a DDP with buffers ran forward since the last backward.
-        buffers: A hash of its buffers before the second forward; 0 if there was none, or it has none.
+        forwards: Largest number of forwards of a DDP with buffers since the last backward.
+        buffers: Hash of its buffers before the second forward; 0 if there was none, or it has none.
         step: Optimizer steps before that backward: the first of a fit, then the one before this one, whose buffers have arrived.
     """
 
     forwards: int
     buffers: int
     step: int
-
-
-class SeenForwards(NamedTuple):
-    """Forwards before one backward.
-
-    Attributes:
-        forwards: As ``ForwardRow``.
-        before_second: Fingerprints of the buffers, on their way to the host.
-        step: As ``ForwardRow``.
-    """
-
-    forwards: int
-    before_second: HostNumbers | None
-    step: int
-
-
-class NormRow(NamedTuple):
-    """What travels where batch norm is compared, all as floats.
-
-    Attributes:
-        mean_rows: Rows per batch of this rank.
-        labels: Labels of the epoch by bucket.
-        statistics: Means, then variances, of some channels.
-    """
-
-    mean_rows: float
-    labels: list[float]
-    statistics: list[float]
-
-    def pack(self) -> list[float]:
-        """Return the numbers as they travel."""
-        return [self.mean_rows, *self.labels, *self.statistics]
-
-    @classmethod
-    def unpack(cls, row: Sequence[float]) -> NormRow:
-        """Return what ``pack`` was given."""
-        return cls(row[0], list(row[1 : 1 + BUCKETS]), list(row[1 + BUCKETS :]))
 
 
 class BufferSyncCheck(LocalCheck, default=True):
@@ -353,30 +253,26 @@ class BufferSyncCheck(LocalCheck, default=True):
     )
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
 
-    def __init__(
-        self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None
-    ) -> None:
+    def __init__(self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Action = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self.tolerance = tolerance
-        self._handles: list[Any] = []
-        self._forget()
 
     def _forget(self) -> None:
-        self.local = LocalFindings(self.faults)
+        super()._forget()
+        self._handles: list[Any] = []
         self._slots: list[BufferSlot] | None = None
-        self._buffers: dict[str, ComparedBuffer] = {}
-        self._judged: dict[str, tuple[SentBuffer, bool]] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._judged: dict[str, SentBuffer] = {}
         self._states: dict[str, StateKind] = {}
         # forwards of each DDP since the last backward, and its buffers before the second
         self._forwards: dict[int, int] = {}
         self._before_second: HostNumbers | None = None
-        self._last_forwards: SeenForwards | None = None
+        self._last_forwards: tuple[int, HostNumbers | None, int] | None = None
 
     # ------------------------------------------------------------------ observe
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Count forwards of every DDP that broadcasts buffers."""
-        self._forget()
         # the strategy's wrapper, and what users wrap themselves, also where that is hidden from nn.Module
         modules = {trainer.strategy.model, *module.modules()}
         modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
@@ -403,11 +299,11 @@ class BufferSyncCheck(LocalCheck, default=True):
                 buffer for buffer in wrapped.buffers() if id(buffer) not in of_norms and is_plain_memory(buffer)
             )
 
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read rows and labels, for the advice."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Leave no hook behind."""
         for handle in self._handles:
             handle.remove()
@@ -415,7 +311,7 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return fingerprints of buffers or states, or channels of batch norm."""
         if stage == CheckStage.TRAIN_START:
             self._find_unconverted(trainer, module)
@@ -428,46 +324,43 @@ class BufferSyncCheck(LocalCheck, default=True):
             return self._measure_states(module)
         read = self.runner.shared(BatchReader)
         mean_rows = read.total_rows / max(read.number, 1)
-        statistics = norm_statistics(plain_norms(module))
-        return NormRow(mean_rows, [*map(float, read.counts)], statistics).pack()
+        return [mean_rows, *map(float, read.counts), *norm_statistics(plain_norms(module))]
 
     def _forward_row(self) -> list[int]:
         """Return the forwards of the first backward at once, for autograd may fail in it; then those of the backward before this one."""
-        seen = SeenForwards(max(self._forwards.values(), default=0), self._before_second, self.runner.step)
+        seen = max(self._forwards.values(), default=0), self._before_second, self.runner.step
         self._forwards, self._before_second = {}, None
-        judged, self._last_forwards = self._last_forwards or seen, seen
-        values = [] if judged.before_second is None else judged.before_second.read()
-        buffers_hash = hash_text(repr(values)) if values else 0
-        return [*ForwardRow(judged.forwards, buffers_hash, judged.step)]
+        (forwards, before_second, step), self._last_forwards = self._last_forwards or seen, seen
+        values = [] if before_second is None else before_second.read()
+        return [*ForwardRow(forwards, hash_text(repr(values)) if values else 0, step)]
 
     def _measure_buffers(self, module: nn.Module) -> Row:
         """Look at the buffers that are compared."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = compared_slots(module)
-        self._buffers = compared_buffers(self._slots)
-        sent = {name: (buffer.send(), buffer.is_queue) for name, buffer in self._buffers.items()}
+        self._buffers = {}
+        sent: dict[str, SentBuffer] = {}
+        for slot in self._slots:
+            value = compat.buffer_slots(slot.owner).get(slot.name)
+            if value is not None and not value.is_meta and is_plain_memory(value):
+                self._buffers[slot.path] = value.int_repr() if value.is_quantized else value
+                sent[slot.path] = SentBuffer(self._buffers[slot.path], is_queue=slot.is_queue)
         return partial(self._read_buffers, sent)
 
-    def _read_buffers(self, sent: dict[str, tuple[SentBuffer, bool]]) -> list[int]:
+    def _read_buffers(self, sent: dict[str, SentBuffer]) -> list[int]:
         """Return how many buffers are compared, and a hash of their names and fingerprints, which are kept for the explanation."""
         self._judged = sent
-        if not sent:
-            return [0, 0]
-        named = [(name, *buffer.read()) for name, (buffer, _) in sent.items()]
+        named = [(name, *buffer.read()) for name, buffer in sent.items()]
         return [len(named), hash_text(repr(named))]
 
     def _measure_states(self, module: nn.Module) -> list[int]:
         """Return a hash of the states' names, then one for the kind of each."""
         self._states = metric_states(module)
-        row = [hash_text(repr(list(self._states)))]
-        for kind in self._states.values():
-            if kind.tensors < 0 and kind.ndim is None:
-                row.append(0)  # an empty list of a state that is concatenated says nothing
-            else:
-                row.append(hash_text(repr(kind)))
-        return row
+        # an empty list of a state that is concatenated tells nothing
+        kinds = [0 if kind == StateKind(-1) else hash_text(repr(kind)) for kind in self._states.values()]
+        return [hash_text(repr(list(self._states))), *kinds]
 
-    def _find_unconverted(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _find_unconverted(self, trainer: Trainer, module: LightningModule) -> None:
         """Find plain batch norm where the trainer was asked to synchronise it."""
         self.local.found = []
         if not compat.has_layer_sync(trainer.strategy):
@@ -477,22 +370,17 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(
-        self, table: list[list[Any]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare what the ranks hold."""
         if stage == CheckStage.TRAIN_START:
             return self.local.judge([LocalRow(*row) for row in table])
         if stage == CheckStage.BEFORE_BACKWARD:
             return _two_forwards([ForwardRow(*row) for row in table])
         if stage == CheckStage.AFTER_STEP:
-            hashes = [tuple(row) for row in table]
-            if len(set(hashes)) == 1:
-                return []
-            return [Finding.of("F64", "unnamed", ranks=odd_ranks(hashes), name="buffers")]
+            return differing([tuple(row) for row in table], "F64", "unnamed", name="buffers")
         if stage in _METRIC_STAGES:
             return self._judge_states(table)
-        return self._judge_norms([NormRow.unpack(row) for row in table], trainer)
+        return _judge_norms(table, self.tolerance, learning_rate(trainer))
 
     def _judge_states(self, table: list[list[int]]) -> list[Finding]:
         names, *columns = zip(*table, strict=True)
@@ -504,40 +392,12 @@ class BufferSyncCheck(LocalCheck, default=True):
                 found.append(Finding.of("F52", ranks=odd_ranks(column), name=name))
         return found
 
-    def _judge_norms(self, rows: Sequence[NormRow], trainer: pl.Trainer) -> list[Finding]:
-        # further apart than the tolerance, and than chance puts them
-        distances = norm_distances([row.statistics for row in rows])
-        local_rows = [row.mean_rows for row in rows]
-        allowed = max(self.tolerance, _NOISE / max(min(local_rows), 1.0) ** 0.5)
-        if max(distances) <= allowed:
-            return []
-        # advice: what normalising over all ranks would mean
-        largest, global_rows, rate = max(local_rows), sum(local_rows), learning_rate(trainer)
-        labels = [row.labels for row in rows]
-        unlike = "unknown"
-        if any(map(sum, labels)):
-            unlike = f"{label_imbalance(labels):.0%} unlike those of all"
-        values = tuple(f"{distance:.3g} standard deviations from the mean of all ranks" for distance in distances)
-        return [
-            Finding.of(
-                "F59",
-                name="batch norm",
-                values=values,
-                allowed=allowed,
-                largest=largest,
-                global_rows=global_rows,
-                rate=rate,
-                scaled=rate * global_rows / max(largest, 1.0),
-                unlike=unlike,
-            )
-        ]
-
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
         """Return this rank's fingerprints, states or own findings."""
         if finding.name == "buffers":
-            return json.dumps({name: (*sent.read(), is_queue) for name, (sent, is_queue) in self._judged.items()})
+            return json.dumps({name: sent.read() for name, sent in self._judged.items()})
         if finding.fault == "F52":
             return json.dumps(self._states.get(finding.name))
         return super().describe(finding, trainer, module)
@@ -550,12 +410,9 @@ class BufferSyncCheck(LocalCheck, default=True):
             return [compare_states(finding, texts)]
         return super().explain(finding, texts)
 
-    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
+    def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""
-        buffer = self._buffers.get(finding.name)
-        if buffer is None:
-            return None
-        return buffer.tensor
+        return self._buffers.get(finding.name)
 
 
 def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
@@ -565,6 +422,23 @@ def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
         return []
     found = Finding.of("F41", ranks=odd_ranks(hashes), name="DistributedDataParallel")
     return [replace(found, step=rows[0].step, moment=CheckStage.BEFORE_BACKWARD.value)]
+
+
+def _judge_norms(table: Rows, tolerance: float, rate: float) -> list[Finding]:
+    """Compare batch norm: a row has the rows per batch, the labels of the epoch by bucket, and the statistics of some channels."""
+    distances = norm_distances([row[1 + BUCKETS :] for row in table])
+    local_rows, labels = [row[0] for row in table], [row[1 : 1 + BUCKETS] for row in table]
+    # further apart than the tolerance, and than chance puts them
+    largest, global_rows = max(local_rows), sum(local_rows)
+    allowed = max(tolerance, _NOISE / max(min(local_rows), 1.0) ** 0.5)
+    if max(distances) <= allowed:
+        return []
+    # advice: the effect of normalising over all ranks
+    advice = {"allowed": allowed, "largest": largest, "global_rows": global_rows, "rate": rate}
+    advice["scaled"] = rate * global_rows / max(largest, 1.0)
+    unlike = f"{label_imbalance(labels):.0%} unlike those of all" if any(map(sum, labels)) else "unknown"
+    values = tuple(f"{distance:.3g} standard deviations from the mean of all ranks" for distance in distances)
+    return [Finding.of("F59", name="batch norm", values=values, unlike=unlike, **advice)]
 
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:

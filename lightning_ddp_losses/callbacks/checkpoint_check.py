@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -16,6 +16,7 @@ from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow
 from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
+from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.distributed import process_groups
 
 _UNEVEN = 0.1  # a last batch, or ranks with different numbers of rows
@@ -41,15 +42,15 @@ class CheckpointCheck(LocalCheck, default=True):
     faults = ("F65", "F75", "F76")
     needs_peers = False
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    def _forget(self) -> None:
+        super()._forget()
         self._made_by: dict[str, Any] | None = None
 
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count its rows."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int]:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
         """Return what this rank finds in the checkpoint."""
         self.local.found = []
         checkpoint = self.runner.checkpoint or {}
@@ -66,7 +67,7 @@ class CheckpointCheck(LocalCheck, default=True):
             self._find_lost_positions(module)
         return [*self.local.row()]
 
-    def _description(self, trainer: pl.Trainer) -> dict[str, Any]:
+    def _description(self, trainer: Trainer) -> dict[str, Any]:
         """Return how this fit trains."""
         return {
             "world_size": process_groups.world_size(),
@@ -76,7 +77,7 @@ class CheckpointCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ at saving
 
-    def _find_missing(self, trainer: pl.Trainer, module: nn.Module, state: Mapping[str, Any]) -> None:
+    def _find_missing(self, trainer: Trainer, module: nn.Module, state: Mapping[str, Any]) -> None:
         """Find trained parameters that the checkpoint leaves out; another key for the same memory will do."""
         stored = {_memory_of(value) for value in state.values() if isinstance(value, Tensor)}
         names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
@@ -106,11 +107,12 @@ class CheckpointCheck(LocalCheck, default=True):
 
     def _find_lost_positions(self, module: nn.Module) -> None:
         """Find queues that came back without their position."""
-        for name, memory in _cross_batch_memories(module).items():
-            if _has_lost_position(memory):
-                self.local.add("F65", name=name or type(memory).__name__)
+        for name, inner in module.named_modules():
+            names = [cls.__name__ for cls in type(inner).__mro__]
+            if "CrossBatchMemory" in names and hasattr(inner, "queue_idx") and _has_lost_position(inner):
+                self.local.add("F65", name=name or type(inner).__name__)
 
-    def _find_other_batch(self, trainer: pl.Trainer) -> None:
+    def _find_other_batch(self, trainer: Trainer) -> None:
         """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
         made_by, self._made_by = self._made_by, None
         if made_by is None:
@@ -122,9 +124,7 @@ class CheckpointCheck(LocalCheck, default=True):
             ranks = {"ranks_now": now["world_size"], "ranks_before": made_by["world_size"]}
             self.local.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
 
-    def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Bring together what the ranks found."""
         return self.local.judge([LocalRow(*row) for row in table])
 
@@ -134,15 +134,6 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return id(tensor), 0
     return tensor.data_ptr(), tensor.numel()
-
-
-def _cross_batch_memories(module: nn.Module) -> dict[str, Any]:
-    """Return pytorch-metric-learning's cross-batch memories, by path."""
-    return {
-        name: inner
-        for name, inner in module.named_modules()
-        if any(cls.__name__ == "CrossBatchMemory" for cls in type(inner).__mro__) and hasattr(inner, "queue_idx")
-    }
 
 
 def _has_lost_position(memory: Any) -> bool:

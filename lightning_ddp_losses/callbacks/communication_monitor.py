@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
+from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.core import compat, nests
 
 _FIRST_STEP = 2  # before it DDP is still sorting its buckets
@@ -37,7 +38,7 @@ class CommunicationMonitor(RankCheck, default=True):
         >>> checks = DDPChecks([CommunicationMonitor(every_n_steps=200)], log_figures=True)
     """
 
-    def __init__(self, *, every_n_steps: int = 50, action: Mapping[str, str] | str | None = None) -> None:
+    def __init__(self, *, every_n_steps: int = 50, action: Action = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
         self._watch: CollectiveWatch | None = None
         self._forget()
@@ -47,12 +48,12 @@ class CommunicationMonitor(RankCheck, default=True):
         self._step_seconds: list[float] = []
         self._busy_seconds: list[float] = []
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Forget an earlier fit."""
         self._forget()
         self.runner.shared(DDPSnapshot)
 
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin to watch, with the first batch of a step that is due."""
         steps = self.runner.steps - _FIRST_STEP
         is_due = steps >= 0 and steps % self.every_n_steps == 0
@@ -60,7 +61,7 @@ class CommunicationMonitor(RankCheck, default=True):
             self._watch = CollectiveWatch()
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
-    def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: torch.optim.Optimizer) -> None:
+    def see_step(self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Stop watching, now that the step is made, and log it."""
         watch = self._stop_watching()
         if watch is None:
@@ -79,7 +80,7 @@ class CommunicationMonitor(RankCheck, default=True):
         self._busy_seconds.append(covered_seconds(intervals))
         self.runner.report.log_step(trainer, _figures(calls, 1), self.runner.step)
 
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Leave no dispatch mode behind."""
         self._stop_watching()
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -175,30 +175,28 @@ class OptimizerSettings:
     """The plain settings of every parameter group, by optimizer; those that are tensors (a capturable learning rate) on their way."""
 
     def __init__(self, runner: CheckRunner) -> None:
-        self._settings: list[dict[str, Any]] = []
-        places: list[tuple[dict[str, Any], str]] = []
-        tensors: list[Tensor] = []
+        self._names: list[list[str]] = []  # of each group
+        values: list[Any] = []
         for optimizer in runner.trainer.optimizers:
             for group in optimizer.param_groups:
-                plain: dict[str, Any] = {}
-                for name, value in group.items():
-                    if isinstance(value, Tensor) and value.numel() == 1:
-                        plain[name] = None  # which keeps its place
-                        places.append((plain, name))
-                        tensors.append(value.reshape(()))
-                    elif name != "params" and isinstance(value, (bool, int, float, str, tuple, list)):
-                        plain[name] = value
-                self._settings.append(plain)
-        self._places, self._numbers = places, HostNumbers(tensors)
+                names = [name for name, value in group.items() if name != "params" and _is_setting(value)]
+                values += [group[name] for name in names]
+                self._names.append(names)
+        self._values = HostNumbers([value.reshape(()) if isinstance(value, Tensor) else value for value in values])
 
     def read(self) -> list[dict[str, Any]]:
         """Return them; waits for those that have not arrived yet."""
-        for (plain, name), number in zip(self._places, self._numbers.read(), strict=True):
-            plain[name] = float(number)
-        return self._settings
+        values = iter(self._values.read())
+        return [dict(zip(names, values, strict=False)) for names in self._names]
 
 
-def learning_rate(trainer: pl.Trainer) -> float:
+def _is_setting(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (bool, int, float, str, tuple, list))
+
+
+def learning_rate(trainer: Trainer) -> float:
     """Return the first learning rate; 0 without an optimizer."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
@@ -206,7 +204,7 @@ def learning_rate(trainer: pl.Trainer) -> float:
     return 0.0
 
 
-def send_gradient_scale(trainer: pl.Trainer) -> HostNumbers:
+def send_gradient_scale(trainer: Trainer) -> HostNumbers:
     """Start to copy the factor of the gradient scaler to the host: one number; none without a scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
@@ -231,7 +229,7 @@ class StepState:
         self._runner, self._parameters = runner, parameters
         self._snapshot = snapshot = runner.shared(DDPSnapshot)
         # what the end of the batch puts back
-        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, len(runner.stepped)
+        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, runner.stepped
         self._on_their_way = snapshot.on_their_way
         self._is_first = runner.steps == 0
         self._gradients: dict[str, list[StartedFingerprint]] | None = None
@@ -240,9 +238,7 @@ class StepState:
 
     def tell(self) -> dict[str, Any]:
         """Return it as what travels as JSON; settings and scale are those of now."""
-        on_their_way: dict[str, dict[str, list[int]]] = {}
-        for place, gradients in self._on_their_way.items():
-            on_their_way[place] = {name: finish_fingerprints(started) for name, started in gradients.items()}
+        on_their_way = {place: _finished(gradients) for place, gradients in self._on_their_way.items()}
         return {
             "gradients": self._gradients_by_name(),
             "on_their_way": on_their_way,
@@ -255,14 +251,12 @@ class StepState:
         }
 
     def _gradients_by_name(self) -> dict[str, Any]:
-        """Return fingerprints of the gradients; None of those that are not there or were not looked at."""
+        """Return fingerprints of the gradients; None of those that are absent or were not looked at."""
         found: dict[str, Any] = dict.fromkeys(self._parameters)
         if self._gradients is not None:
-            return found | {name: finish_fingerprints(started) for name, started in self._gradients.items()}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                found[name] = fingerprint(parameter.grad)
-        return found
+            return found | _finished(self._gradients)
+        dense = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and not p.grad.is_sparse}
+        return found | {name: fingerprint(gradient) for name, gradient in dense.items()}
 
     def _unreduced_faults(self) -> dict[str, str]:
         """Return ``unreduced_fault`` of each parameter that has one."""
@@ -272,6 +266,10 @@ class StepState:
             if fault:
                 faults[name] = fault
         return faults
+
+
+def _finished(gradients: Mapping[str, list[StartedFingerprint]]) -> dict[str, list[int]]:
+    return {name: finish_fingerprints(started) for name, started in gradients.items()}
 
 
 # ---------------------------------------------------------------------- what all ranks make of it

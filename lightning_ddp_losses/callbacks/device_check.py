@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings, LocalRow
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
+from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.core.host_copy import anonymous_bytes
+from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity
@@ -72,29 +74,27 @@ class DeviceCheck(LocalCheck, default=True):
     faults = ("F50", "F73", "IDLE")
     needs_peers = False
 
-    def __init__(self, *, every_n_steps: int = 1, action: Mapping[str, str] | str | None = None) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
-        self._batches, self._began, self._host_peak_bytes = 0, 0.0, 0
+    def _forget(self) -> None:
+        super()._forget()
+        self._batches, self._began, self._host_peak_bytes = 0, time.perf_counter(), 0
         self._use_by_rank: list[UseRow] = []
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Begin to count."""
-        self.local = LocalFindings(self.faults)
-        self._batches, self._began, self._host_peak_bytes = 0, time.perf_counter(), 0
-        self._use_by_rank = []
+        self._began = time.perf_counter()
 
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count it."""
         self._batches += 1
 
-    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+    def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         """Look at the memory where most of it is in use: forward is done, and all that backward needs is there."""
         if trainer.strategy.root_device.type == "cpu":
             self._host_peak_bytes = max(self._host_peak_bytes, anonymous_bytes())
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[int] | list[float]:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int] | list[float]:
         """Return which device this is, having looked for what is not on it; at the end, what this rank did."""
         device = trainer.strategy.root_device
         if stage == CheckStage.TRAIN_END:
@@ -104,35 +104,37 @@ class DeviceCheck(LocalCheck, default=True):
                 peak_bytes = peak_of(device)
             return [*UseRow(self._batches, time.perf_counter() - self._began, peak_bytes)]
         self.local.found = []
-        self._find_threads(module)
-        self._find_elsewhere(module, device)
+        # registered modules, and those in attributes, lists and dicts
+        modules = dict(module.named_modules()) | dict(unregistered_modules(module, {}))
+        del modules[""]
+        self._find_threads(modules)
+        self._find_elsewhere(modules, device)
         self._find_idle_devices(trainer, device)
         identity = device_identity(device)
-        hashed = 0
-        if identity:
-            hashed = hash_text(identity)
-        return [*DeviceRow(*self.local.row(), hashed)]
+        return [*DeviceRow(*self.local.row(), hash_text(identity) if identity else 0)]
 
-    def _find_threads(self, module: nn.Module) -> None:
-        """Find threads that compute beside the ranks."""
-        hidden = [(name, value) for name, value in vars(module).items() if isinstance(value, nn.Module)]
-        for name, inner in [*module.named_modules(), *hidden]:
+    def _find_threads(self, modules: Mapping[str, nn.Module]) -> None:
+        """Find threads that compute next to the ranks."""
+        for name, inner in modules.items():
             if isinstance(inner, nn.DataParallel):
                 self.local.add("F73", "threads", name=name)
 
-    def _find_elsewhere(self, module: pl.LightningModule, device: torch.device) -> None:
-        """Find losses and metrics that are not where their inputs are."""
-        for name, inner in _objectives(module).items():
+    def _find_elsewhere(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+        """Find losses and metrics that are not on the device of their inputs."""
+        for name, inner in modules.items():
+            if not any(cls.__name__.endswith(("Loss", "Metric")) for cls in type(inner).__mro__):
+                continue
+            metrics = metrics_of(inner).values()
             used = {tensor.device for tensor in [*inner.parameters(), *inner.buffers()]}
-            used |= {metric.device for metric in metrics_of(inner).values()}
+            used |= {metric.device for metric in metrics}
             wrong = {str(other) for other in used if other.type != device.type or _has_other_index(other, device)}
             if wrong:
                 self.local.add("F50", name=name, wrong=", ".join(sorted(wrong)), device=device)
-        for name, metric in metrics_of(module).items():
-            if getattr(metric, "compute_on_cpu", False) and device.type != "cpu" and _has_only_nccl():
+            computes_on_cpu = any(getattr(metric, "compute_on_cpu", False) for metric in metrics)
+            if computes_on_cpu and device.type != "cpu" and _has_only_nccl():
                 self.local.add("F50", "compute_on_cpu", name=name)
 
-    def _find_idle_devices(self, trainer: pl.Trainer, device: torch.device) -> None:
+    def _find_idle_devices(self, trainer: Trainer, device: torch.device) -> None:
         """Find accelerators that no rank uses."""
         visible = visible_devices()
         in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
@@ -141,9 +143,7 @@ class DeviceCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(
-        self, table: list[list[Any]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Look for devices that ranks share; keep the figures."""
         if stage == CheckStage.TRAIN_END:
             self._use_by_rank = [UseRow(*row) for row in table]
@@ -171,54 +171,23 @@ class DeviceCheck(LocalCheck, default=True):
         """Return the same, of each rank where they are few; else of all together, from the least to the most."""
         if not self._use_by_rank:
             return []
-        if len(self._use_by_rank) <= MOST_RANKS_ONE_BY_ONE:
-            return [_use_text(rank, use) for rank, use in enumerate(self._use_by_rank)]
-        batches, seconds, peaks = zip(*self._use_by_rank, strict=True)
-        remark = f"{_span(batches, '.0f')} batches per rank in {_span(seconds, '.1f')} s"
-        if any(peaks):
-            remark += f", peak {_span([peak / 2**30 for peak in peaks], '.2f')} GiB"
-        return [remark]
-
-
-def _use_text(rank: int, use: UseRow) -> str:
-    """Say what one rank did."""
-    text = f"rank {rank}: {use.batches:.0f} batches, {use.seconds:.1f} s"
-    if use.peak_bytes:
-        text += f", {use.peak_bytes / 2**30:.2f} GiB"
-    return text
+        if len(self._use_by_rank) > MOST_RANKS_ONE_BY_ONE:
+            batches, seconds, peaks = zip(*self._use_by_rank, strict=True)
+            remark = f"{_span(batches, '.0f')} batches per rank in {_span(seconds, '.1f')} s"
+            if any(peaks):
+                remark += f", peak {_span([peak / 2**30 for peak in peaks], '.2f')} GiB"
+            return [remark]
+        remarks = []
+        for rank, use in enumerate(self._use_by_rank):
+            peak = f", {use.peak_bytes / 2**30:.2f} GiB" if use.peak_bytes else ""
+            remarks.append(f"rank {rank}: {use.batches:.0f} batches, {use.seconds:.1f} s{peak}")
+        return remarks
 
 
 def _span(values: Sequence[float], form: str) -> str:
     """Return the smallest and the largest value as text, once where they read the same."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
-
-
-def _objectives(module: nn.Module) -> dict[str, nn.Module]:
-    """Return losses and metrics: registered ones, and those in attributes, lists and dicts of the module."""
-    found = {name: inner for name, inner in module.named_modules() if name and _is_objective(inner)}
-    for name, value in vars(module).items():
-        if name.startswith("_"):
-            continue
-        items = _items(f"self.{name}", value)
-        found |= {path: item for path, item in items if isinstance(item, nn.Module) and _is_objective(item)}
-    return found
-
-
-def _items(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a list or a dict holds, by path; anything else is its own item."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield f"{path}[{key!r}]", item
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield f"{path}[{index}]", item
-    else:
-        yield path, value
-
-
-def _is_objective(module: nn.Module) -> bool:
-    return any(cls.__name__.endswith(("Loss", "Metric", "_Loss")) for cls in type(module).__mro__)
 
 
 def _has_other_index(used: torch.device, device: torch.device) -> bool:

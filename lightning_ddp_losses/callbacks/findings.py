@@ -218,6 +218,23 @@ def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 
+def differing(
+    column: Sequence[Any], fault: str, case: str = "check", *, name: str, values: Sequence[Any] = ()
+) -> list[Finding]:
+    """Return a finding with the ranks that differ from the majority; none if all ranks have the same value.
+
+    Args:
+        column: One value per rank, which is compared.
+        fault: Id of the fault.
+        case: Name of the case in the fault's row.
+        name: Parameter, buffer, loss or option.
+        values: One entry per rank for the finding, if ranks need more than a name.
+    """
+    if len(set(column)) == 1:
+        return []
+    return [Finding.of(fault, case, ranks=odd_ranks(column), name=name, values=tuple(values))]
+
+
 def shown_names(names: Sequence[str]) -> str:
     """List the first names for a message, and how many more there are."""
     shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
@@ -230,30 +247,19 @@ def failed_check(title: str, failures: Mapping[int, str], *, is_built_in: bool) 
     """Make the finding of a check that failed by itself, with the errors of its ranks.
 
     Args:
-        title: Names the check.
-        failures: By rank, what it raised there.
+        title: Name of the check.
+        failures: By rank, the error that it raised there.
         is_built_in: The check is one of this package: it is switched off, and training goes on.
     """
-    finding = Finding(
-        FAILED,
-        f"{title} itself failed",
-        "a row of every rank",
-        tuple(failures),
-        name=title,
-        values=tuple(f"{rank}: {text}" for rank, text in failures.items()),
-        fix="Mend the check, or leave it out of DDPChecks(checks=[...]).",
-    )
+    ranks = tuple(failures)
+    values = tuple(f"{rank}: {text}" for rank, text in failures.items())
+    what = f"{title} itself failed"
     if not is_built_in:
-        return finding
+        fix = "Mend the check, or leave it out of DDPChecks(checks=[...])."
+        return Finding(FAILED, what, "a row of every rank", ranks, title, values, fix)
+    what += ", by a fault of its own, and is switched off on all ranks for the rest of this fit"
     fix = f"Training is as before; leave {title} out of DDPChecks(checks=[...]) to be rid of this warning, and please report it."
-    return SwitchedOff(
-        FAILED,
-        f"{title} itself failed, by a fault of its own, and is switched off on all ranks for the rest of this fit",
-        ranks=finding.ranks,
-        name=title,
-        values=finding.values,
-        fix=fix,
-    )
+    return SwitchedOff(FAILED, what, "", ranks, title, values, fix)
 
 
 class LocalRow(NamedTuple):

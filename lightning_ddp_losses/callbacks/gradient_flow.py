@@ -12,46 +12,36 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import UNREDUCED_AFTER_WRAP, DDPSnapshot, StepState
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks, shown_names
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
+    SentFingerprints,
     TensorSlice,
+    by_name,
     dense_gradients,
     divided_parameters,
     is_replicated,
 )
-from lightning_ddp_losses.callbacks.row_exchange import Row
+from lightning_ddp_losses.callbacks.report import Action
+from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, combine, hash_lines, start_fingerprint
+from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, hash_lines, start_fingerprint
 from lightning_ddp_losses.distributed.shard import local_part
 
-T = TypeVar("T")
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
 _FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
-
-
-class GraphRow(NamedTuple):
-    """What travels before backward.
-
-    Attributes:
-        missing: A hash of the names of the parameters that the loss does not reach and DDP waits for.
-        number: How many these are.
-    """
-
-    missing: int
-    number: int
 
 
 class GradientRow(NamedTuple):
@@ -92,7 +82,7 @@ class GradientFlowCheck(RankCheck, default=True):
         every_n_steps: As ``RankCheck``.
         action: As ``RankCheck``.
 
-    Communication: 16 bytes in the gather before backward, 48 in the one after the step.
+    Communication: 8 bytes in the gather before backward, 48 in the one after the step.
 
     Example:
         >>> checks = DDPChecks([GradientFlowCheck(probe_scale=False)])
@@ -116,13 +106,10 @@ class GradientFlowCheck(RankCheck, default=True):
         full_every_n_steps: int = 500,
         probe_scale: bool = True,
         every_n_steps: int = 1,
-        action: Mapping[str, str] | str | None = None,
+        action: Action = None,
     ) -> None:
+        self.probe_scale, self.parts, self.full_every_n_steps = probe_scale, parts, full_every_n_steps
         super().__init__(every_n_steps=every_n_steps, action=action)
-        self.probe_scale = probe_scale
-        self.parts = parts
-        self.full_every_n_steps = full_every_n_steps
-        self._forget()
 
     def _forget(self) -> None:
         self._unused = UnusedParameterFinder()
@@ -138,12 +125,11 @@ class GradientFlowCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ observe
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Remember what DDP knows now."""
-        self._forget()
         self.runner.shared(DDPSnapshot)
 
-    def dry_run(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+    def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradient and derivative."""
         # a copy of a module that fully_shard divides cannot be tried out
         is_whole = is_replicated(trainer) and not divided_parameters(trainer)
@@ -151,7 +137,7 @@ class GradientFlowCheck(RankCheck, default=True):
             return []
         return find_wrong_scales(trainer, module, batch, batch_idx, self.runner.row_exchange)
 
-    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+    def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         """See which parameters the loss does not reach."""
         self._loss = loss.detach()
         self._missing = []
@@ -160,12 +146,12 @@ class GradientFlowCheck(RankCheck, default=True):
             if expected:
                 self._missing = self._unused.find(loss, expected)
 
-    def see_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
         """Look at what DDP has reduced."""
         if self.runner.synchronising and self._is_due():
             self._see_on_their_way(ddp_state.AFTER_BACKWARD, self._parameters_of(trainer.optimizers))
 
-    def see_gradients(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Look at what any strategy has reduced, before hooks and clipping."""
         if self._is_due():
             self._see_on_their_way(ddp_state.BEFORE_STEP, self._parameters_of([optimizer]))
@@ -186,7 +172,7 @@ class GradientFlowCheck(RankCheck, default=True):
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
         return parameters
 
-    def see_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients that this step used."""
         if not self._is_due():
             return
@@ -198,7 +184,7 @@ class GradientFlowCheck(RankCheck, default=True):
             self.runner.shared(DDPSnapshot).see_gradients_of_step(self._gradients.started())
         self._see_parts(trainer, module, optimizer)
 
-    def _see_parts(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
+    def _see_parts(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Look at the gradients of what this rank holds of parameters that ``fully_shard`` divides."""
         names = divided_parameters(trainer)
         if not names:
@@ -225,16 +211,16 @@ class GradientFlowCheck(RankCheck, default=True):
             return self._slices.all()
         return self._slices.turn(step // self.every_n_steps)
 
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Let go of the fit."""
         self._gradients, self._judged, self._loss = StepGradients(), StepGradients(), None
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return who is not reached; or fingerprints, absence, what is not finite and what is zero."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            return [*GraphRow(hash_lines(self._missing), len(self._missing))]
+            return [hash_lines(self._missing)]
         # what was looked at since the last step, and what the host knows of it now
         gradients, self._gradients = self._gradients, StepGradients()
         gradients.send_(self._loss)
@@ -246,7 +232,7 @@ class GradientFlowCheck(RankCheck, default=True):
             expected = sum(name in waited_for for name in gradients.absent)
         # all gradients that are compared have been looked at
         gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared=[])
-        known = GradientRow(len(self.runner.stepped), absent=0, expected=expected, values=0, not_finite=0, detached=0)
+        known = GradientRow(self.runner.stepped, absent=0, expected=expected, values=0, not_finite=0, detached=0)
         return partial(self._read, gradients, known, compares=is_replicated(trainer))
 
     def _read(self, gradients: StepGradients, known: GradientRow, *, compares: bool) -> list[int]:
@@ -261,20 +247,18 @@ class GradientFlowCheck(RankCheck, default=True):
         detached = self._detached_modules(gradients)
         row = known._replace(not_finite=len(gradients.not_finite()), detached=len(detached))
         if compares:
-            row = row._replace(absent=hash_lines(gradients.absent), values=gradients.combined())
+            row = row._replace(absent=hash_lines(gradients.absent), values=gradients.sent.combined())
         return [*row]
 
     def _detached_modules(self, gradients: StepGradients) -> list[str]:
         """Return the modules all of whose gradients are zero at the first step and still at the fourth."""
         if gradients.zero_step is None:
             return []
-        largest = gradients.largest()
-        # the largest element of each child of the module
-        largest_of: dict[str, float] = {}
-        for name, size in largest.items():
-            owner = name.split(".")[0]
-            largest_of[owner] = max(largest_of.get(owner, 0.0), size)
-        zero = {owner for owner, size in largest_of.items() if size == 0.0}
+        # children of the module whose largest element is zero
+        sizes: dict[str, list[float]] = {}
+        for each, size in gradients.sizes():
+            sizes.setdefault(each.name.split(".")[0], []).append(size)
+        zero = {owner for owner, of_owner in sizes.items() if not any(of_owner)}
         if gradients.loss_is_zero(without=True):  # a zero loss is another matter
             zero = set()
         # zero at the first step is a start, zero at both is a fault
@@ -286,31 +270,25 @@ class GradientFlowCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare; what to say of it needs the ranks' texts."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            missing = [GraphRow(*row).missing for row in table]
-            if len(set(missing)) == 1:
-                return []
-            return [Finding("F37", "the loss's graph", ranks=odd_ranks(missing), name="graph")]
+            return differing([missing for (missing,) in table], "F37", "", name="graph")
         return _compare_steps([GradientRow(*row) for row in table])
 
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
         """Return names, and where gradients differ their fingerprints and what else may explain it."""
         if finding.name == "graph":
             is_zero = self._loss is not None and float(self._loss) == 0.0
             return json.dumps({"graph": self._missing, "zero_loss": is_zero})
         judged = self._judged
         text: dict[str, Any] = {"zero_loss": judged.loss_is_zero(), "absent": judged.absent}
-        text["finite"] = judged.not_finite()
-        text["zero"] = sorted(self._zero_modules)
+        text |= {"finite": judged.not_finite(), "zero": sorted(self._zero_modules)}
         if finding.name == "gradients":
             assert judged.state is not None
-            text["values"] = judged.values()
+            text["values"] = judged.sent.values()
             text |= judged.state.tell()
         return json.dumps(text)
 
@@ -321,7 +299,7 @@ class GradientFlowCheck(RankCheck, default=True):
             return _explain_differences(finding, states)
         return [_named(finding, states)]
 
-    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
+    def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the gradient itself, unless it is that of a step before."""
         if finding.step != self.runner.step:
             return None
@@ -344,7 +322,7 @@ def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
     absent = [row.absent for row in rows]
     values = [row.values for row in rows]
     if len(set(absent)) > 1:
-        found.append(Finding("F37", "missing gradients", ranks=odd_ranks(absent), name="absent"))
+        found += differing(absent, "F37", "", name="absent")
     elif rows[0].expected:
         found.append(Finding("F38", "missing gradients", name="absent"))
     elif len(set(values)) > 1:
@@ -399,13 +377,14 @@ def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) 
 
 
 class StepGradients:
-    """Keeps fingerprints and largest elements of the gradients looked at in one step, and who has none.
+    """Keeps fingerprints and largest elements of the gradients looked at in one step, and the names of those that are absent.
 
     Attributes:
-        slices: What was looked at.
+        slices: Slices that were looked at.
         absent: Names of the parameters that take part in training and have no gradient.
-        zero_step: The number of the step, where modules that get nothing but zeros are looked for.
-        state: What else may explain a difference.
+        sent: Fingerprints of the slices on their way to the host.
+        zero_step: Number of the step, if modules that get nothing but zeros are looked for.
+        state: Further knowledge of the step that may explain a difference.
     """
 
     zero_step: int | None = None
@@ -414,13 +393,13 @@ class StepGradients:
     def __init__(self) -> None:
         self.slices: list[TensorSlice] = []
         self.absent: list[str] = []
+        self.sent = SentFingerprints([], HostNumbers([]))
         self._fingerprints: list[StartedFingerprint] = []
         self._sizes: list[float | Tensor] = []
-        # of parts, which no other rank holds
+        # parts, which no other rank holds
         self._part_names: list[str] = []
         self._part_sizes: list[float | Tensor] = []
         # on their way to the host
-        self._sent_fingerprints = HostNumbers([])
         self._sent_sizes = HostNumbers([])
         self._sent_loss = HostNumbers([])
 
@@ -441,27 +420,19 @@ class StepGradients:
         self._part_sizes.append(_size_of(piece, largest=False))
 
     def started(self) -> dict[str, list[StartedFingerprint]]:
-        """Return the fingerprints by parameter, where they are computed."""
-        return _by_name(self.slices, self._fingerprints)
+        """Return the fingerprints by parameter, on the device that computes them."""
+        return by_name(self.slices, self._fingerprints)
 
     def send_(self, loss: Tensor | None) -> None:
         """Start the copies to the host, that of the last loss too: nothing more is added."""
-        self._sent_fingerprints = HostNumbers(self._fingerprints)
+        self.sent = SentFingerprints(self.slices, HostNumbers(self._fingerprints))
         self._sent_sizes = HostNumbers([*self._sizes, *self._part_sizes])
         if loss is not None:
             self._sent_loss = HostNumbers([loss.reshape(())])
 
     def loss_is_zero(self, *, without: bool = False) -> bool:
-        """Say whether the loss before the step was exactly zero; ``without`` is the answer where there was none."""
+        """Return whether the loss before the step was exactly zero; ``without`` is the answer if there was none."""
         return all(loss == 0.0 for loss in self._sent_loss.read() or [float(not without)])
-
-    def values(self) -> dict[str, list[int]]:
-        """Return the fingerprints by parameter."""
-        return _by_name(self.slices, self._sent_fingerprints.read())
-
-    def combined(self) -> int:
-        """Return one number for all fingerprints, by their order."""
-        return combine(self._sent_fingerprints.read())
 
     def not_finite(self) -> list[str]:
         """Return the names of the gradients that are not finite."""
@@ -469,15 +440,9 @@ class StepGradients:
         sizes = zip(names, self._sent_sizes.read(), strict=True)
         return list(dict.fromkeys(name for name, size in sizes if not size < math.inf))
 
-    def largest(self) -> dict[str, float]:
-        """Return the largest element of each gradient (or a bound); not finite where one is not."""
-        found: dict[str, float] = {}
-        for each, size in zip(self.slices, self._sent_sizes.read(), strict=False):
-            if math.isnan(size):
-                found[each.name] = size
-            else:
-                found[each.name] = max(found.get(each.name, 0.0), size)
-        return found
+    def sizes(self) -> list[tuple[TensorSlice, float]]:
+        """Return the slices with the largest element of their gradient (or a bound); not finite if an element is not."""
+        return list(zip(self.slices, self._sent_sizes.read(), strict=False))
 
 
 def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
@@ -492,10 +457,3 @@ def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
         piece = torch.view_as_real(piece.resolve_conj())
     found = torch.maximum(piece.amax(), -piece.amin()).double()
     return found if largest or piece.device.type != "cpu" else float(found)
-
-
-def _by_name(slices: Sequence[TensorSlice], values: Sequence[T]) -> dict[str, list[T]]:
-    found: dict[str, list[T]] = {}
-    for each, value in zip(slices, values, strict=True):
-        found.setdefault(each.name, []).append(value)
-    return found

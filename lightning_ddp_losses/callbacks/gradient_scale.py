@@ -22,11 +22,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.core import compat, nests, precision
@@ -88,7 +89,7 @@ class GradientScales:
 
 
 def find_wrong_scales(
-    trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
+    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> list[Finding]:
     """Measure the scales, and say which of them can only mean a fault; the same on every rank.
 
@@ -110,7 +111,7 @@ def find_wrong_scales(
         return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
     fault = "F20"
     collectives = " ".join(scales.collectives)
-    if any(_is_metric(inner) for inner in module.modules()):
+    if metrics_of(module):
         fault = "F27"
     elif "reduce" in collectives and "gather" not in collectives:
         fault = "F23"
@@ -123,16 +124,11 @@ def _finding(fault: str, name: str, world: int, ratio: float) -> Finding:
     return Finding(fault, what, expected="1", name=name, fix=FAULTS[fault].explain("scale").fix)
 
 
-def _is_metric(module: nn.Module) -> bool:
-    bases = type(module).__mro__
-    return any(base.__module__.startswith("torchmetrics.metric") and base.__name__ == "Metric" for base in bases)
-
-
 # ---------------------------------------------------------------------- measure
 
 
 def measure_gradient_scales(
-    trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
+    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> GradientScales | None:
     """Compare the gradient with the derivative, part by part; None where the module cannot be tried out on any rank."""
     world = process_groups.world_size()
@@ -142,9 +138,7 @@ def measure_gradient_scales(
         return None
     with _CollectiveNames() as collectives:
         value = trial.value({})
-    if not _on_all_ranks(row_exchange, value is not None) or value is None:
-        return None
-    if not _on_all_ranks(row_exchange, value.requires_grad):
+    if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
         return None
     # all that a rank does by itself; one that cannot says so before the others wait for it
     prepared = trial.prepare(value, world)
@@ -155,9 +149,9 @@ def measure_gradient_scales(
     for name, members in _trained_parts(module).items():
         # <g, v>, and the value on both sides along v
         direction = prepared.directions[name]
-        ahead = _float_or_none(trial.value(direction, STEP))
-        behind = _float_or_none(trial.value(direction, -STEP))
-        rows = row_exchange.gather_json(_PLACE, [prepared.along[name], ahead, behind])
+        moved = [trial.value(direction, distance) for distance in (STEP, -STEP)]
+        values = [None if each is None else float(each.detach()) for each in moved]
+        rows = row_exchange.gather_json(_PLACE, [prepared.along[name], *values])
         if any(None in row for row in rows):
             return None
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
@@ -189,21 +183,14 @@ def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[st
     return total
 
 
-def _float_or_none(value: Tensor | None) -> float | None:
-    return None if value is None else float(value.detach())
-
-
 def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor], row_exchange: RowExchange) -> bool:
     """Move rank 0's copy alone and say whether another rank's value moves."""
     is_first = process_groups.rank() == 0
-    if not is_first:
-        direction = {}
-    moved_value = trial.value(direction, MOVE_TO_SHARE)
-    moved = False
-    if moved_value is not None and not is_first:
-        before = float(value.detach())
-        moved = abs(float(moved_value.detach() - value.detach())) > 1e-12 * abs(before)
-    return any(row_exchange.gather_json(_PLACE, moved))
+    moved = trial.value(direction if is_first else {}, MOVE_TO_SHARE)
+    has_moved = False
+    if moved is not None and not is_first:
+        has_moved = abs(float(moved.detach() - value.detach())) > 1e-12 * abs(float(value.detach()))
+    return any(row_exchange.gather_json(_PLACE, has_moved))
 
 
 class _Prepared(NamedTuple):
@@ -231,15 +218,9 @@ class _Trial:
 
     _own_error: Exception | None = None
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
         self._trainer, self._index, self._device = trainer, index, module.device
-        # what is not initialised yet would be made in the copy, and by each rank for itself
-        if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
-            self.is_ready = False
-            return
-        num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        is_compiled = any(compat.uncompiled(inner) is not inner for inner in module.modules())  # would compile again
-        self.is_ready = num_bytes <= MAX_BYTES and not is_compiled
+        self.is_ready = _can_be_copied(module)
         if self.is_ready:
             try:
                 self._pristine = _double_(copy.deepcopy(module))
@@ -270,9 +251,7 @@ class _Trial:
                 return None
         if isinstance(result, dict):
             result = result.get("loss")
-        if isinstance(result, Tensor) and result.numel() == 1:
-            return result
-        return None
+        return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
     def prepare(self, value: Tensor, world: int) -> _Prepared | None:
         """Return gradients and directions; None where this rank has none."""
@@ -311,9 +290,19 @@ class _Trial:
         for name in members:
             parameter = parameters[name].detach()
             size = float(parameter.abs().square().mean().sqrt()) + 1e-3
-            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * size
-            found[name] = noise.to(parameter.device)
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            found[name] = (noise * size).to(parameter.device)
         return found
+
+
+def _can_be_copied(module: LightningModule) -> bool:
+    """Return whether a copy in float64 is small enough, and runs as the module does."""
+    # a lazy parameter would be initialised in the copy, and by each rank for itself
+    if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
+        return False
+    num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    is_compiled = any(compat.uncompiled(inner) is not inner for inner in module.modules())  # would compile again
+    return num_bytes <= MAX_BYTES and not is_compiled
 
 
 def _as_double(tensor: Tensor) -> Tensor:

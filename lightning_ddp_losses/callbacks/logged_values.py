@@ -19,10 +19,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
+from lightning.pytorch import Trainer
 from torch import Tensor
 
-from lightning_ddp_losses.callbacks.findings import Finding, odd_ranks
+from lightning_ddp_losses.callbacks.findings import Finding, differing, odd_ranks
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 
@@ -68,7 +68,7 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ names
 
-    def hash_keys(self, trainer: pl.Trainer, *, validation: bool = False) -> float:
+    def hash_keys(self, trainer: Trainer, *, validation: bool = False) -> float:
         """Return a number of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
         results = _results_of_epoch(trainer, validation=validation)
         self._keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
@@ -80,7 +80,7 @@ class LoggedValues:
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
-    def see_batch_end(self, trainer: pl.Trainer) -> None:
+    def see_batch_end(self, trainer: Trainer) -> None:
         """Remember numbers of rows that Lightning may reduce in place before they are asked for. (Does not wait for the device.)"""
         if not (trainer.validating or trainer.is_last_batch):
             return
@@ -88,12 +88,15 @@ class LoggedValues:
             if _is_global_mean(result) and not compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
-    def measure_epoch(self, trainer: pl.Trainer, *, validation: bool = False) -> list[float]:
+    def measure_epoch(self, trainer: Trainer, *, validation: bool = False) -> list[float]:
         """Return a hash of the names that are reduced, one of the names of means, then this rank's sum and rows of each."""
         keys = self.hash_keys(trainer, validation=validation)
         sums = dict(sorted(self._sums(_results_of_epoch(trainer, validation=validation))))
         self._names = list(sums)
-        return [keys, _hash_of(sums), *(number for each in sums.values() for number in each)]
+        measured = [keys, _hash_of(sums)]
+        for each in sums.values():
+            measured += each
+        return measured
 
     def _sums(self, results: Any) -> Iterator[tuple[str, EpochSum]]:
         for key, result in results.items():
@@ -122,7 +125,7 @@ class LoggedValues:
             self._true_means[name] = TrueMean(mean, scale, tuple(each.rows for each in sums))
         return found
 
-    def measure_logged(self, trainer: pl.Trainer) -> list[float]:
+    def measure_logged(self, trainer: Trainer) -> list[float]:
         """Return the means that may have been floored, a hash of the monitored names, then whether each is logged, and its value."""
         means = [float(trainer.callback_metrics.get(name, math.nan)) for name in self._true_means]
         values = _monitored_values(trainer)
@@ -131,7 +134,7 @@ class LoggedValues:
             measured += [float(value is not None), value or 0.0]
         return measured
 
-    def judge_logged(self, table: Sequence[Sequence[float]], trainer: pl.Trainer) -> list[Finding]:
+    def judge_logged(self, table: Sequence[Sequence[float]], trainer: Trainer) -> list[Finding]:
         """Report means that are not the true ones, each once, and monitored values that differ."""
         number = len(self._true_means)
         found = self._wrong_means(table[0][:number])
@@ -147,8 +150,8 @@ class LoggedValues:
             # a value that is not a number is another fault's
             if abs(value - true.mean) > _ROUNDING * true.scale:
                 values = tuple(f"{number:g} rows" for number in true.rows)
-                rows = sum(true.rows)
-                found.append(Finding.of("F82", name=name, values=values, value=value, mean=true.mean, rows=rows))
+                texts: dict[str, Any] = {"value": value, "mean": true.mean, "rows": sum(true.rows)}
+                found.append(Finding.of("F82", name=name, values=values, **texts))
         self._true_means = {}
         return found
 
@@ -158,12 +161,10 @@ def _hash_of(names: Iterable[str]) -> float:
     return float(hash_text("; ".join(names), _HASH_BITS))
 
 
-def _results_of_epoch(trainer: pl.Trainer, *, validation: bool = False) -> Any:
+def _results_of_epoch(trainer: Trainer, *, validation: bool = False) -> Any:
     """Return the values that training or validation has logged in this epoch, by Lightning's key."""
     loop: Any = trainer.fit_loop.epoch_loop
-    if validation:
-        loop = loop.val_loop
-    return compat.logged_results(loop)
+    return compat.logged_results(loop.val_loop if validation else loop)
 
 
 def _is_reduced(value: Any) -> bool:
@@ -183,7 +184,7 @@ def _is_global_mean(result: Any) -> bool:
     return bool(over_all_ranks and meta.on_epoch and meta.is_mean_reduction)
 
 
-def _monitored_values(trainer: pl.Trainer) -> dict[str, float | None]:
+def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
     """Return the values that decide on checkpoints, early stopping or learning rates, as this rank has them; None if it has none."""
     monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     monitors += [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
@@ -197,9 +198,7 @@ def _monitored_values(trainer: pl.Trainer) -> dict[str, float | None]:
 
 def different_keys(hashes: Sequence[float]) -> list[Finding]:
     """Report ranks that log other names, by a hash of them."""
-    if len(set(hashes)) == 1:
-        return []
-    return [Finding.of("F46", ranks=odd_ranks(hashes), name="log keys")]
+    return differing(hashes, "F46", name="log keys")
 
 
 def name_keys(finding: Finding, texts: Sequence[str]) -> Finding:
@@ -216,14 +215,12 @@ def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list
     """Report monitored values that are not one number; a row holds for each name whether it is there, and its value."""
     found = []
     for place, name in enumerate(names):
-        is_logged = [bool(row[2 * place]) for row in rows]
-        values = [row[2 * place + 1] for row in rows]
+        column = [row[2 * place + 1] if row[2 * place] else None for row in rows]
         # nowhere yet, or everywhere the same
-        if not any(is_logged) or (all(is_logged) and _are_equal(values)):
-            continue
-        column = [value if logged else None for value, logged in zip(values, is_logged, strict=True)]
-        shown = tuple("not logged" if value is None else f"{value:.6g}" for value in column)
-        found.append(Finding.of("F55", ranks=odd_ranks(column), name=name, values=shown))
+        logged = [value for value in column if value is not None]
+        if logged and not (len(logged) == len(rows) and _are_equal(logged)):
+            shown = tuple("not logged" if value is None else f"{value:.6g}" for value in column)
+            found.append(Finding.of("F55", ranks=odd_ranks(column), name=name, values=shown))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
-import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
@@ -20,7 +20,8 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.logged_values import LoggedValues, different_keys, name_keys
 from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.loss_reader import MISSING, PRESENT, UNSEEN, LossReader, LossRow, is_divided
-from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
+from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE, Action
+from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import DDPLossError
@@ -70,15 +71,14 @@ class LossCheck(RankCheck, default=True):
         bias: float = 1.1,
         file: bool = True,
         every_n_steps: int = 1,
-        action: Mapping[str, str] | str | None = None,
+        action: Action = None,
     ) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
         self.zero_steps, self.bias, self.file = zero_steps, bias, file
-        self._history = LossHistory(file=file)
         self._training_step: Callable[..., Any] | None = None
-        self._forget()
+        super().__init__(every_n_steps=every_n_steps, action=action)
 
     def _forget(self) -> None:
+        self._history = LossHistory(file=self.file)
         self._state = UNSEEN
         self._reader = LossReader()
         self._values = LoggedValues()
@@ -91,10 +91,8 @@ class LossCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ observe
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Look at the result of ``training_step`` before Lightning does."""
-        self._forget()
-        self._history = LossHistory(file=self.file)
         compares_rows = bool(local_contrastive_losses(module))
         has_windows = module.automatic_optimization and is_divided(trainer) and not compares_rows
         self._reader = LossReader(compares_rows=compares_rows, has_windows=has_windows)
@@ -105,10 +103,7 @@ class LossCheck(RankCheck, default=True):
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
                 output = original(*args, **kwargs)
-                loss = output
-                if isinstance(output, Mapping):
-                    loss = output.get("loss")
-                if loss is None:
+                if (output.get("loss") if isinstance(output, Mapping) else output) is None:
                     self._sync_without_loss()
                 return output
 
@@ -126,20 +121,20 @@ class LossCheck(RankCheck, default=True):
         self._state = MISSING
         self.runner.run_stage(CheckStage.BEFORE_BACKWARD)
 
-    def see_batch(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember which batch it is."""
         self._reader.see_batch(trainer, batch_idx)
 
-    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor) -> None:
+    def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         """Start to copy the loss and its reductions to the host."""
         self._reader.see_loss(trainer, module, loss, self.runner.step)
         self._state = PRESENT
 
-    def see_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Remember logged sums while they are this rank's own."""
         self._values.see_batch_end(trainer)
 
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Give the strategy its method back and close the file."""
         if self._training_step is not None:
             vars(trainer.strategy).pop("training_step", None)
@@ -148,7 +143,7 @@ class LossCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> list[float]:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[float]:
         """Return this rank's loss, its sums of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
             # losses of the step before; at the first step, which shows most faults, its own
@@ -158,14 +153,14 @@ class LossCheck(RankCheck, default=True):
             return self._last_row(trainer)
         if stage in (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END):
             return self._values.measure_epoch(trainer, validation=stage == CheckStage.VALIDATION_EPOCH_END)
-        # at the end of training the losses that have not been read yet come first
-        last: list[float] = []
-        if stage == CheckStage.TRAIN_END:
-            last = self._last_row(trainer)
-            last.insert(0, float(len(last)))
-        return last + self._values.measure_logged(trainer)
+        logged = self._values.measure_logged(trainer)
+        if stage != CheckStage.TRAIN_END:
+            return logged
+        # the losses that have not been read yet come first
+        last = self._last_row(trainer)
+        return [float(len(last)), *last, *logged]
 
-    def _last_row(self, trainer: pl.Trainer) -> list[float]:
+    def _last_row(self, trainer: Trainer) -> list[float]:
         """Return the row of the losses that have not been read yet; empty if there are none."""
         if not self._reader.is_pending:
             return []
@@ -178,9 +173,7 @@ class LossCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(
-        self, table: list[list[float]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare the losses, or the logged and monitored values."""
         if stage in (CheckStage.BEFORE_BACKWARD, CheckStage.SAVE):
             return self._judge_step(table) if all(table) else []
@@ -200,8 +193,6 @@ class LossCheck(RankCheck, default=True):
         rows = [LossRow(*row[:own]) for row in table]
         losses = [row.loss for row in rows]
         step = int(max(row.step for row in rows))
-        if step >= 0:
-            self._history.add(self.runner, step, losses)
         # known at once: a rank without a loss, other names
         without = tuple(rank for rank, row in enumerate(rows) if row.state == MISSING)
         if without:
@@ -211,6 +202,7 @@ class LossCheck(RankCheck, default=True):
             found = different_keys([row.keys for row in rows])
         # read later
         if step >= 0:
+            self._history.add(self.runner, step, losses)
             of_step = [] if without else self._judge_values(rows, step)
             of_step += self._reader.judge_window([row[own:] for row in table], self.bias)
             found += [replace(each, step=step, moment=CheckStage.BEFORE_BACKWARD.value) for each in of_step]
@@ -219,36 +211,36 @@ class LossCheck(RankCheck, default=True):
     def _judge_values(self, rows: Sequence[LossRow], step: int) -> list[Finding]:
         found: list[Finding] = []
         losses = [row.loss for row in rows]
+        shown = [f"{loss:g}" for loss in losses]
         # a rank with a loss that is not a number, or zero from the start
         not_finite = tuple(rank for rank, row in enumerate(rows) if row.bad_batch >= 0)
         if not_finite:
             batches = [f" in batch {int(row.bad_batch)}" if row.bad_batch >= 0 else "" for row in rows]
-            values = tuple(f"{loss:g}{batch}" for loss, batch in zip(losses, batches, strict=True))
+            values = tuple(loss + batch for loss, batch in zip(shown, batches, strict=True))
             found.append(Finding.of("F79", ranks=not_finite, name="loss", values=values))
         zero = tuple(rank for rank, row in enumerate(rows) if row.zero_steps == self.zero_steps)
         if zero:
-            values = tuple(f"{loss:g}" for loss in losses)
-            found.append(Finding.of("F31", ranks=zero, name="loss", values=values, steps=self.zero_steps))
-        # elements of other weight
-        found += self._mean_of_means(rows)
-        if step == 0 and len(rows) > 1 and not not_finite:
-            found.append(_loss_meaning(losses))
+            found.append(Finding.of("F31", ranks=zero, name="loss", values=tuple(shown), steps=self.zero_steps))
+        if len(rows) == 1:
+            return found
+        # elements that weigh more on one rank than on another, in several steps
+        ratios = [
+            _largest_ratio([abs(row.weight) for row in rows]),
+            _largest_ratio([abs(row.second_weight) for row in rows]),
+        ]
+        self._biased.append(max(ratios) > self.bias)
+        if self._biased[-1] and sum(self._biased) >= _BIASED_STEPS:
+            values = tuple(f"mean over {row.elements:g}, each weighs {row.weight:.4g}" for row in rows)
+            found.append(Finding.of("F30", name="loss", values=values))
+        # a note: whether the ranks have one loss or separate ones
+        if step == 0 and not not_finite:
+            values = tuple(f"{loss:.6g}" for loss in losses)
+            is_one = max(losses) - min(losses) <= _EQUAL * max(map(abs, losses))
+            case = "one_loss" if is_one else "check"
+            found.append(Finding.of("F56", case, name="loss", values=values, mean=sum(losses) / len(losses)))
         return found
 
-    def _mean_of_means(self, rows: Sequence[LossRow]) -> list[Finding]:
-        """Look for elements that weigh more on one rank than on another, in several steps."""
-        if len(rows) == 1:
-            return []
-        first = _largest_ratio([abs(row.weight) for row in rows])
-        second = _largest_ratio([abs(row.second_weight) for row in rows])
-        biased = max(first, second) > self.bias
-        self._biased.append(biased)
-        if not biased or sum(self._biased) < _BIASED_STEPS:
-            return []
-        values = tuple(f"mean over {row.elements:g}, each weighs {row.weight:.4g}" for row in rows)
-        return [Finding.of("F30", name="loss", values=values)]
-
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
         """Return the names that this rank logs."""
         return self._values.describe_keys() if finding.fault == "F46" else None
 
@@ -303,9 +295,7 @@ class LossHistory:
             return
         # the check may look at fewer steps than Lightning logs: the first one that it sees after each of those
         before, self._logged = self._logged, (step + 1) // every
-        if before is None:
-            before = step // every
-        if self._logged == before:
+        if self._logged == (step // every if before is None else before):
             return
         figures = {"loss_min": min(losses), "loss_max": max(losses)}
         if len(losses) <= MOST_RANKS_ONE_BY_ONE:
@@ -317,14 +307,6 @@ class LossHistory:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-
-
-def _loss_meaning(losses: list[float]) -> Finding:
-    """Report whether the ranks have one loss or separate ones."""
-    values = tuple(f"{value:.6g}" for value in losses)
-    if max(losses) - min(losses) <= _EQUAL * max(map(abs, losses)):
-        return Finding.of("F56", "one_loss", name="loss", values=values)
-    return Finding.of("F56", name="loss", values=values, mean=sum(losses) / len(losses))
 
 
 def _largest_ratio(weights: list[float]) -> float:

@@ -2,6 +2,11 @@
 
 A loss is copied to the host on the way and read in the next step, so that reading it does not wait for a device.
 
+How much one element of a rank's batch weighs in its loss is read off the autograd graph, from the loss down to its reductions. DDP
+averages over ranks, so elements count equally on all ranks only if this weight is the same there. A mean over 3 targets on one rank and
+over 1 on another is a mean of means. A sum divided by the number of all ranks' targets is not. Numbers that lie on an accelerator are
+copied without waiting (``LateNumber``); ``read_weights`` reads them, later.
+
 Lightning divides each micro-batch's loss by their number, so that micro-batches count equally whatever each of them was divided by. If
 those divisors differ, an optimizer step is not that of one batch of all their rows.
 
@@ -12,23 +17,174 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
-from lightning_ddp_losses.callbacks.element_weights import ElementWeight, element_weights, read_weights
 from lightning_ddp_losses.callbacks.findings import Finding, Remark
-from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
-from lightning_ddp_losses.distributed.accumulation import counts_nothing
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
+from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumber
+from lightning_ddp_losses.distributed.accumulation import counts_nothing, noted_parts
 
 UNSEEN, PRESENT, MISSING = 0.0, 1.0, 2.0
 """States of a row: no loss came by, there is one, ``training_step`` returned None."""
-_NO_WEIGHT = ElementWeight(0.0, 0.0)
+# operations that leave a scalar what it is
+_PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
+_MAX_NODES = 64
+_MEAN, _SUM = 1, 2  # torch's codes
+Number: TypeAlias = "float | LateNumber"
 _MOST = 64  # micro-batches of a window that are looked at
 _SHOWN = 8  # of them in a message
 _EQUAL = 1e-6  # relative: weights in half precision are computed in float32
+
+
+# ---------------------------------------------------------------------- weights of elements
+
+
+@dataclass(frozen=True)
+class ElementWeight:
+    """Describes one reduction that the loss is made of.
+
+    Attributes:
+        weight: How much one element weighs in the loss.
+        elements: How many elements are reduced.
+        is_masked: Whether the elements were picked by a mask (as PML picks tuples with a loss).
+        kind: Whether the elements are this rank's, or those of all ranks, of a loss that is global; ``unknown`` for a term whose
+            reduction cannot be read, which has no figures.
+    """
+
+    weight: Number
+    elements: Number
+    is_masked: bool = False
+    kind: Literal["local", "global", "unknown"] = "local"
+
+
+_UNKNOWN = ElementWeight(0.0, 0.0, kind="unknown")
+_NO_WEIGHT = ElementWeight(0.0, 0.0)
+
+
+def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
+    """Return the same with all numbers on the host; a mean over nothing is infinitely heavy, a term that cannot be read is unknown."""
+    found = []
+    for each in weights:
+        weight, elements = float(each.weight), float(each.elements)
+        if each.kind == "global" and not elements:
+            weight = math.inf
+        if math.isnan(weight) or (each.kind == "local" and not (weight and elements)):
+            found.append(_UNKNOWN)
+        else:
+            found.append(replace(each, weight=weight, elements=elements))
+    return found
+
+
+def element_weights(loss: Tensor) -> list[ElementWeight]:
+    """Return the reductions of a scalar loss, in graph order; one that is not known for all that lies behind other operations."""
+    found: list[ElementWeight] = []
+    # nodes of the graph, each with the factor that lies between it and the loss
+    queue: list[tuple[Any, Number]] = [(loss.grad_fn, 1.0)]
+    for node, factor in queue:
+        if node is None:
+            continue
+        if len(queue) > _MAX_NODES:
+            return [*found, _UNKNOWN]
+        of_all_ranks = _global_reductions(node, factor)
+        if of_all_ranks:
+            found += of_all_ranks
+            continue
+        name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+        parents = [parent for parent, _ in node.next_functions]
+        sums = parents[:1] if name == "Sum" else []  # below a sum
+        if name == "Add" or name in _PASSED:
+            # torch's alpha= is left out: it weighs all ranks alike
+            queue += [(parent, factor) for parent in parents]
+        elif attaches_zero_grad(node):  # its other children get nothing but zeros
+            queue.append((parents[0], factor))
+        elif name == "Sub":
+            queue += list(zip(parents, (factor, -factor), strict=False))
+        elif name == "Neg":
+            queue += [(parent, -factor) for parent in parents]
+        elif name in ("Mul", "Div"):
+            behind = _through_product(node, name, parents, factor)
+            queue += behind
+            found += [] if behind else [_UNKNOWN]
+        elif any(map(noted_parts, sums)):
+            queue.append((parents[0], factor))
+        elif any(type(parent).__name__.startswith("StackBackward") for parent in sums):
+            queue += [(parent, factor) for parent, _ in parents[0].next_functions]
+        else:
+            found.append(_reduction(node, name, parents, factor) or _UNKNOWN)
+    return found
+
+
+def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
+    """Read what a loss over the rows of all ranks has noted of its divisors; nothing for any other node."""
+    parts = noted_parts(node)
+    if type(node).__name__.startswith("SelectBackward"):  # one of several means
+        parent, index = node.next_functions[0][0], compat.saved_by_node(node, "index")
+        parts = None if parent is None else noted_parts(parent)
+        parts = parts and [parts[index % len(parts)]]
+    found = []
+    for part in parts or ():
+        if part.kind == "sum":
+            found.append(ElementWeight(factor, 1.0, kind="global"))
+        elif part.kind == "mean":
+            count = _as_number(part.count) or 0.0
+            found.append(ElementWeight(factor / count if count else math.inf, count, kind="global"))
+    return found
+
+
+def _through_product(node: Any, name: str, parents: list[Any], factor: Number) -> list[tuple[Any, Number]]:
+    """Follow a product with, or a quotient by, one number."""
+    number = _as_number(compat.saved_by_node(node, "other"))
+    with_graph = [parent for parent in parents if parent is not None]
+    if not number or len(with_graph) != 1:
+        return []
+    return [(with_graph[0], factor * number if name == "Mul" else factor / number)]
+
+
+def _reduction(node: Any, name: str, parents: list[Any], factor: Number) -> ElementWeight | None:
+    """Read a mean or a sum, or a loss of torch's that ends in one; None for any other node."""
+    is_masked = any(type(parent).__name__.startswith(("IndexBackward", "MaskedSelect")) for parent in parents)
+    if name in ("Mean", "Sum"):
+        is_mean = name == "Mean"
+        elements: Number | None = math.prod(compat.saved_by_node(node, "self_sym_sizes", ()) or (0,))
+        elements = elements or int(compat.saved_by_node(node, "self_sym_numel", 0))
+    else:
+        reduction = compat.saved_by_node(node, "reduction")
+        if reduction not in (_MEAN, _SUM):
+            return None
+        is_mean = reduction == _MEAN
+        elements = _as_number(compat.saved_by_node(node, "total_weight"))
+        values = compat.saved_by_node(node, "self")
+        if elements is None and isinstance(values, Tensor):
+            elements = float(values.numel())
+    if not elements:
+        return None
+    if is_mean:
+        factor /= elements
+    return ElementWeight(factor, elements, is_masked)
+
+
+def _as_number(value: Any) -> Number | None:
+    """Return a number that autograd has saved, as it is or in a tensor; None for anything else."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        return None
+    if value.device.type != "cpu":
+        return LateNumber.of(value)
+    if not compat.is_in_dispatch_mode():
+        return float(value)
+    # a Python number that torch has wrapped becomes one again on its way through a dispatch mode, which then fails (torch 2.13)
+    with compat.without_dispatch_modes():
+        return float(value)
+
+
+# ---------------------------------------------------------------------- losses
 
 
 class LossRow(NamedTuple):
@@ -105,12 +261,12 @@ class LossReader:
         """Whether a loss has not been read yet."""
         return bool(self._seen)
 
-    def see_batch(self, trainer: pl.Trainer, batch_idx: int) -> None:
+    def see_batch(self, trainer: Trainer, batch_idx: int) -> None:
         """Remember which batch it is."""
         self._batch_idx = batch_idx
         self._begins_window |= batch_idx % trainer.accumulate_grad_batches == 0
 
-    def see_loss(self, trainer: pl.Trainer, module: pl.LightningModule, loss: Tensor, step: int) -> None:
+    def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor, step: int) -> None:
         """Start to copy the loss and its reductions to the host."""
         # the value that training_step returned: without the scaler's factor and accumulation's divisor
         factor = 1.0
@@ -150,23 +306,17 @@ class LossReader:
         for scale in seen.scale.read():
             factor /= float(scale)
         value = float(seen.value.read()) * factor
-        is_good = math.isfinite(value)
-        if not is_good:  # by the scale, so that the scaler will skip this step on every rank; or a mean over nothing, which adds nothing
-            is_good = (seen.is_scaled and math.isinf(value)) or seen.may_be_nan
+        # not finite by the scale: the scaler will skip this step on every rank; a mean over nothing adds nothing
+        is_good = math.isfinite(value) or (seen.is_scaled and math.isinf(value)) or seen.may_be_nan
         if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
             self._loss, self._step = value, seen.step
             if not is_good:
                 self._bad_batch = seen.batch_idx
         # zero in every step so far
-        if value == 0 and self._zero_steps >= 0:
-            self._zero_steps += 1
-        else:
-            self._zero_steps = -1
+        self._zero_steps = self._zero_steps + 1 if value == 0 and self._zero_steps >= 0 else -1
         weights = read_weights(seen.weights)
-        self._weights = []
-        for weight in weights:
-            if weight.kind == "local" and not (weight.is_masked and self._compares_rows):
-                self._weights.append(weight)
+        local = [weight for weight in weights if weight.kind == "local"]
+        self._weights = [weight for weight in local if not (weight.is_masked and self._compares_rows)]
         if self._micro_batches is not None:
             if seen.begins_window:
                 self._micro_batches.clear()
@@ -206,7 +356,7 @@ class LossReader:
         return found
 
 
-def is_divided(trainer: pl.Trainer) -> bool:
+def is_divided(trainer: Trainer) -> bool:
     """Return whether Lightning's division of a loss by the number of micro-batches stands."""
     return getattr(trainer.strategy, "accumulation", "mean") == "mean"
 
@@ -223,7 +373,8 @@ class MicroBatches:
     def clear(self) -> None:
         """Begin a window."""
         self._values: list[float] = []
-        self._weights: list[Sequence[ElementWeight]] = []
+        self._divisors: list[list[float]] = []  # of each micro-batch: one for each of its reductions that is known
+        self._is_known = True
 
     def add(self, value: float, weights: Sequence[ElementWeight], factor: float) -> None:
         """Note a micro-batch.
@@ -234,38 +385,23 @@ class MicroBatches:
             factor: Factor between the two, which undoes Lightning's division and the scaler's factor.
         """
         self._values.append(value)
-        self._weights.append([_times(weight, factor) for weight in weights])
+        sizes = [abs(float(weight.weight) * factor) for weight in weights if weight.kind != "unknown"]
+        self._divisors.append([1.0 / size if size else math.nan for size in sizes])
+        self._is_known &= len(sizes) == len(weights)
 
     def row(self) -> list[float]:
         """Return M, then M values and M divisors; M is 0 if a window is one micro-batch, or divisors are not known."""
-        several = 1 < len(self._values) <= _MOST
-        # a column for each reduction that is known in every micro-batch
-        known = [list(filter(_is_known, weights)) for weights in self._weights]
-        if not several or len(set(map(len, known))) != 1 or not known[0]:
+        values, number = self._values, len(self._values)
+        reductions = {len(divisors) for divisors in self._divisors}
+        if not 1 < number <= _MOST or len(reductions) > 1 or reductions == {0}:
             return [0.0]
-        columns = [list(map(_divisor_of, column)) for column in zip(*known, strict=True)]
-        # the one that differs most decides
+        # a column for each reduction; the one that differs most decides
+        columns = list(zip(*self._divisors, strict=True))
         divisors = max(columns, key=_spread)
-        is_whole = all(len(weights) == len(known[0]) for weights in self._weights)
-        is_whole = is_whole and all(_spread(c) < 1 + _EQUAL or _in_proportion(c, divisors) for c in columns)
-        values = self._values
-        if not is_whole:  # a mean over all rows would need the value of each term
-            values = [math.nan] * len(values)
-        return [float(len(values)), *values, *divisors]
-
-
-def _times(weight: ElementWeight, factor: float) -> ElementWeight:
-    return ElementWeight(float(weight.weight) * factor, weight.elements, kind=weight.kind)
-
-
-def _is_known(weight: ElementWeight) -> bool:
-    return weight.kind != "unknown"
-
-
-def _divisor_of(weight: ElementWeight) -> float:
-    """Return what a reduction divides by; nan where its elements weigh nothing."""
-    size = abs(float(weight.weight))
-    return 1.0 / size if size else math.nan
+        is_whole = all(_spread(column) < 1 + _EQUAL or _in_proportion(column, divisors) for column in columns)
+        if not self._is_known or not is_whole:  # a mean over all rows would need the value of each term
+            values = [math.nan] * number
+        return [float(number), *values, *divisors]
 
 
 def _spread(divisors: Sequence[float]) -> float:
@@ -301,12 +437,9 @@ def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[F
         return []
     totals, means = [], []
     for m, divisor in enumerate(divisors):
-        total = math.fsum(table[m] * table[number + m] for table in tables if table[number + m])
-        mean = math.fsum(table[m] for table in tables) / len(tables)
-        if divisor:
-            mean = total / divisor
-        totals.append(total)
-        means.append(mean)
+        totals.append(math.fsum(table[m] * table[number + m] for table in tables if table[number + m]))
+        plain_mean = math.fsum(table[m] for table in tables) / len(tables)
+        means.append(totals[-1] / divisor if divisor else plain_mean)
     # what counts micro-batches alike, and what counts rows alike
     of_means, of_rows = math.fsum(means) / number, math.fsum(totals) / math.fsum(divisors)
     shown = ", ".join(f"{divisor:g}" for divisor in divisors[:_SHOWN])

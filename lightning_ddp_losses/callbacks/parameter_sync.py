@@ -15,67 +15,31 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
+    SentFingerprints,
     TensorSlice,
     class_shards,
     divided_parameters,
     is_replicated,
     replicated_parameters,
 )
-from lightning_ddp_losses.callbacks.row_exchange import Row
-from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprints
+from lightning_ddp_losses.callbacks.report import Action
+from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
+from lightning_ddp_losses.distributed.fingerprint import hash_lines
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders, local_part
 from lightning_ddp_losses.strategies.fsdp_setup import replicated_dim
 
+_SHARD_NUMBERS = 3  # of a class shard in a row
 _PARTS = "parts of parameters"  # name of a finding whose parameters are still to be named
-
-
-class PartRow(NamedTuple):
-    """What travels where parts have replicas.
-
-    Attributes:
-        place: A hash of which parts the rank holds.
-        values: One fingerprint of the slices looked at.
-    """
-
-    place: int
-    values: int
-
-
-@dataclass(frozen=True)
-class ComparedParts:
-    """Holds what was looked at at one stage, on its way to the host.
-
-    Attributes:
-        place: As ``PartRow``.
-        slices: Of the parts.
-        sent: Their fingerprints.
-    """
-
-    place: int
-    slices: list[TensorSlice]
-    sent: HostNumbers
-
-    def row(self) -> PartRow:
-        """Return what travels."""
-        return PartRow(self.place, combine(self.sent.read()))
-
-    def describe(self) -> str:
-        """Return this rank's fingerprints by name, for ``explain``."""
-        by_name: dict[str, list[int]] = {}
-        for piece, value in zip(self.slices, self.sent.read(), strict=True):
-            by_name.setdefault(piece.name, []).append(value)
-        return json.dumps({"place": self.place, "values": by_name})
 
 
 class PartReplicas:
@@ -83,76 +47,63 @@ class PartReplicas:
 
     Args:
         max_slices: As ``RotatingSlices``.
+
+    Attributes:
+        place: Hash of the parts that the rank holds.
     """
 
     def __init__(self, max_slices: int) -> None:
         self._parameters: dict[str, nn.Parameter] = {}
         self._slices = RotatingSlices(max_slices)
         self._parts: dict[str, Tensor] = {}
-        self._place = 0
+        self.place = 0
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Find the parameters whose parts have replicas; to be called while none of them is gathered."""
         divided = divided_parameters(trainer)
         named = [(name, p) for name, p in module.named_parameters() if name in divided]
         self._parameters = {name: p for name, p in named if replicated_dim(p) is not None}
         # the objects stay, and so does what they hold, also while fully_shard has others in their place
         self._parts = {name: local_part(p.detach()) for name, p in self._parameters.items()}
-        self._place = hash_lines([f"{name} {_place_of(p)}" for name, p in self._parameters.items()])
+        self.place = hash_lines([f"{name} {_place_of(p)}" for name, p in self._parameters.items()])
         self._slices.update(self._parts)
 
-    def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> ComparedParts | None:
-        """Look at this rank's parts; None where each part is on one rank.
+    def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> SentFingerprints | None:
+        """Look at this rank's parts; None if each part is on one rank.
 
         Args:
             choose: The slices of this stage.
         """
         if not self._parameters:
             return None
-        slices = choose(self._slices)
-        sent = start_fingerprints(piece.of(self._parts[piece.name]) for piece in slices)
-        return ComparedParts(self._place, slices, sent)
-
-
-class ShardRow(NamedTuple):
-    """The range of classes that a rank's shard holds, and their number in all."""
-
-    start: int
-    stop: int
-    num_classes: int
+        return SentFingerprints.of(choose(self._slices), self._parts)
 
 
 class ParameterRow(NamedTuple):
-    """What travels, but before the wrap, where the first number travels alone.
+    """Numbers that travel, but before the wrap, when the first number travels alone.
 
     Attributes:
-        structure: A hash of names, shapes, dtypes and order.
+        structure: Hash of names, shapes, dtypes and order.
         values: One fingerprint of the slices looked at.
-        shards: At the start of training, the range of each class shard.
-        parts: Of a model in parts that have replicas.
+        parts: Hash of the parts that the rank holds, and one fingerprint of them; empty if no part has replicas.
+        shards: At the start of training, for each class shard its first and last class and the number of classes.
     """
 
     structure: int
     values: int = 0
-    shards: tuple[ShardRow, ...] = ()
-    parts: PartRow | None = None
+    parts: tuple[int, ...] = ()
+    shards: tuple[int, ...] = ()
 
     def pack(self) -> list[int]:
         """Return the numbers as they travel."""
-        row = [self.structure, self.values]
-        for shard in self.shards:
-            row += shard
-        return row + list(self.parts or ())
+        return [self.structure, self.values, *self.parts, *self.shards]
 
     @classmethod
     def unpack(cls, row: Sequence[int]) -> ParameterRow:
-        """Return what ``pack`` was given."""
-        size = len(ShardRow._fields)
-        # what is left of whole shards
-        stop = len(row) - max(len(row) - 2, 0) % size
-        shards = tuple(ShardRow(*row[start : start + size]) for start in range(2, stop, size))
-        parts = PartRow(*row[stop:]) if stop < len(row) else None
-        return cls(row[0], row[1], shards, parts)
+        """Return the row that ``pack`` was given."""
+        structure, values, *rest = row
+        first_shard = len(rest) % _SHARD_NUMBERS  # two numbers of parts come before whole shards
+        return cls(structure, values, tuple(rest[:first_shard]), tuple(rest[first_shard:]))
 
 
 @dataclass(frozen=True)
@@ -160,34 +111,18 @@ class ComparedParameters:
     """Holds what was looked at at one stage, on its way to the host, for the row and for the explanation.
 
     Attributes:
-        parameters: By name.
-        structure: As ``ParameterRow``.
-        slices: What was looked at.
-        sent: Its fingerprints.
-        parts: As ``ParameterRow``.
-        state: What may explain a difference; None before training.
+        parameters: Parameters by name.
+        row: The numbers that are known at once.
+        sent: Fingerprints of the slices looked at; None before the wrap.
+        parts: Fingerprints of parts that have replicas.
+        state: Further knowledge that may explain a difference; None before training.
     """
 
     parameters: Mapping[str, Tensor]
-    structure: int
-    slices: Sequence[TensorSlice] = ()
-    sent: HostNumbers | None = None
-    parts: ComparedParts | None = None
+    row: ParameterRow
+    sent: SentFingerprints | None = None
+    parts: SentFingerprints | None = None
     state: StepState | None = None
-
-    def row(self, shards: Sequence[ShardRow] = ()) -> list[int]:
-        """Return what travels."""
-        assert self.sent is not None
-        parts = None if self.parts is None else self.parts.row()
-        return ParameterRow(self.structure, combine(self.sent.read()), tuple(shards), parts).pack()
-
-    def values(self) -> dict[str, list[int]]:
-        """Return the fingerprints by name."""
-        assert self.sent is not None
-        by_name: dict[str, list[int]] = {}
-        for piece, value in zip(self.slices, self.sent.read(), strict=True):
-            by_name.setdefault(piece.name, []).append(value)
-        return by_name
 
 
 class ParameterSyncCheck(RankCheck, default=True):
@@ -221,30 +156,28 @@ class ParameterSyncCheck(RankCheck, default=True):
         parts: int = 16,
         full_every_n_steps: int = 500,
         every_n_steps: int = 1,
-        action: Mapping[str, str] | str | None = None,
+        action: Action = None,
     ) -> None:
+        self.parts, self.full_every_n_steps = parts, full_every_n_steps
         super().__init__(every_n_steps=every_n_steps, action=action)
-        self.parts = parts
-        self.full_every_n_steps = full_every_n_steps
-        self._slices = RotatingSlices(parts)
-        self._judged = ComparedParameters({}, 0)
+
+    def _forget(self) -> None:
+        self._slices, self._parts = RotatingSlices(self.parts), PartReplicas(self.parts)
+        self._judged = ComparedParameters({}, ParameterRow(0))
         self._structure = 0
         self._is_first_step = True
-        self._parts = PartReplicas(parts)
 
-    def start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Begin with a full pass."""
-        self._is_first_step = True
-        self._parts = PartReplicas(self.parts)  # a pickle of an earlier release has none
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Remember what DDP knows now."""
         self.runner.shared(DDPSnapshot)
 
-    def stop(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Let go of the fit."""
-        self._judged = ComparedParameters({}, 0)
+        self._judged = ComparedParameters({}, ParameterRow(0))
 
     # ------------------------------------------------------------------ measure
 
-    def measure(self, trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage) -> Row:
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return a hash of the names, one fingerprint of this stage's slices, and at the start the shards."""
         if not is_replicated(trainer):
             return []
@@ -252,36 +185,41 @@ class ParameterSyncCheck(RankCheck, default=True):
         # looked up once per batch; at other stages they may be others
         parameters = self.runner.replicated_parameters() if is_step else replicated_parameters(trainer, module)
         if stage == CheckStage.BEFORE_WRAP:
-            self._judged = ComparedParameters(parameters, hash_lines(_descriptions(module, parameters, buffers=True)))
-            return [self._judged.structure]
+            structure = hash_lines(_descriptions(module, parameters, buffers=True))
+            self._judged = ComparedParameters(parameters, ParameterRow(structure))
+            return [structure]
         if self._slices.update(parameters):
             self._structure = hash_lines(_descriptions(module, parameters, buffers=False))
+        row = ParameterRow(self._structure)
         if stage == CheckStage.TRAIN_START:
             self._parts.start(trainer, module)
-        is_full = self._is_full(stage)
-        slices = self._due_slices(self._slices, is_full=is_full)
-        gradients_of = slices if is_step else None  # those of a step are gone when it is judged
+            shards: list[int] = []
+            for shard in class_shards(module).values():
+                shards += (shard.start, shard.stop, shard.num_classes)
+            row = row._replace(shards=tuple(shards))
+        choose = partial(self._due_slices, is_full=self._is_full(stage))
+        slices = choose(self._slices)
         compared = ComparedParameters(
             parameters,
-            self._structure,
-            slices,
-            start_fingerprints(piece.of(parameters[piece.name]) for piece in slices),
-            self._parts.measure(lambda slices: self._due_slices(slices, is_full=is_full)),
-            StepState(self.runner, parameters, gradients_of),
+            row,
+            SentFingerprints.of(slices, parameters),
+            self._parts.measure(choose),
+            StepState(
+                self.runner, parameters, slices if is_step else None
+            ),  # gradients of a step are gone when it is judged
         )
         if is_step:
             return partial(self._read, compared)
-        shards: list[ShardRow] = []
-        if stage == CheckStage.TRAIN_START:
-            local_shards = class_shards(module).values()
-            shards = [ShardRow(shard.start, shard.stop, shard.num_classes) for shard in local_shards]
-        self._judged = compared
-        return compared.row(shards)
+        return self._read(compared)
 
     def _read(self, compared: ComparedParameters) -> list[int]:
-        """Return the row of a step, which is kept for the explanation."""
+        """Return the row, with the numbers that have arrived. What was looked at is kept for the explanation."""
+        assert compared.sent is not None
         self._judged = compared
-        return compared.row()
+        row = compared.row._replace(values=compared.sent.combined())
+        if compared.parts is not None:
+            row = row._replace(parts=(self._parts.place, compared.parts.combined()))
+        return row.pack()
 
     def _is_full(self, stage: CheckStage) -> bool:
         """Say whether this stage looks at everything; the next step may not."""
@@ -295,20 +233,15 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ judge
 
-    def judge(
-        self, table: list[list[int]], trainer: pl.Trainer, module: pl.LightningModule, stage: CheckStage
-    ) -> list[Finding]:
+    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare structures first, then values, then the shards' ranges."""
         if not table[0]:
             return []
         # other names or shapes: values cannot be lined up
-        structures = [row[0] for row in table]
-        if len(set(structures)) > 1:
-            return [Finding.of("F12", "unnamed", ranks=odd_ranks(structures), name="parameters")]
-        if stage == CheckStage.BEFORE_WRAP:
-            return []
+        found = differing([row[0] for row in table], "F12", "unnamed", name="parameters")
+        if found or stage == CheckStage.BEFORE_WRAP:
+            return found
         rows = [ParameterRow.unpack(row) for row in table]
-        found: list[Finding] = []
         fault = "SYNC"
         if stage == CheckStage.TRAIN_START:
             fault = "F04"
@@ -318,21 +251,24 @@ class ParameterSyncCheck(RankCheck, default=True):
         if len(set(values)) > 1:
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
         # the same part with other values
-        parts = [row.parts for row in rows if row.parts is not None]
-        return found + _judge_parts(parts, fault)
+        parts = [row.parts for row in rows if row.parts]
+        odd = _odd_replicas([place for place, _ in parts], [value for _, value in parts])
+        if odd:
+            found.append(Finding(fault, _PARTS, "equal values on the ranks that hold the same part", odd, name=_PARTS))
+        return found
 
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
         """Return this rank's names, or its parameters' fingerprints with what is known of their gradients and optimizers."""
         if finding.name == "parameters":
             before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
             return json.dumps(_descriptions(module, self._judged.parameters, buffers=before_wrap))
         if finding.name == _PARTS and self._judged.parts is not None:
-            return self._judged.parts.describe()
-        if finding.name != "values" or self._judged.state is None:
+            return json.dumps({"place": self._parts.place, "values": self._judged.parts.values()})
+        if finding.name != "values" or self._judged.state is None or self._judged.sent is None:
             return None
-        return json.dumps({"values": self._judged.values(), **self._judged.state.tell()})
+        return json.dumps({"values": self._judged.sent.values(), **self._judged.state.tell()})
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name the parameters, and why they differ."""
@@ -350,12 +286,12 @@ class ParameterSyncCheck(RankCheck, default=True):
             found.append(cause.finding(finding, f"parameter `{name}`", name, odd_ranks(values)))
         return found[:MOST_NAMES] or [finding]
 
-    def tensor(self, finding: Finding, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor | None:
+    def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the parameter itself."""
         return self._judged.parameters.get(finding.name)
 
 
-def _descriptions(module: pl.LightningModule, parameters: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
+def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
     """Describe every parameter, class shard and, if asked, buffer in a line."""
     lines = []
     for name, parameter in parameters.items():
@@ -397,23 +333,16 @@ def _lines_at(lines: Sequence[str], positions: Sequence[int]) -> str:
 def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Finding]:
     """Find class shards that do not cover the classes, each once."""
     found = []
-    for name, shards in zip(names, zip(*(row.shards for row in rows), strict=True), strict=True):
-        blocks = [ClassShard(shard.start, shard.stop, shard.num_classes) for shard in shards]
-        if first_holders(blocks) is None:
+    for number, name in enumerate(names):
+        place = _SHARD_NUMBERS * number
+        shards = [ClassShard(*row.shards[place : place + _SHARD_NUMBERS]) for row in rows]
+        if first_holders(shards) is None:
             values = tuple(f"classes {shard.start} to {shard.stop} of {shard.num_classes}" for shard in shards)
             found.append(Finding.of("F16", name=name, values=values))
     return found
 
 
 # ---------------------------------------------------------------------- findings of parts
-
-
-def _judge_parts(rows: Sequence[PartRow], fault: str) -> list[Finding]:
-    """Return a finding where a part differs from its replicas."""
-    odd = _odd_replicas([row.place for row in rows], [row.values for row in rows])
-    if not odd:
-        return []
-    return [Finding(fault, _PARTS, "equal values on the ranks that hold the same part", odd, name=_PARTS)]
 
 
 def _explain_parts(finding: Finding, states: Sequence[Mapping[str, object]]) -> list[Finding]:

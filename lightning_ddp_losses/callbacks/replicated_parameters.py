@@ -1,19 +1,21 @@
-"""Which parameters ranks must hold alike, by name, and slices of them that are compared one step at a time."""
+"""Parameters that ranks must hold alike, by name, slices of them that are compared one step at a time, and fingerprints of slices."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.distributed.fingerprint import combine, start_fingerprints
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
@@ -21,9 +23,10 @@ DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """The attribute in which a module lists what DDP shall leave alone; torch documents it under this name."""
 
 _MIN_PART_BYTES = 1 << 20
+T = TypeVar("T")
 
 
-def is_replicated(trainer: pl.Trainer) -> bool:
+def is_replicated(trainer: Trainer) -> bool:
     """Say whether ``replicated_parameters`` are to be equal after every step (not under other FSDP, nor between local SGD's averages)."""
     strategy = trainer.strategy
     if isinstance(strategy, ModelParallelLossStrategy):
@@ -31,13 +34,13 @@ def is_replicated(trainer: pl.Trainer) -> bool:
     return isinstance(strategy, DDPStrategy) and not compat.averages_models(strategy)
 
 
-def divided_parameters(trainer: pl.Trainer) -> frozenset[str]:
+def divided_parameters(trainer: Trainer) -> frozenset[str]:
     """Return the names of parameters of which each rank holds a part, also while they are gathered."""
     strategy = trainer.strategy
     return strategy.divided_parameters if isinstance(strategy, ModelParallelLossStrategy) else frozenset()
 
 
-def replicated_parameters(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Tensor]:
+def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
     """Return the parameters of the module and of its optimizers that are the same on all ranks by contract, in their order.
 
     Left out: class shards, what ``fully_shard`` divides, what the user told DDP to ignore, and copies that are in neither.
@@ -61,7 +64,7 @@ def replicated_parameters(trainer: pl.Trainer, module: pl.LightningModule) -> di
 class ReplicatedParameters:
     """Remembers ``replicated_parameters``; looks again only when modules, parameters, their layout or optimizers have changed."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
         self._slots: list[Any] = []
         self._known: list[list[Any]] = []
@@ -90,7 +93,7 @@ class ReplicatedParameters:
         return [[*map(id, objects)], [*map(len, self._slots)], layout], objects
 
 
-def optimizer_parameters(trainer: pl.Trainer) -> Iterator[tuple[str, nn.Parameter]]:
+def optimizer_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter of every optimizer, named by its place there."""
     for i, optimizer in enumerate(trainer.optimizers):
         for j, group in enumerate(optimizer.param_groups):
@@ -147,6 +150,39 @@ def dense_gradients(
         grad = parameters[each.name].grad
         if grad is not None and not grad.is_sparse and grad.numel():
             yield each, each.of(grad)
+
+
+def by_name(slices: Sequence[TensorSlice], values: Iterable[T]) -> dict[str, list[T]]:
+    """Return the values of slices by the name of their tensor."""
+    found: dict[str, list[T]] = {}
+    for each, value in zip(slices, values, strict=True):
+        found.setdefault(each.name, []).append(value)
+    return found
+
+
+class SentFingerprints:
+    """Holds fingerprints of slices on their way to the host: ranks compare one number, and names only if those differ.
+
+    Args:
+        slices: Slices of tensors.
+        numbers: Fingerprint of each.
+    """
+
+    def __init__(self, slices: Sequence[TensorSlice], numbers: HostNumbers) -> None:
+        self.slices, self._numbers = slices, numbers
+
+    @classmethod
+    def of(cls, slices: Sequence[TensorSlice], tensors: Mapping[str, Tensor]) -> SentFingerprints:
+        """Start to compute the fingerprints of slices of these tensors."""
+        return cls(slices, start_fingerprints(each.of(tensors[each.name]) for each in slices))
+
+    def combined(self) -> int:
+        """Return one number for all fingerprints, by their order."""
+        return combine(self._numbers.read())
+
+    def values(self) -> dict[str, list[int]]:
+        """Return the fingerprints by name."""
+        return by_name(self.slices, self._numbers.read())
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:

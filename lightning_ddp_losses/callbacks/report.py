@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeAlias
 
 import lightning
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 from rich.markup import escape
@@ -49,7 +49,11 @@ DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
 
-def validated_actions(action: Mapping[str, str] | str | None, title: str) -> dict[str, str]:
+Action: TypeAlias = Mapping[str, str] | str | None
+"""What happens with findings, by severity; or one word for errors and warnings."""
+
+
+def validated_actions(action: Action, title: str) -> dict[str, str]:
     """Return the actions that were given, by severity; refuse severities and actions that do not exist.
 
     Args:
@@ -59,24 +63,15 @@ def validated_actions(action: Mapping[str, str] | str | None, title: str) -> dic
     Raises:
         ConfigurationError: for anything else.
     """
-    given: object = action
-    if action is None:
-        given = {}
-    elif isinstance(action, str):
-        given = {"error": action, "warning": action}
-    is_known = (
-        isinstance(given, Mapping)
-        and given.keys() <= DEFAULT_ACTION.keys()
-        and all(word in _ACTIONS for word in given.values())
-    )
+    given = {"error": action, "warning": action} if isinstance(action, str) else action or {}
+    is_known = isinstance(given, Mapping) and given.keys() <= DEFAULT_ACTION.keys()
     expect(
-        is_known,
+        is_known and all(word in _ACTIONS for word in given.values()),
         f"{title}: action",
         expected=f"one of {', '.join(_ACTIONS)} for errors and warnings, or one for each of the severities {', '.join(DEFAULT_ACTION)}",
         got=repr(action),
         fix='For instance action={"error": "warn", "note": "warn"}.',
     )
-    assert isinstance(given, Mapping)
     return dict(given)
 
 
@@ -123,12 +118,10 @@ class Report:
 
     def __init__(self, settings: Settings, folder: Path | None) -> None:
         self._settings = settings
-        self._folder: Path | None = None
-        if settings.file:
-            self._folder = folder
+        self._folder = folder if settings.file else None
         self._number: int | None = None  # that this fit's files carry
         self._seen: Counter[tuple[str, str, str]] = Counter()
-        self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # of the causes that were told
+        self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # of the reported causes
         self.findings: list[Finding] = []
         self.by_check: dict[str, Counter[str]] = {}
 
@@ -136,7 +129,7 @@ class Report:
         """Say whether this fault has not been seen before in this fit."""
         return finding.key not in self._seen
 
-    def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: pl.Trainer) -> None:
+    def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: Trainer) -> None:
         """Count, write, log and warn, once for each cause; raise what is to be raised.
 
         Args:
@@ -153,10 +146,10 @@ class Report:
             severity = finding.severity
             new = self.is_new(finding)
             self._seen[finding.key] += 1
-            # what the check says, else what DDPChecks says, else the default
+            # the check's action, else that of DDPChecks, else the default; a fault of our own does not end the training
             action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
             if action == "raise" and isinstance(finding, SwitchedOff):
-                action = "warn"  # our own fault ends nobody's training
+                action = "warn"
             if action == "raise":
                 raising.append(finding)
                 self._keep(finding, new=new)
@@ -178,10 +171,8 @@ class Report:
             self._keep(cause.lead)
             for follower in cause.followers:
                 self._keep(replace(follower, follows=cause.lead.fault))
-            if action == "warn":
-                _warn(cause.text())
-            else:
-                rank_zero_info(cause.text())
+            tell = _warn if action == "warn" else rank_zero_info
+            tell(cause.text())
         for finding, lead in late:
             self._keep(replace(finding, follows=lead.fault))
             rank_zero_info(finding.text(f"  of the same cause as {lead.fault} of step {lead.step}: {lead.what}"))
@@ -207,7 +198,7 @@ class Report:
         """The number of errors and warnings seen, each once; notes are no faults."""
         return sum(counts["error"] + counts["warning"] for counts in self.by_check.values())
 
-    def log(self, trainer: pl.Trainer, more: Mapping[str, float] | None = None) -> None:
+    def log(self, trainer: Trainer, more: Mapping[str, float] | None = None) -> None:
         """Send the counters, and other figures where they are wanted, to the trainer's loggers."""
         # of all checks together
         totals: Counter[str] = sum(self.by_check.values(), Counter())
@@ -216,7 +207,7 @@ class Report:
             figures |= more
         _send_to_loggers(trainer, figures, trainer.global_step)
 
-    def log_step(self, trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+    def log_step(self, trainer: Trainer, figures: Mapping[str, float], step: int) -> None:
         """Send figures of a step to the trainer's loggers, where they are wanted."""
         if self._settings.log_figures:
             _send_to_loggers(trainer, figures, step)
@@ -276,7 +267,7 @@ class Report:
         return self._folder / _numbered(name, self._number)
 
 
-def run_folder(trainer: pl.Trainer) -> Path | None:
+def run_folder(trainer: Trainer) -> Path | None:
     """Return the folder of this run, the one that holds its checkpoints; right on rank 0, which writes.
 
     ``log_dir`` is that folder only for loggers that make one for each run. Of others (Weights & Biases, MLflow) it is one for all runs,
@@ -310,21 +301,20 @@ def _numbered(name: str, number: int) -> str:
     """Return the name of a file of the fit of that number; the first has none."""
     if number == 0:
         return name
-    path = Path(name)
-    return f"{path.stem}_{number}{path.suffix}"
+    stem, _, suffix = name.partition(".")
+    return f"{stem}_{number}.{suffix}"
 
 
 def _seen_by(check: CheckSummary) -> str:
     """Return what a check has seen, in its own words; its figures, where they are few, if it has none."""
-    parts = list(check.remarks)
-    if not parts and 0 < len(check.figures) <= _MOST_FIGURES:
-        parts = [", ".join(f"{name} {value:.4g}" for name, value in check.figures.items())]
-    elif check.figures and not parts:
-        parts = [f"{len(check.figures)} figures"]
-    return "; ".join(parts) or "-"
+    if check.remarks or not check.figures:
+        return "; ".join(check.remarks) or "-"
+    if len(check.figures) > _MOST_FIGURES:
+        return f"{len(check.figures)} figures"
+    return ", ".join(f"{name} {value:.4g}" for name, value in check.figures.items())
 
 
-def _send_to_loggers(trainer: pl.Trainer, figures: Mapping[str, float], step: int) -> None:
+def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) -> None:
     """Send figures to the trainer's loggers under ``ddp_checks/``, with the epoch, as Lightning logs."""
     named = {f"ddp_checks/{name}": value for name, value in figures.items()}
     for logger in trainer.loggers:

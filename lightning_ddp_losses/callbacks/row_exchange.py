@@ -16,6 +16,7 @@ ranks and leaves one warning: its fault must not end a healthy fit. A check that
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import struct
@@ -23,11 +24,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
-import lightning.pytorch as pl
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, failed_check
 from lightning_ddp_losses.callbacks.report import Report
@@ -43,12 +45,18 @@ Measured: TypeAlias = "Tensor | list[int] | list[float]"
 Row: TypeAlias = "Measured | Callable[[], Tensor] | Callable[[], list[int]] | Callable[[], list[float]]"
 """Numbers that ``RankCheck.measure`` returns, or a function that returns them when the row travels."""
 
-Table: TypeAlias = "Tensor | list[list[Any]] | dict[int, str] | None"
+Rows: TypeAlias = "list[list[Any]]"
+"""The rows of all ranks, in rank order, of a check that measures lists."""
+
+Table: TypeAlias = "Tensor | Rows | dict[int, str] | None"
 """The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks; None: some rank has no row."""
 
 _PART_HEAD = struct.Struct("<ccxxI")  # form, code of array, bytes
 _FAILED, _NOTHING, _LIST, _TENSOR = b"!", b"-", b"L", b"T"
-_DTYPES = {b"q": torch.int64, b"d": torch.float64, b"B": torch.uint8}  # by the codes of array
+_CODES = {torch.int64: b"q", torch.float64: b"d", torch.uint8: b"B"}  # as array has them
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_KINDS = {(_LIST, b"q"): "a list of ints", (_LIST, b"d"): "a list of floats"}
+_KINDS |= {(_TENSOR, code): str(dtype) for code, dtype in _DTYPES.items()}
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
 _MAX_TENSORS = 8  # differences that are measured at one exchange
@@ -64,18 +72,19 @@ def encode(measured: object, title: str) -> bytes:
     Raises:
         InputError: for anything that cannot travel.
     """
+    got = type(measured).__name__
     if isinstance(measured, list):
-        code = b"q"
-        if any(isinstance(value, float) for value in measured):  # one float makes all of them floats
-            code = b"d"
+        # one float makes all of them floats
+        code = b"d" if any(isinstance(value, float) for value in measured) else b"q"
         with contextlib.suppress(TypeError):  # refused below
             return _part(_LIST, array(code.decode(), measured).tobytes(), code)
-    if isinstance(measured, Tensor) and measured.ndim == 1:
-        for code, dtype in _DTYPES.items():
-            if measured.dtype == dtype:
-                return _part(_TENSOR, measured.detach().cpu().contiguous().numpy().tobytes(), code)
+        got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
+    elif isinstance(measured, Tensor):
+        if measured.ndim == 1 and measured.dtype in _CODES:
+            return _part(_TENSOR, measured.detach().cpu().contiguous().numpy().tobytes(), _CODES[measured.dtype])
+        got = f"{tuple(measured.shape)} {measured.dtype}"
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
-    raise InputError(f"{title}.measure", expected=expected, got=_type_text(measured))
+    raise InputError(f"{title}.measure", expected=expected, got=got)
 
 
 def encode_failure(text: str) -> bytes:
@@ -100,16 +109,6 @@ def _part(form: bytes, data: bytes = b"", code: bytes = b" ") -> bytes:
     return _PART_HEAD.pack(form, code, len(data)) + data
 
 
-def _type_text(measured: object) -> str:
-    """Describe for an error what a check measured."""
-    if isinstance(measured, Tensor):
-        return f"{tuple(measured.shape)} {measured.dtype}"
-    if isinstance(measured, list):
-        kinds = dict.fromkeys(type(value).__name__ for value in measured)
-        return f"a list with {', '.join(kinds)}"
-    return type(measured).__name__
-
-
 def _split(row: bytes, number: int) -> list[tuple[bytes, bytes, bytes]]:
     """Split a row into form, code and bytes of each check."""
     parts: list[tuple[bytes, bytes, bytes]] = []
@@ -131,11 +130,7 @@ def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
     if _NOTHING in forms:
         return None
     if len(forms) > 1 or (forms == {_TENSOR} and len(codes) > 1):
-        kinds: dict[bytes, Mapping[bytes, object]] = {
-            _LIST: {b"q": "a list of ints", b"d": "a list of floats"},
-            _TENSOR: _DTYPES,
-        }
-        return {rank: f"measured {kinds[form][code]}" for rank, (form, code, _) in enumerate(parts)}
+        return {rank: f"measured {_KINDS[form, code]}" for rank, (form, code, _) in enumerate(parts)}
     # rows of one length
     longest = max(len(data) for _, _, data in parts)
     padded = [data.ljust(longest, b"\0") for _, _, data in parts]
@@ -147,70 +142,121 @@ def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
     return torch.frombuffer(bytearray(b"".join(padded)), dtype=dtype).view(len(parts), -1)
 
 
-# ---------------------------------------------------------------------- rows between ranks
+# ---------------------------------------------------------------------- checks
 
 
-class Check(Protocol):
-    """Names the parts of a check that its runner needs; `base.RankCheck` documents each."""
+class Check:
+    """Defines the parts that a check writes, and what its runner asks it for. `base.RankCheck` makes a callback of it."""
 
-    action: dict[str, str]
+    stages: ClassVar[tuple[CheckStage, ...]] = ()
+    faults: ClassVar[tuple[str, ...]] = ()
+    needs_peers: ClassVar[bool] = True
     every_n_steps: int
+    action: dict[str, str]
 
-    @property
-    def stages(self) -> tuple[CheckStage, ...]:
-        """Stages at which it measures and judges."""
+    # ------------------------------------------------------------------ what a check writes
 
-    @property
-    def needs_peers(self) -> bool:
-        """Whether it has nothing to compare in a world of one."""
+    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
+        """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
 
-    @property
-    def title(self) -> str:
-        """Name of its class, for messages."""
+        A function that returns such a row is called when the row travels: after a step that is one step later, when numbers that come off
+        a device (``host_copy.HostNumbers``) have long arrived.
+        """
+        raise NotImplementedError
 
-    @property
-    def is_built_in(self) -> bool:
-        """Whether it is one of this package."""
+    def judge(self, table: Any, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
+        """Return what is wrong with the rows of all ranks: a tensor (W, n), or a list of lists where ``measure`` gives lists.
 
-    def overrides(self, method: str) -> bool:
-        """Return whether it has its own of a method that does nothing by default."""
+        Decide from the table: it is all that every rank knows.
+        """
+        raise NotImplementedError
 
-    def options(self) -> dict[str, object]:
-        """Return the options that must be equal on all ranks."""
-
-    def join(self, runner: Any) -> None:
-        """Become part of a run, or leave it."""
-
-    def dry_run(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
-        """Try out the first batch, on all ranks together."""
-
-    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Row:
-        """Return this rank's row."""
-
-    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
-        """Return findings about the rows of all ranks."""
-
-    def describe(self, finding: Finding, trainer: Any, module: Any) -> str | None:
-        """Return this rank's text about a new finding."""
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
+        """Return what this rank can add to a new finding, as a text for ``explain``; None: nothing."""
+        return None
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Return the finding, made richer by the texts of all ranks."""
+        """Return the finding, made richer (or divided into several) by the texts of all ranks."""
+        return [finding]
 
-    def tensor(self, finding: Finding, trainer: Any, module: Any) -> Tensor | None:
-        """Return the tensor that a new finding is about."""
+    def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
+        """Return this rank's tensor that a new finding is about; its largest difference between ranks is added to the finding."""
+        return None
 
-    def stop(self, trainer: Any, module: Any) -> None:
-        """Leave nothing behind; it may be called twice."""
+    # ------------------------------------------------------------------ what a check may observe, without communication
+
+    def start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Forget an earlier fit: training starts."""
+
+    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Look at a training batch, on the device."""
+
+    def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
+        """Try out the first batch before its step, on all ranks together.
+
+        Here alone a check may communicate by itself; it must come to the same findings everywhere.
+        """
+        return []
+
+    def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        """Look at the loss before each backward, those of accumulation steps too."""
+
+    def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        """Look at gradients right after each backward, those of accumulation steps too, before the module's own hook."""
+
+    def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+        """Look at reduced and unscaled gradients, before the module's own hook and before clipping."""
+
+    def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+        """Look at what a step left, right after it was made: gradients are those that the optimizer used."""
+
+    def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Look at what a batch of training or validation (``trainer.validating``) has left, before the module's own hook."""
+
+    def stop(self, trainer: Trainer, module: LightningModule) -> None:
+        """Leave nothing behind: the fit is over, also after an error. It may be called twice."""
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the logger and the summary."""
+        """Return figures for the logger and the summary, by name."""
+        return {}
 
     def remarks(self) -> list[str]:
         """Return lines for the summary."""
+        return []
+
+    # ------------------------------------------------------------------ for the runner
+
+    @property
+    def title(self) -> str:
+        """The name of its class, for messages."""
+        return type(self).__name__
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of this package: a fault of its own switches it off, but a user's check raises."""
+        return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+    def join(self, runner: Any) -> None:
+        """Become part of a run, or leave it."""
+        raise NotImplementedError
+
+    def overrides(self, method: str) -> bool:
+        """Return whether this check has its own of a method that does nothing by default."""
+        return _class_overrides(type(self), method)  # type: ignore[arg-type] # mypy takes a class for unhashable
+
+    def options(self) -> dict[str, object]:
+        """Return the options that must be equal on all ranks: its plain attributes."""
+        plain = (bool, int, float, str, tuple, list, dict, type(None))
+        own = vars(self).items()
+        return {name: value for name, value in own if not name.startswith("_") and isinstance(value, plain)}
 
 
-Entry: TypeAlias = "tuple[Check, CheckStage]"
-"""A check, and the stage that its row is of."""
+@functools.cache
+def _class_overrides(cls: type[Check], method: str) -> bool:
+    return getattr(cls, method) is not getattr(Check, method)
+
+
+# ---------------------------------------------------------------------- rows between ranks
 
 
 class _Waiting(NamedTuple):
@@ -244,8 +290,8 @@ class RowExchange:
 
     def __init__(
         self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
+        trainer: Trainer,
+        module: LightningModule,
         watch: Watch | None,
         report: Report,
         stop_check: Callable[[Check], None],
@@ -363,9 +409,9 @@ class RowExchange:
                 raise
             self._failures[id(check)] = f"{type(error).__name__}: {error}"
 
-    def pack(self, entries: Sequence[Entry]) -> bytes:
+    def pack(self, checks: Sequence[Check], stage: CheckStage) -> bytes:
         """Return this rank's row: the parts that wait, and the errors of checks that failed."""
-        return b"".join([self._pack_one(check, stage) for check, stage in entries])
+        return b"".join([self._pack_one(check, stage) for check in checks])
 
     def _pack_one(self, check: Check, stage: CheckStage) -> bytes:
         waiting = self._waiting.pop((id(check), stage), None)
@@ -378,34 +424,45 @@ class RowExchange:
             return encode_failure(self._failures.pop(id(check)))
         return part
 
-    def exchange(self, entries: Sequence[Entry], place: str, step: int, *, patience: float = math.inf) -> None:
-        """Exchange the waiting rows of these checks, and judge them.
+    def exchange(
+        self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "", patience: float = math.inf
+    ) -> None:
+        """Exchange the rows of these checks that wait since a stage, and judge them.
+
+        Args:
+            checks: Checks that are due, the same on every rank.
+            stage: Stage of the rows.
+            step: Optimizer steps so far.
+            place: Place of the exchange, if it is not that stage.
+            patience: Seconds to wait for the peers.
 
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
 
-        Communication: one gather. More only if there is a new finding. None without entries.
+        Communication: one gather. More only if there is a new finding. None without checks.
         """
-        if entries:
-            rows = self.gather_rows(place, self.pack(entries), {"step": step}, patience=patience)
-            self.judge(entries, rows, place, step)
+        if checks:
+            place = place or stage.value
+            rows = self.gather_rows(place, self.pack(checks, stage), {"step": step}, patience=patience)
+            self.judge(checks, stage, rows, step, place=place)
 
-    def judge(self, entries: Sequence[Entry], rows: Sequence[bytes], place: str, step: int) -> None:
-        """Judge all ranks' rows; called with the same rows on every rank.
+    def judge(
+        self, checks: Sequence[Check], stage: CheckStage, rows: Sequence[bytes], step: int, *, place: str
+    ) -> None:
+        """Judge all ranks' rows. Every rank calls it with the same rows.
 
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
         """
         found: list[tuple[Check, Finding]] = []
         # each check has its own table: one row a rank, all of the same step
-        for (check, stage), table in zip(entries, decode_tables(rows, len(entries)), strict=True):
+        for check, table in zip(checks, decode_tables(rows, len(checks)), strict=True):
             if isinstance(table, dict):
                 found += placed(check, [self._failed(check, table)], step, place)
             elif table is not None:
                 found += placed(check, self._judge(check, table, stage), self._steps[id(check), stage], stage.value)
         if found:
-            found = self._add_differences(self._explain(found))
-            self.report_findings(found)
+            self.report_findings(self._add_differences(self._explain(found)))
 
     def _judge(self, check: Check, table: Table, stage: CheckStage) -> list[Finding]:
         """Let a check judge. One that fails on this rank alone must not leave its peers: its error travels at its next exchange."""

@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
-from lightning_ddp_losses.callbacks.row_exchange import Check, Entry, RowExchange, placed
+from lightning_ddp_losses.callbacks.row_exchange import Check, RowExchange, placed
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
@@ -53,14 +53,14 @@ class _Batch:
 
     Attributes:
         stepping: Optimizers that were about to step.
-        stepped: Optimizers that did (a gradient scaler may have skipped one).
+        stepped: Number of those that did (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning.
         has_synchronised: Whether one of them reduced gradients.
         parameters: Parameters that ranks must hold alike, once they have been looked up.
     """
 
     stepping: list[Optimizer] = field(default_factory=list)
-    stepped: list[Optimizer] = field(default_factory=list)
+    stepped: int = 0
     backwards: int = 0
     has_synchronised: bool = False
     parameters: dict[str, Tensor] | None = None
@@ -72,12 +72,12 @@ class _StrategyHandshake:
 
     Attributes:
         carries_rows: Whether they do.
-        entries: Rows that are on their way.
+        checks: Checks with rows on their way.
         is_sent: Whether the row of this backward has been sent, before Lightning's hook.
     """
 
     carries_rows: bool = False
-    entries: Sequence[Entry] = ()
+    checks: Sequence[Check] = ()
     is_sent: bool = False
 
 
@@ -100,9 +100,7 @@ class CheckRunner(Callback):
         own_time: Time that checks take, their gathers included.
     """
 
-    def __init__(
-        self, checks: Sequence[Check], settings: Settings, trainer: pl.Trainer, module: pl.LightningModule
-    ) -> None:
+    def __init__(self, checks: Sequence[Check], settings: Settings, trainer: Trainer, module: LightningModule) -> None:
         world_size = process_groups.world_size()
         self.checks = [check for check in checks if world_size > 1 or not check.needs_peers]
         self.trainer, self.module = trainer, module
@@ -142,8 +140,8 @@ class CheckRunner(Callback):
         return self._batch.stepping
 
     @property
-    def stepped(self) -> list[Optimizer]:
-        """Optimizers that did step (a gradient scaler may have skipped one)."""
+    def stepped(self) -> int:
+        """The number of those that did step (a gradient scaler may have skipped one)."""
         return self._batch.stepped
 
     @property
@@ -212,7 +210,7 @@ class CheckRunner(Callback):
                 raise ConfigurationError(str(error), collective=True) from None
         self.run_stage(CheckStage.BEFORE_WRAP)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
         with self.own_time:
             self._observe("start")
@@ -224,13 +222,11 @@ class CheckRunner(Callback):
                 self._handshake.carries_rows = attach_payload(self._payload, self._judge_payloads)
         self.run_stage(CheckStage.TRAIN_START)
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the data of the epoch."""
         self.run_stage(CheckStage.EPOCH_START)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Let the checks see a training batch; before the first step they may try it out."""
         self._batch.parameters = None
         self._enter(f"training_step of step {self.step}")
@@ -241,25 +237,21 @@ class CheckRunner(Callback):
                 self._dry_run(batch, batch_idx)
 
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
-        if process_groups.world_size() == 1:
-            return
         found: list[tuple[Check, Finding]] = []
+        # one that has failed on this rank alone takes part all the same: its peers wait for it
         for check in self.checks:
-            # one that has failed on this rank alone takes part all the same: its peers wait for it
-            if check.overrides("dry_run"):
-                found += placed(check, self._try_out(check, batch, batch_idx), self.step, "the dry run")
+            if process_groups.world_size() == 1 or not check.overrides("dry_run"):
+                continue
+            try:
+                tried = check.dry_run(self.trainer, self.module, batch, batch_idx)
+                found += placed(check, tried, self.step, "the dry run")
+            except Exception as error:
+                if not check.is_built_in or isinstance(error, DDPLossError):
+                    raise
+                self._note_failure(check, "dry_run", error)
         self.row_exchange.report_findings(found)
 
-    def _try_out(self, check: Check, batch: Any, batch_idx: int) -> list[Finding]:
-        try:
-            return check.dry_run(self.trainer, self.module, batch, batch_idx)
-        except Exception as error:
-            if not check.is_built_in or isinstance(error, DDPLossError):
-                raise
-            self._note_failure(check, "dry_run", error)
-            return []
-
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
         self._enter(f"backward of step {self.step}")
         if self._handshake.is_sent:  # the loss was seen and judged there
@@ -280,26 +272,24 @@ class CheckRunner(Callback):
         self._handshake.is_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
-            due = self._due(CheckStage.BEFORE_BACKWARD)
-            self._handshake.entries = _entries(due, CheckStage.BEFORE_BACKWARD)
-            self.row_exchange.measure(due, CheckStage.BEFORE_BACKWARD, self.step)
-            return self.row_exchange.pack(self._handshake.entries)
+            stage = CheckStage.BEFORE_BACKWARD
+            self._handshake.checks = due = self._due(stage)
+            self.row_exchange.measure(due, stage, self.step)
+            return self.row_exchange.pack(due, stage)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
         """Judge all ranks' rows, as the strategy's handshake is read."""
-        if self._handshake.entries:
+        stage = CheckStage.BEFORE_BACKWARD
+        if self._handshake.checks:
             with self.own_time:
-                place = CheckStage.BEFORE_BACKWARD.value
-                self.row_exchange.judge(self._handshake.entries, rows, place, self.step)
+                self.row_exchange.judge(self._handshake.checks, stage, rows, self.step, place=stage.value)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the gradients of a backward, before the module's own hook."""
         with self.own_time:
             self._observe("see_backward")
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Let the checks see the reduced gradients of an optimizer that is about to step, before clipping."""
         self._enter(f"the optimizer of step {self.step}")
         with self.own_time:
@@ -315,11 +305,11 @@ class CheckRunner(Callback):
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         with self.own_time:
-            self._batch.stepped.append(optimizer)
+            self._batch.stepped += 1
             self._observe("see_step", optimizer)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Judge a batch that made a step, and forget it."""
         self._enter(f"end of step {self.step}")
@@ -335,27 +325,27 @@ class CheckRunner(Callback):
         with self.own_time:
             self._observe("see_batch_end")
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge metrics before they are computed."""
         self.run_stage(CheckStage.TRAIN_EPOCH_END)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge what validation starts from."""
         self._run_in_validation(CheckStage.VALIDATION_START)
 
     def on_validation_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any, **options: Any
+        self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
     ) -> None:
         """Let the checks see what a validation batch has left, before the module's own hook."""
         if not trainer.sanity_checking:
             with self.own_time:
                 self._observe("see_batch_end")
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge metrics before they are computed."""
         self._run_in_validation(CheckStage.VALIDATION_EPOCH_END)
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""
         self._run_in_validation(CheckStage.VALIDATION_END)
 
@@ -363,9 +353,7 @@ class CheckRunner(Callback):
         if not self.trainer.sanity_checking:
             self.run_stage(stage)
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Judge the last step and the checkpoint before it is written, unless a rank that failed saves alone. Checks may add to it."""
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return
@@ -373,20 +361,18 @@ class CheckRunner(Callback):
         self.checkpoint = checkpoint
         self.run_stage(CheckStage.SAVE)
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Judge a checkpoint that was loaded."""
         self.checkpoint = checkpoint
         self.run_stage(CheckStage.LOAD)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the last step and what training leaves, and sum up."""
         self._judge_last_step(_THE_END)
         self.run_stage(CheckStage.TRAIN_END)
         with self.own_time:  # errors of checks since they were due
             checks = [check for check in self.checks if self.row_exchange.is_on(check)]
-            self.row_exchange.exchange(_entries(checks, CheckStage.TRAIN_END), _THE_END, self.step)
+            self.row_exchange.exchange(checks, CheckStage.TRAIN_END, self.step, place=_THE_END)
         # figures and remarks of the checks, and the time that they took
         summaries = [CheckSummary(check.title, *_last_words(check)) for check in self.checks]
         figures: dict[str, float] = {}
@@ -462,10 +448,10 @@ class CheckRunner(Callback):
                 # the rows that have waited first: what is measured next takes their place in the checks
                 now = [check for check in due if not self.row_exchange.has_begun(check, stage)]
                 waiting = [check for check in due if check not in now]
-                self.row_exchange.exchange(_entries(waiting, stage), stage.value, self.step)
+                self.row_exchange.exchange(waiting, stage, self.step)
                 due = [check for check in due if self.row_exchange.is_on(check)]
             self.row_exchange.measure(due, stage, self.step)
-            self.row_exchange.exchange(_entries(now, stage), stage.value, self.step)
+            self.row_exchange.exchange(now, stage, self.step)
 
     def _judge_last_step(self, place: str, *, patience: float = math.inf) -> None:
         """Judge the rows of a step that wait for their check to be due again.
@@ -477,14 +463,15 @@ class CheckRunner(Callback):
         """
         with self.own_time:
             stage = CheckStage.AFTER_STEP
-            checks = [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
-            self.row_exchange.exchange(_entries(checks, stage), place, self.step, patience=patience)
+            self.row_exchange.exchange(self._running(stage), stage, self.step, place=place, patience=patience)
 
     def _due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now; the same on every rank."""
         every, step = not stage.repeats_every_step, self.step
-        due = [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
-        return [check for check in due if every or step % check.every_n_steps == 0]
+        return [check for check in self._running(stage) if every or step % check.every_n_steps == 0]
+
+    def _running(self, stage: CheckStage) -> list[Check]:
+        return [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
 
     def _enter(self, place: str) -> None:
         """Note where the main thread is now, and stop here if a peer has failed."""
@@ -523,10 +510,6 @@ class CheckRunner(Callback):
         self._observers = {}
         with contextlib.suppress(Exception):  # it has failed already
             check.stop(self.trainer, self.module)
-
-
-def _entries(checks: Sequence[Check], stage: CheckStage) -> list[Entry]:
-    return [(check, stage) for check in checks]
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:

@@ -137,5 +137,5 @@ CASES = [
     Case(Half, "F15", O, "scale", options={"plugins": own_scaler}),
     Case(Rates, "F17", O, "lr", step=1),
     Case(Idle, "STEP", O, "step", step=1, ranks=()),
-    Case(Unsaved, "F75", O, "head.weight", step=1, ranks=()),
+    Case(Unsaved, "F75", "CheckpointCheck", "head.weight", step=1, ranks=()),
 ]

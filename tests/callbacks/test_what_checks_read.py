@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
-from lightning_ddp_losses.callbacks.batch_check import BatchEpochRow
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
-from lightning_ddp_losses.callbacks.buffer_sync import NormRow
-from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow, ShardRow
+from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
@@ -51,14 +49,11 @@ def test_rows_that_do_not_fit_together() -> None:
     ]
 
 
-def test_rows_with_lists_in_them_are_unpacked_as_they_were_packed() -> None:
-    epoch = BatchEpochRow(3, 4, 2, 17, list(range(BUCKETS)))
-    assert BatchEpochRow.unpack(epoch.pack()) == epoch
-    norms = NormRow(4.5, [1.0] * BUCKETS, [0.25, 0.5])
-    assert NormRow.unpack(norms.pack()) == norms
-    parameters = ParameterRow(7, -8, (ShardRow(0, 5, 10), ShardRow(5, 10, 10)))
-    assert ParameterRow.unpack(parameters.pack()) == parameters
-    assert ParameterRow.unpack([7, -8]) == ParameterRow(7, -8)
+@pytest.mark.parametrize("shards", [(), (0, 5, 10), (0, 5, 10, 5, 10, 10)])
+@pytest.mark.parametrize("parts", [(), (1, 2)])
+def test_a_row_of_parameters_is_unpacked_as_it_was_packed(parts: tuple[int, ...], shards: tuple[int, ...]) -> None:
+    row = ParameterRow(7, -8, parts, shards)
+    assert ParameterRow.unpack(row.pack()) == row
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])
