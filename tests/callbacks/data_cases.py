@@ -1,4 +1,4 @@
-"""Data that ranks share, miss, or get in the wrong order."""
+"""Faults of data, losses and state next to the parameters, each a sabotaged run with its healthy twin."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,11 +24,12 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
 )
+from torchmetrics import Metric
 
-from lightning_ddp_losses import GlobalBatchSampler
-from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject
+from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler
+from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject, Validated
 
-__all__ = ["CASES", "HEALTHY", "Lonely"]
+# ---------------------------------------------------------------------- data that ranks share, miss, or get in the wrong order
 
 
 def dataset(rows: int) -> TensorDataset:
@@ -215,7 +219,7 @@ class Padded(Loaded):
         held_out = dataset(4 * dist.get_world_size() + self.sick)
         return DataLoader(held_out, batch_size=2, sampler=DistributedSampler(held_out, shuffle=False))
 
-    def validation_step(self, batch: Any, index: int) -> None:
+    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
         pass
 
 
@@ -236,13 +240,10 @@ class PaddedInside(Padded):
         ours = GlobalBatchSampler(SequentialSampler(rows), 4)
         return [exact, DataLoader(rows, batch_size=4, sampler=ours)]
 
-    def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
-        pass
-
 
 CUT = {"use_distributed_sampler": True}
 
-CASES = [
+DATA = [
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1), strategy="ddp_losses"),
     Case(SmallBatches, "F67", "BatchCheck", "batches", step=7, ranks=(0, 1)),
@@ -255,8 +256,300 @@ CASES = [
     Case(Unpaired, "F31", "BatchCheck", "contrast", step=2),
     Case(ForeignGather, "F28", "BatchCheck", "contrast", ranks=()),
     Case(Padded, "F54", "BatchCheck", "validation loader 0", step=5, ranks=()),
-    Case(
-        PaddedInside, "F54", "BatchCheck", "validation loader 0", step=5, ranks=(), strategy="ddp_losses", options=CUT
-    ),
+    Case(PaddedInside, "F54", "BatchCheck", "loader 0", step=5, ranks=(), strategy="ddp_losses", options=CUT),
 ]
 HEALTHY = [Constant, Replacement]
+
+
+# ---------------------------------------------------------------------- losses and logged values
+
+
+class NotANumber(Subject):
+    """The loss of one rank is NaN at its third batch."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        loss = super().objective(features, labels, index)
+        return loss * float("nan") if self.odd and index == 2 else loss
+
+
+class MissingLoss(Subject):
+    """One rank skips a step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        return None if self.odd and index == 1 else super().training_step(batch, index)
+
+
+class ZeroFromTheStart(Subject):
+    """One rank's loss selects nothing."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        loss = super().objective(features, labels, index)
+        return loss * 0 if self.odd else loss
+
+
+class MeanOfMeans(Subject):
+    """Targets that are ignored on one rank only."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        targets = labels.clone()
+        if self.odd:
+            targets[:3] = -100
+        return nn.functional.cross_entropy(self.head(self.encoder(features)), targets)
+
+
+class GlobalMean(Subject):
+    """Healthy: the same targets, each rank's sum divided by the mean number over ranks. Sick: by its own."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        own = len(labels) - 3 * dist.get_rank() % len(labels)
+        number = torch.tensor(float(own))
+        if not self.sick:
+            dist.all_reduce(number)
+            number = number / dist.get_world_size()
+        logits = self.head(self.encoder(features))[:own]
+        return nn.functional.cross_entropy(logits, labels[:own], reduction="sum") / number
+
+
+class Watched(Validated):
+    """Early stopping on a value that each rank has for itself."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("val_loss", self.objective(*batch, index), sync_dist=not self.sick, batch_size=4)
+
+
+class OtherKeys(Subject):
+    """Each rank logs under a name of its own."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        loss = self.objective(*batch, index)
+        name = f"loss_{dist.get_rank()}" if self.sick else "loss"
+        self.log(name, loss.detach(), on_step=False, on_epoch=True, sync_dist=True, batch_size=4)
+        return loss
+
+
+class OtherValidationKeys(Watched):
+    """The same in validation."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        name = f"val_loss_{dist.get_rank()}" if self.sick else "val_loss"
+        self.log(name, self.objective(*batch, index), sync_dist=True, batch_size=4)
+
+
+def stop_early(sick: bool) -> list[Any]:
+    return [EarlyStopping("val_loss", patience=3)]
+
+
+LOSSES = [
+    Case(NotANumber, "F79", "LossCheck", "loss", step=2),
+    Case(NotANumber, "F79", "LossCheck", "loss", step=2, strategy="ddp_losses"),
+    Case(MissingLoss, "F35", "LossCheck", "loss", step=1),
+    Case(ZeroFromTheStart, "F31", "LossCheck", "loss", step=4, options={"max_epochs": 2}),
+    Case(MeanOfMeans, "F30", "LossCheck", "loss", step=2, ranks=()),
+    Case(GlobalMean, "F30", "LossCheck", "loss", step=2, ranks=()),
+    Case(Watched, "F55", "LossCheck", "val_loss", step=3, options={"callbacks": stop_early}),
+    Case(OtherKeys, "F46", "LossCheck", "loss_0", step=0),
+    Case(OtherValidationKeys, "F46", "LossCheck", "val_loss_0", step=3),
+]
+
+
+# ---------------------------------------------------------------------- buffers, queues, metric states and devices that go apart
+
+
+class Memory(Subject):
+    """A cross-batch memory: of one rank's rows, or of all ranks'."""
+
+    def build(self) -> None:
+        memory = pml.CrossBatchMemory(pml.ContrastiveLoss(), embedding_size=WIDTH, memory_size=64)
+        self.contrast: nn.Module = (memory if self.sick else GlobalBatchLoss(memory)).double()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return super().objective(features, labels, index) + self.contrast(self.encoder(features), labels)
+
+
+class OwnFirst(Subject):
+    """Rows of all ranks in a queue, one's own first."""
+
+    def build(self) -> None:
+        self.register_buffer("queue", torch.zeros(64, WIDTH, dtype=torch.float64))
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        rows = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, features.contiguous())
+        if self.odd:
+            rows.insert(0, rows.pop(dist.get_rank()))
+        self.queue[:] = torch.cat([*rows, self.queue])[:64]
+        return super().objective(features, labels, index)
+
+
+class CenterLoss(nn.Module):
+    """A running sum of the rows seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))
+
+
+class RunningSum(Subject):
+    """A loss that keeps a sum of its own rank's rows in a buffer."""
+
+    def build(self) -> None:
+        self.center = CenterLoss()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        seen = features.sum(0)
+        if not self.sick:
+            dist.all_reduce(seen)
+        self.center.total += seen
+        return super().objective(features, labels, index)
+
+
+class Normalised(Subject):
+    """Batch norm; the data of one rank lie elsewhere."""
+
+    def build(self) -> None:
+        self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return super().objective(self.norm(features + (20.0 if self.odd else 0.0)), labels, index)
+
+    def train_dataloader(self) -> Any:
+        shift = 0.01 * torch.arange(32)[:, None]
+        return DataLoader([(x.repeat(8, 1) + shift, y.repeat(8)) for x, y in super().train_dataloader()], None)
+
+
+class OurNorm(nn.Identity):
+    """Stands for a layer that synchronises on the CPU."""
+
+
+class Convert(LayerSync):
+    def apply(self, model: nn.Module) -> nn.Module:
+        for name, child in model.named_children():
+            setattr(model, name, OurNorm() if isinstance(child, nn.BatchNorm1d) else child)
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class HiddenNorm(Subject):
+    """A projector with batch norm, in a list."""
+
+    def build(self) -> None:
+        projector = nn.Sequential(nn.BatchNorm1d(WIDTH, dtype=torch.float64))
+        if self.sick:
+            self.projectors = [projector]
+        else:
+            self.norm = projector[0]
+
+
+class Collected(Metric):
+    """Keeps what it sees; gathered item by item, or as one."""
+
+    def __init__(self, reduce: str | None) -> None:
+        super().__init__()
+        self.add_state("values", default=[], dist_reduce_fx=reduce)
+
+    def update(self, value: Tensor) -> None:
+        self.values.append(value)
+
+    def compute(self) -> Tensor:
+        seen = [value.reshape(-1).double() for value in self.values]
+        return torch.cat(seen).mean() if seen else torch.tensor(0.0)
+
+
+class Collecting(Validated):
+    reduce: str | None = None
+
+    def build(self) -> None:
+        self.collected = Collected(self.reduce)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.collected.update(batch[0].mean(0))
+
+    def on_validation_epoch_end(self) -> None:
+        self.collected.compute()
+        self.collected.reset()
+
+
+class FewerUpdates(Collecting):
+    """One rank updates a metric less often."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        if not (self.odd and index == 1):
+            super().validation_step(batch, index)
+
+
+class OtherDtype(Collecting):
+    """One rank's state has another dtype."""
+
+    reduce = "cat"
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.collected.update(batch[0].mean(0).float() if self.odd else batch[0].mean(0))
+
+
+class MetricElsewhere(Subject):
+    """A metric in a list, which nobody moves."""
+
+    def build(self) -> None:
+        self.metrics = [Collected("cat").to("meta" if self.sick else "cpu")]
+
+
+class Threads(Subject):
+    """nn.DataParallel inside."""
+
+    def build(self) -> None:
+        if self.sick:
+            self.threads = nn.DataParallel(nn.Identity())
+
+
+class Scale(nn.Module):
+    """Multiplies by a buffer that differs per rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("by", torch.ones(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.by
+
+
+class TwoForwards(Subject):
+    """A DDP of the user's own runs twice before backward, while its buffer is this rank's."""
+
+    def configure_model(self) -> None:
+        if "views" not in vars(self):
+            self.__dict__["views"] = DistributedDataParallel(Scale())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        views = self.__dict__["views"]
+        views.module.by.data.fill_(1.0 + dist.get_rank())
+        first = views(features)
+        if self.sick:
+            views.module.by.data.fill_(1.0 + dist.get_rank())
+            first = first + views(features)
+        return super().objective(features, labels, index) + first.sum()
+
+
+def convert(sick: bool) -> list[LayerSync]:
+    return [Convert()]
+
+
+NORMS = {"plugins": convert}
+
+STATES = [
+    Case(Memory, "F64", "BufferSyncCheck", "contrast.embedding_memory"),
+    Case(Memory, "F64", "BufferSyncCheck", "contrast.embedding_memory", strategy="ddp_losses"),
+    Case(OwnFirst, "F26", "BufferSyncCheck", "queue"),
+    Case(RunningSum, "F49", "BufferSyncCheck", "center.total"),
+    Case(Normalised, "F59", "BufferSyncCheck", "batch norm", step=4, ranks=()),
+    Case(HiddenNorm, "F60", "BufferSyncCheck", "projectors[0]", ranks=(), options=NORMS),
+    Case(FewerUpdates, "F51", "BufferSyncCheck", "collected.values", step=3),
+    Case(OtherDtype, "F52", "BufferSyncCheck", "collected.values", step=3),
+    Case(TwoForwards, "F41", "BufferSyncCheck", "DistributedDataParallel"),
+    Case(MetricElsewhere, "F50", "DeviceCheck", "self.metrics[0]", ranks=()),
+    Case(Threads, "F73", "DeviceCheck", "threads", ranks=()),
+]
+
+CASES = [*DATA, *LOSSES, *STATES]

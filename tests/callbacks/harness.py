@@ -13,12 +13,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import DDPChecks, DDPLossError
+from lightning_ddp_losses import DDPChecks, DDPLossError, RankCheck
 from tests.lightning_ranks import make_trainer
 
-__all__ = ["Case", "ComplexFilter", "Outcome", "SparseTable", "Subject", "run", "run_all"]
-
 ROWS, WIDTH, CLASSES, BATCHES = 4, 4, 3, 4
+
+
+def drawn(rows: int, batches: int = BATCHES) -> DataLoader:
+    """Return batches of so many rows, drawn by each rank for itself."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    features = [torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(batches)]
+    return DataLoader([(each, torch.arange(rows) % CLASSES) for each in features], batch_size=None)
 
 
 def slices(world_size: int, rank: int) -> DataLoader:
@@ -62,6 +67,16 @@ class Subject(LightningModule):
     def odd(self) -> bool:
         """Whether this rank is the one to break: the last."""
         return self.sick and dist.get_rank() == dist.get_world_size() - 1
+
+
+class Validated(Subject):
+    """Validates on its training data."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        self.objective(*batch, index)
 
 
 class SparseTable(Subject):
@@ -155,6 +170,19 @@ def run(case: Case, sick: bool) -> Outcome:
         except Exception as caught:
             error, text = type(caught).__name__, str(caught)
     return Outcome(error, text, [f.record() for f in [*findings, *checks.findings]])
+
+
+def fit(
+    checks: RankCheck | Sequence[RankCheck] | None = None, subject: Any = None, strategy: str = "ddp", **options: Any
+) -> DDPChecks:
+    """Train a module with checks, all of them by default; options are those of ``DDPChecks`` or of the trainer."""
+    if isinstance(checks, RankCheck):
+        checks = [checks]
+    own = {name: options.pop(name) for name in ("action", "file", "log_figures", "stall_seconds") if name in options}
+    callback = DDPChecks(checks, summary=options.pop("summary", False), **own)
+    callbacks = [*options.pop("callbacks", []), callback]
+    make_trainer(strategy, callbacks=callbacks, **options).fit(Subject(False) if subject is None else subject)
+    return callback
 
 
 def run_all(cases: Sequence[Case], sick: bool) -> list[Outcome]:

@@ -10,51 +10,40 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses import DDPChecks, GradientFlowCheck, ParameterSyncCheck
+from lightning_ddp_losses import GradientFlowCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks.findings import Finding, group_by_cause
-from tests.callbacks.harness import Case, Subject, run
-from tests.callbacks.optimizers import InAList, Rates
-from tests.callbacks.parameters import CLIP, Clipped, Created, Halved, OwnBackward
-from tests.lightning_ranks import make_trainer
+from tests.callbacks.harness import Case, Subject, fit, run
+from tests.callbacks.training_cases import CLIP, Clipped, Created, Halved, InAList, OwnBackward, Rates, only
 from tests.rank_pool import RankPool
 
-
-def only_gradients() -> DDPChecks:
-    return DDPChecks([GradientFlowCheck()], summary=False, file=False)
-
-
-def only_parameters() -> DDPChecks:
-    return DDPChecks([ParameterSyncCheck()], summary=False, file=False)
-
-
 # what breaks, who looks, and what must and must not be said
-SAID: dict[str, tuple[Any, Callable[[], DDPChecks], str, str]] = {
+SAID: dict[str, tuple[Any, type[RankCheck], str, str]] = {
     "clipped on one rank": (
         Clipped,
-        only_gradients,
-        "It was reduced, and equal on all ranks before the step",
+        GradientFlowCheck,
+        "reduced, and equal on all ranks before the step",
         "not reduced",
     ),
     "a backward after the reduction": (
         OwnBackward,
-        only_gradients,
+        GradientFlowCheck,
         "It was reduced; some ranks changed it",
         "not reduced",
     ),
     "nobody saw the gradient before": (
         Clipped,
-        only_parameters,
+        ParameterSyncCheck,
         "It was not reduced, or some ranks changed it",
         "It was reduced",
     ),
-    "a hook that is gone": (Halved, only_gradients, "took DDP's hook away", "It was reduced"),
+    "a hook that is gone": (Halved, GradientFlowCheck, "took DDP's hook away", "It was reduced"),
 }
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_a_gradient_is_called_unreduced_only_where_it_was_seen(pool: RankPool, name: str) -> None:
-    subject, checks, said, unsaid = SAID[name]
-    texts = [outcome.text for outcome in pool.run(2, run, Case(subject, "", "", checks=checks), True)]
+    subject, check, said, unsaid = SAID[name]
+    texts = [outcome.text for outcome in pool.run(2, run, Case(subject, "", "", checks=only(check)), True)]
     assert said in texts[0], texts[0]
     assert unsaid not in texts[0], texts[0]
     assert texts[0] == texts[1]
@@ -69,10 +58,9 @@ class TwoFaults(InAList):
 
 def warned(subject: Callable[[bool], Any], options: dict[str, Any]) -> tuple[list[str], list[tuple[str, str, str]]]:
     """Train with ``action="warn"``; the warnings of the checks, and of each finding its text, fault and what it follows from."""
-    checks = DDPChecks(action={"error": "warn"}, summary=False, file=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer("ddp", callbacks=[checks], **options).fit(subject(True))
+        checks = fit(None, subject(True), action={"error": "warn"}, file=False, **options)
     texts = [str(each.message) for each in caught if "Check, F" in str(each.message)]
     return texts, [(each.text(), each.fault, each.follows) for each in checks.findings if each.severity == "error"]
 
@@ -132,9 +120,7 @@ class NoTargets(Subject):
 def test_a_loss_that_is_not_finite_is_shown_as_it_was(pool: RankPool) -> None:
     case = Case(NoTargets, "F79", "LossCheck", options={"accumulate_grad_batches": 2})
     for outcome in pool.run(2, run, case, True):
-        (finding,) = [
-            each for each in outcome.findings if each["check"] == "LossCheck" and each["severity"] == "error"
-        ][:1]
+        finding, *_ = [each for each in outcome.findings if (each["check"], each["severity"]) == ("LossCheck", "error")]
         assert finding["values"][1] == "nan in batch 0"
         assert float(finding["values"][0]) > 0
         assert "valid target" in finding["fix"]

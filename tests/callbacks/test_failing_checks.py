@@ -22,7 +22,7 @@ from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
 from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
 from lightning_ddp_losses.errors import RankMismatchError
 from tests.callbacks.harness import Subject
-from tests.callbacks.parameters import Nudged
+from tests.callbacks.training_cases import Nudged
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 

@@ -24,7 +24,7 @@ from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from tests.callbacks.harness import Subject, slices
-from tests.callbacks.parameters import Nudged
+from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool

@@ -82,7 +82,7 @@ def test_a_floored_mean_is_named_with_both_values(pool: RankPool, world_size: in
         found = {finding["name"]: finding for finding in answer["found"]}
         assert sorted(found) == NAMES, found
         for name, finding in found.items():
-            assert finding["fault"] == "F82", finding
+            assert (finding["fault"], finding["check"]) == ("F82", "LossCheck"), finding
             logged = float(NUMBER.findall(finding["what"])[-1])
             expected = float(NUMBER.findall(finding["expected"])[0])
             assert logged == pytest.approx(answer["logged"][name], rel=1e-7)

@@ -8,7 +8,6 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,8 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import BatchCheck, ClipLoss, CommunicationMonitor, DDPChecks, GlobalBatchLoss, LossCheck
 from lightning_ddp_losses.callbacks import device_check
 from lightning_ddp_losses.callbacks.findings import place_of
-from tests.callbacks.data_cases import HEALTHY, Lonely
-from tests.callbacks.harness import WIDTH, Subject
-from tests.callbacks.loss_cases import MissingLoss
-from tests.callbacks.state_cases import Memory
+from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
+from tests.callbacks.harness import Subject, drawn, fit
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 
@@ -38,10 +35,9 @@ def listed(checks: DDPChecks) -> Found:
     return [(f.fault, f.severity, f.text()) for f in checks.findings]
 
 
-def fit(subject: Callable[[bool], Any], sick: bool = False, strategy: str = "ddp", **options: Any) -> Found:
-    checks = DDPChecks(action={"warning": "log", "error": "log"}, summary=False, file=False)
-    make_trainer(strategy, callbacks=[checks], **options).fit(subject(sick))
-    return listed(checks)
+def found_in(subject: Callable[[bool], Any], sick: bool = False, strategy: str = "ddp", **options: Any) -> Found:
+    """Train with all checks; the findings by fault, severity and text."""
+    return listed(fit(None, subject(sick), strategy, action="log", file=False, **options))
 
 
 class Contrast(Subject):
@@ -57,7 +53,7 @@ class Contrast(Subject):
 
 
 def test_notes_of_a_healthy_run(pool: RankPool) -> None:
-    for found in pool.run(2, fit, Contrast, False, accumulate_grad_batches=2):
+    for found in pool.run(2, found_in, Contrast, False, accumulate_grad_batches=2):
         texts = {fault: text for fault, severity, text in found if severity == "note"}
         assert {severity for _, severity, _ in found} == {"note"}
         assert {"F18", "F29", "F33", "F56", "F72"} <= set(texts)
@@ -81,7 +77,7 @@ class Graphs(Subject):
 
 
 def test_graphs_are_counted_and_not_their_nodes(pool: RankPool) -> None:
-    for known, unknown in zip(pool.run(2, fit, Graphs), pool.run(2, fit, Graphs, True), strict=True):
+    for known, unknown in zip(pool.run(2, found_in, Graphs), pool.run(2, found_in, Graphs, True), strict=True):
         texts = [text for fault, _, text in known if fault == "F18"]
         assert len(texts) == 1
         assert "4 rows (1 x 4, 2 per rank)" in texts[0]
@@ -97,7 +93,7 @@ class GlobalContrast(Contrast):
 
 
 def test_a_global_loss_is_not_called_local(pool: RankPool) -> None:
-    assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, fit, GlobalContrast)[0]}
+    assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, found_in, GlobalContrast)[0]}
 
 
 class GlobalTowers(Subject):
@@ -113,89 +109,30 @@ class GlobalTowers(Subject):
 
 @pytest.mark.parametrize("subject", [GlobalContrast, GlobalTowers])
 def test_accumulation_gives_a_global_loss_no_more_negatives(pool: RankPool, subject: Callable[[bool], Any]) -> None:
-    for found in pool.run(2, fit, subject, False, "ddp_losses", accumulate_grad_batches=2):
+    for found in pool.run(2, found_in, subject, False, "ddp_losses", accumulate_grad_batches=2):
         texts = {fault: text for fault, _, text in found}
         assert "`contrast`" in texts["F33"]
         assert "microbatched" in texts["F33"]
         assert "F29" not in texts
 
 
-class Ragged(GlobalContrast):
-    """A global loss alone, on ranks with one and three rows."""
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        rows = 1 + 2 * (dist.get_rank() == 0)
-        return self.contrast(self.head(self.encoder(features[:rows])), labels[:rows] % 2)
-
-
-class TwoOptimizers(Subject):
-    """Manual optimisation with two optimizers."""
-
-    def __init__(self, sick: bool) -> None:
-        super().__init__(sick)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-            self.manual_backward(self.objective(*batch, index))
-            optimizer.step()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.encoder.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
-
-
-class Frozen(Subject):
-    """A frozen encoder."""
-
-    def build(self) -> None:
-        self.encoder.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.head.parameters(), lr=0.1)
-
-
 def test_a_last_batch_of_one_row_under_batch_norm_is_a_note(pool: RankPool) -> None:
     for sick in (False, True):
-        for found in pool.run(2, fit, Lonely, sick, max_steps=2):
+        for found in pool.run(2, found_in, Lonely, sick, max_steps=2):
             notes = [text for fault, severity, text in found if (fault, severity) == ("F62", "note")]
             assert len(notes) == sick
             assert all("the last batch has one row" in text and "drop_last=True" in text for text in notes)
 
 
-RUNS: list[tuple[Any, dict[str, Any]]] = [
-    *((subject, {}) for subject in HEALTHY),
-    (Ragged, {}),
-    (Subject, {"accumulate_grad_batches": 3, "max_epochs": 2}),
-    (Subject, {"gradient_clip_val": 0.01, "precision": "bf16-mixed"}),
-    (Subject, {"max_steps": 3, "max_epochs": -1}),
-    (Frozen, {}),
-    (Frozen, {"strategy": "ddp_losses"}),
-    (TwoOptimizers, {"strategy": "ddp"}),
-    (GlobalContrast, {"strategy": "ddp_losses", "accumulate_grad_batches": 2}),
-]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("index", range(len(RUNS)))
-def test_healthy_runs_are_silent(pool: RankPool, index: int, world_size: int) -> None:
-    subject, options = RUNS[index]
-    for found in pool.run(world_size, partial(fit, subject, **options)):
-        assert [entry for entry in found if entry[1] != "note"] == []
-
-
 def test_a_missing_loss_under_the_strategy_is_told_on_every_rank(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, MissingLoss, True, "ddp_losses")
+    errors = pool.errors(2, found_in, MissingLoss, True, "ddp_losses")
     assert len({error.message for error in errors}) == 1
     assert all(word in errors[0].message for word in ("LossCheck, F35", "returned None (rank 1)", "step 1"))
 
 
 def logged(folder: str) -> list[Any]:
     check = LossCheck()
-    logger = CSVLogger(folder, "run", version=0)
-    make_trainer("ddp", callbacks=[DDPChecks([check], summary=False)], logger=logger, log_every_n_steps=1).fit(
-        Subject(False)
-    )
+    fit(check, logger=CSVLogger(folder, "run", version=0), log_every_n_steps=1)
     return check.history
 
 
@@ -238,8 +175,7 @@ def three_runs(folder: str) -> None:
         {"default_root_dir": folder},
         {"default_root_dir": folder},
     ):
-        checks = DDPChecks(summary=False)
-        make_trainer("ddp", callbacks=[checks], log_every_n_steps=1, **options).fit(Subject(False))
+        fit(log_every_n_steps=1, **options)
 
 
 def test_each_run_has_files_of_its_own(pool: RankPool, tmp_path: Path) -> None:
@@ -254,8 +190,7 @@ def test_each_run_has_files_of_its_own(pool: RankPool, tmp_path: Path) -> None:
 
 def columns(log_figures: bool) -> set[str]:
     logger = Shared(tempfile.gettempdir(), "columns")
-    checks = DDPChecks([LossCheck(), BatchCheck()], summary=False, file=False, log_figures=log_figures)
-    make_trainer("ddp", callbacks=[checks], logger=logger, log_every_n_steps=1).fit(Subject(False))
+    fit([LossCheck(), BatchCheck()], log_figures=log_figures, file=False, logger=logger, log_every_n_steps=1)
     return {name for name in logger.columns if name.startswith("ddp_checks/")}
 
 
@@ -289,9 +224,9 @@ def test_a_warning_names_the_line_that_fits(pool: RankPool) -> None:
 
 def shown(sick: bool) -> str:
     said = io.StringIO()
-    checks = DDPChecks([LossCheck(zero_steps=1), CommunicationMonitor(every_n_steps=1)], action={"warning": "log"})
+    checks = [LossCheck(zero_steps=1), CommunicationMonitor(every_n_steps=1)]
     with contextlib.redirect_stdout(said):
-        make_trainer("ddp", callbacks=[checks]).fit((Zero if sick else Subject)(False))
+        fit(checks, (Zero if sick else Subject)(False), action={"warning": "log"}, summary=True)
     return said.getvalue()
 
 
@@ -317,21 +252,6 @@ def test_what_comes_before_the_first_step_has_no_number() -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-class Dropped(Subject):
-    """Keeps the head out of the checkpoint."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {k: v for k, v in super().state_dict(*args, **kwargs).items() if not (self.sick and "head" in k)}
-
-
-class Wrapped(Subject):
-    """A wrapped loss as an attribute."""
-
-    def build(self) -> None:
-        if self.sick:
-            self.wrapped = nn.DataParallel(nn.Identity())
-
-
 class Saves(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -341,17 +261,13 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def save(subject: Any, sick: bool, path: str | None = None) -> Found:
-    checks = DDPChecks(action={"warning": "log", "error": "log"}, summary=False, file=False)
-    with tempfile.TemporaryDirectory() as folder:
-        make_trainer("ddp", callbacks=[checks, Saves(path or f"{folder}/a.ckpt")]).fit(subject(sick))
-    return listed(checks)
+def save(subject: Any, sick: bool, path: str) -> Found:
+    return found_in(subject, sick, callbacks=[Saves(path)])
 
 
-def resume(subject: Any, sick: bool, path: str, accumulate: int = 1) -> Found:
-    checks = DDPChecks(action={"warning": "log", "error": "log"}, summary=False, file=False)
-    trainer = make_trainer("ddp", callbacks=[checks], max_epochs=2, accumulate_grad_batches=accumulate)
-    trainer.fit(subject(sick), ckpt_path=path)
+def resume(subject: Any, sick: bool, path: str) -> Found:
+    checks = DDPChecks(action="log", summary=False, file=False)
+    make_trainer("ddp", callbacks=[checks], max_epochs=2).fit(subject(sick), ckpt_path=path)
     return listed(checks)
 
 
@@ -359,27 +275,12 @@ def of(found: Found, fault: str) -> list[str]:
     return [text for name, _, text in found if name == fault]
 
 
-@pytest.mark.parametrize(("subject", "word"), [(Dropped, "head.weight"), (Wrapped, "wrapped")])
-def test_what_is_trained_must_be_saved(pool: RankPool, subject: Any, word: str) -> None:
-    assert all(not of(found, "F75") for found in pool.run(2, save, subject, False))
-    for found in pool.run(2, save, subject, True):
-        assert any(word in text for text in of(found, "F75"))
-
-
 class Grows(Memory):
     """Reads the same rows whatever the number of ranks."""
 
     def train_dataloader(self) -> Any:
         rows = 4 if self.sick else 12 // dist.get_world_size()
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        batches = [
-            (
-                torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
-                torch.randint(3, (rows,), generator=generator),
-            )
-            for _ in range(4)
-        ]
-        return DataLoader(batches, batch_size=None)
+        return drawn(rows)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -402,7 +303,7 @@ def on_devices(names: tuple[str, ...], visible: int) -> Found:
     device_check.device_identity = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
     device_check.visible_devices = lambda: visible  # type: ignore[assignment]
     try:
-        return fit(Subject)
+        return found_in(Subject)
     finally:
         device_check.device_identity, device_check.visible_devices = before
 

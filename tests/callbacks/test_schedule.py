@@ -1,88 +1,28 @@
-"""A row after a step is judged one step later, the first and the last at once; its findings name its own step.
+"""When rows are judged and how much they look at.
 
-Waits for a device are counted on the pretended one (``tests/test_pretend_device.py``).
+A row after a step is judged one step later, the first and the last at once; its findings name its own step. Each step looks at a part of
+the parameters; together the parts are all of them. Waits for a device are counted on the pretended one (``tests/test_pretend_device.py``).
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
 
-from lightning_ddp_losses import (
-    DDPChecks,
-    DDPLossError,
-    GradientFlowCheck,
-    OptimizerCheck,
-    ParameterSyncCheck,
-    RankCheck,
-)
+from lightning_ddp_losses import DDPLossError, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
+from lightning_ddp_losses.callbacks.replicated_parameters import split_by_bytes
 from lightning_ddp_losses.callbacks.row_exchange import Row
-from tests.callbacks.harness import BATCHES, Case, Outcome, Subject, run
-from tests.lightning_ranks import make_trainer
+from tests.callbacks.harness import Subject, fit
+from tests.callbacks.training_cases import Nudged
 from tests.rank_pool import RankPool
-
-LAST = BATCHES - 1
-
-
-class AtTheEnd(Subject):
-    """Rank 1 changes in its last step what is left of it; ``what`` says what."""
-
-    what = ""
-
-    def build(self) -> None:
-        self.register_buffer("queue", torch.zeros(4, 2, dtype=torch.float64))
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        if not self.odd or args[1] != LAST:
-            return
-        if self.what == "parameter":
-            with torch.no_grad():
-                self.head.weight[0, 0] += 1e-6
-        if self.what == "buffer":
-            self.queue[0, 0] = 1.0
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.odd and self.what == "gradient" and self.trainer.global_step == LAST:
-            self.encoder.weight.grad *= 2
-
-
-class WrongParameter(AtTheEnd):
-    what = "parameter"
-
-
-class WrongBuffer(AtTheEnd):
-    what = "buffer"
-
-
-class WrongGradient(AtTheEnd):
-    what = "gradient"
-
-
-AT_THE_END = {
-    "ParameterSyncCheck, SYNC": WrongParameter,
-    "BufferSyncCheck, F64": WrongBuffer,
-    "GradientFlowCheck, F13": WrongGradient,
-}
-
-
-def run_to_the_end() -> dict[str, Outcome]:
-    found = {}
-    for name, subject in AT_THE_END.items():
-        found[name] = run(Case(subject, "", ""), sick=True)
-    return found
-
-
-def test_the_last_step_is_judged_at_the_end(pool: RankPool) -> None:
-    first, second = pool.run(2, run_to_the_end)
-    for name, outcome in first.items():
-        assert f"{name}, after the optimizer step of step {LAST}: " in outcome.text
-        assert second[name].text == outcome.text
 
 
 class LateNumber(RankCheck):
@@ -110,8 +50,7 @@ class LateNumber(RankCheck):
 
 def tables_of_a_user(fails_at: int, is_list: bool = False) -> list[tuple[int, list[list[int]]]]:
     check = LateNumber(fails_at, is_list)
-    trainer = make_trainer("ddp", callbacks=[DDPChecks([check], summary=False, file=False)])
-    trainer.fit(Subject(sick=False))
+    fit(check, file=False)
     return check.tables
 
 
@@ -126,7 +65,7 @@ def test_one_schedule_for_all_rows(pool: RankPool) -> None:
 
 def picklable_after_a_fit() -> bool:
     checks = [GradientFlowCheck(), ParameterSyncCheck(), OptimizerCheck()]
-    make_trainer("ddp", callbacks=[DDPChecks(checks, summary=False, file=False)]).fit(Subject(sick=False))
+    fit(checks, file=False)
     return all(type(pickle.loads(pickle.dumps(check))) is type(check) for check in checks)
 
 
@@ -134,21 +73,10 @@ def test_a_check_lets_go_of_its_fit(pool: RankPool) -> None:
     assert pool.run(2, picklable_after_a_fit) == [True, True]
 
 
-class WrongAtStepOne(Subject):
-    """Rank 1 changes a parameter in its second step."""
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-        if self.odd and args[1] == 1:
-            with torch.no_grad():
-                self.head.weight[0, 0] += 1e-6
-
-
 def saved_steps(folder: str) -> tuple[str, list[str]]:
     save = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    checks = DDPChecks([ParameterSyncCheck()], summary=False, file=False)
     try:
-        make_trainer("ddp", callbacks=[checks, save], enable_checkpointing=True).fit(WrongAtStepOne(True))
+        fit(ParameterSyncCheck(), Nudged(True), callbacks=[save], enable_checkpointing=True, file=False)
     except DDPLossError as error:
         return str(error), sorted(path.name for path in Path(folder).iterdir())
     return "", []
@@ -156,5 +84,65 @@ def saved_steps(folder: str) -> tuple[str, list[str]]:
 
 def test_a_step_is_judged_before_its_checkpoint_is_written(pool: RankPool, tmp_path: Path) -> None:
     for text, names in pool.run(2, saved_steps, str(tmp_path)):
-        assert "after the optimizer step of step 1" in text
-        assert names == ["step=1.ckpt"]
+        assert "after the optimizer step of step 2" in text
+        assert names == ["step=1.ckpt", "step=2.ckpt"]
+
+
+# ---------------------------------------------------------------------- a part of the parameters in each step
+
+
+SIZE = (1 << 20) + 5
+
+
+class Big(Subject):
+    """A parameter of four parts; one rank changes its last element before the second step."""
+
+    def build(self) -> None:
+        self.big = nn.Parameter(torch.zeros(SIZE))
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return super().objective(features, labels, index) + 0 * self.big.sum()
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if self.odd and self.trainer.global_step == 1:
+            with torch.no_grad():
+                self.big[-1] += 0.25
+
+
+def fit_big(options: dict[str, int]) -> None:
+    fit(ParameterSyncCheck(**options), Big(True), max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "step"),
+    [
+        ({"parts": 1}, "optimizer step of step 1"),
+        ({"parts": 4}, "optimizer step of step 3"),
+        ({"parts": 4, "full_every_n_steps": 2}, "optimizer step of step 2"),
+        ({"every_n_steps": 50}, "end of training, after 12 steps"),
+    ],
+    ids=str,
+)
+def test_a_change_is_found_when_its_part_comes(pool: RankPool, options: dict[str, int], step: str) -> None:
+    errors = pool.errors(2, fit_big, options)
+    for error in errors:
+        assert "`big` (rank 1), max difference 0.25" in error.message
+        assert step in error.message, error.message
+
+
+def test_parts_are_the_whole() -> None:
+    tensors = {
+        "a": torch.zeros(3),
+        "b": torch.zeros(SIZE),
+        "none": torch.zeros(0),
+        "c": torch.zeros(700, 900, dtype=torch.float16),
+    }
+    parts = split_by_bytes(tensors, 16)
+    assert len(parts) == 6, "at least 1 MiB in each"
+    for name, tensor in tensors.items():
+        slices = [piece for part in parts for piece in part if piece.name == name]
+        assert sum(piece.of(tensor).numel() for piece in slices) == tensor.numel()
+        assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
+    sizes = [sum(piece.of(tensors[piece.name]).nbytes for piece in part) for part in parts]
+    assert max(sizes) - min(sizes[:-1]) <= 4
+    assert split_by_bytes({}, 16) == [[]]
