@@ -69,7 +69,7 @@ class CommunicationMonitor(RankCheck, default=True):
         if watch.error is not None:
             raise watch.error
         ended = time.perf_counter()
-        calls = watch.calls()
+        calls = watch.calls
         # collectives on autograd's threads pass no dispatch mode: DDP's log has them
         ddp = self.runner.shared(DDPSnapshot).ddp
         if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
@@ -152,18 +152,15 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     Attributes:
         began: When it was made.
-        error: What noting a collective raised; the collective itself ran.
+        error: Error of noting a collective; the collective itself ran.
+        calls: The collectives so far.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.began = time.perf_counter()
         self.error: Exception | None = None
-        self._calls: list[CollectiveCall] = []
-
-    def calls(self) -> list[CollectiveCall]:
-        """Return the collectives so far."""
-        return list(self._calls)
+        self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; note it if it is a collective."""
@@ -192,7 +189,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         tensors = {id(tensor): tensor for tensor in nests.tensors_in(args)}
         num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
         call = CollectiveCall(kind, num_bytes, time.perf_counter())
-        self._calls.append(call)
+        self.calls.append(call)
         return call
 
 

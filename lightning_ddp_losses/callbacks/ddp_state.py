@@ -351,7 +351,7 @@ def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: 
         if len(set(values)) > 1:
             return DesyncCause(fault, tuple(f"{key} {value}" for value in values))
     # a gradient that was not reduced
-    differing = _differing_keys([state["gradients"] for state in states])
+    differing = differing_keys([state["gradients"] for state in states])
     if name in differing:
         return explain_gradient(name, states, differing)
     # an optimizer with other settings
@@ -378,14 +378,14 @@ class DifferingSettings(NamedTuple):
 def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> DifferingSettings | None:
     """Return the settings of a parameter group that are not the same on all ranks; None if all groups are alike."""
     for number, groups in enumerate(zip(*settings_by_rank, strict=False)):
-        keys = _differing_keys(groups)
+        keys = differing_keys(groups)
         if keys:
             values = tuple(", ".join(f"{key} {group.get(key)}" for key in keys) for group in groups)
             return DifferingSettings(number, keys, values)
     return None
 
 
-def _differing_keys(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
+def differing_keys(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of the first rank whose values are not the same on all ranks."""
     first = by_rank[0]
     return [key for key in first if any(values.get(key) != first[key] for values in by_rank)]

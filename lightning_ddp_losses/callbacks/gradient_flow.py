@@ -360,15 +360,13 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Name the gradients that differ, and why."""
-    differing: dict[str, list[Any]] = {}
-    for name, first in states[0]["values"].items():
-        values = [state["values"].get(name) for state in states]
-        if values.count(first) < len(values):
-            differing[name] = values
+    by_rank = [state["values"] for state in states]
+    names = ddp_state.differing_keys(by_rank)
     found = []
-    for name, values in differing.items():
-        cause = ddp_state.explain_gradient(name, states, list(differing))
-        found.append(cause.finding(finding, f"gradient of `{name}`", name, odd_ranks(values)))
+    for name in names:
+        cause = ddp_state.explain_gradient(name, states, names)
+        odd = odd_ranks([values.get(name) for values in by_rank])
+        found.append(cause.finding(finding, f"gradient of `{name}`", name, odd))
     found.sort(key=lambda each: each.fault in ("F13", "SYNC"))  # what caused the others comes first
     return found[:MOST_NAMES] or [finding]
 

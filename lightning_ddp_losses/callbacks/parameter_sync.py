@@ -275,15 +275,19 @@ class ParameterSyncCheck(RankCheck, default=True):
         states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
             return [_name_first_difference(finding, states)]
-        if finding.name == _PARTS:
-            return _explain_parts(finding, states)
+        # by name, compared between the ranks that hold the same part: all of them, unless parts have replicas
+        places = [state.get("place") for state in states]
         found = []
         for name in states[0]["values"]:
-            values = [state["values"][name] for state in states]
-            if values.count(values[0]) == len(values):
+            odd = _odd_replicas(places, [state["values"][name] for state in states])
+            if not odd:
                 continue
-            cause = ddp_state.explain_desync(name, states, at_start=finding.fault == "F04")
-            found.append(cause.finding(finding, f"parameter `{name}`", name, odd_ranks(values)))
+            if finding.name == _PARTS:
+                holders = tuple(_holders(places, rank) for rank in range(len(places)))
+                found.append(replace(finding, what=f"parameter `{name}`", name=name, ranks=odd, values=holders))
+            else:
+                cause = ddp_state.explain_desync(name, states, at_start=finding.fault == "F04")
+                found.append(cause.finding(finding, f"parameter `{name}`", name, odd))
         return found[:MOST_NAMES] or [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
@@ -343,19 +347,6 @@ def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Fi
 
 
 # ---------------------------------------------------------------------- findings of parts
-
-
-def _explain_parts(finding: Finding, states: Sequence[Mapping[str, object]]) -> list[Finding]:
-    """Name the parameters of which a part differs, and for each rank those that should hold the same."""
-    places = [state["place"] for state in states]
-    values = [state["values"] for state in states]
-    holders = tuple(_holders(places, rank) for rank in range(len(places)))
-    found = []
-    for name in values[0]:  # type: ignore[attr-defined]
-        odd = _odd_replicas(places, [of_rank[name] for of_rank in values])  # type: ignore[index]
-        if odd:
-            found.append(replace(finding, what=f"parameter `{name}`", name=name, ranks=odd, values=holders))
-    return found[:MOST_NAMES] or [finding]
 
 
 def _odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ import math
 import struct
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -279,7 +279,7 @@ class RowExchange:
         module: Module that it trains.
         watch: Watch of the run, which raises when a peer has failed; None: there is none.
         report: Report that takes the findings.
-        stop_check: Called on every rank when a check of this package is switched off.
+        stop_check: Called when a check of this package fails, and on every rank when it is switched off.
 
     Attributes:
         report: The same.
@@ -351,11 +351,11 @@ class RowExchange:
         if process_groups.world_size() == 1:
             return None
         # agree that every rank has a tensor of one shape and dtype
-        description = ""
+        description = b""
         if local is not None and not local.is_quantized and local.layout == torch.strided:
-            description = f"{tuple(local.shape)} {local.dtype}"
-        descriptions = self.gather_rows("a tensor's difference", description.encode())
-        if local is None or not description or len(set(descriptions)) > 1:
+            description = f"{tuple(local.shape)} {local.dtype}".encode()
+        descriptions = set(self.gather_rows("a tensor's difference", description))
+        if local is None or not description or len(descriptions) > 1:
             return None
         # compare it chunk by chunk
         group = process_groups.internal_groups().get("checks")
@@ -383,8 +383,15 @@ class RowExchange:
         return (id(check), stage) in self._begun
 
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
-        """Remember the error of a check on this rank alone; all ranks report it at the next exchange of the check."""
+        """Remember the error of a check on this rank alone; all ranks report it at the next exchange of the check.
+
+        A check of this package looks at nothing more on this rank. An error that every rank raises is raised.
+        """
+        if isinstance(error, DDPLossError) and error.collective:
+            raise error
         self._failures[id(check)] = f"{method}: {type(error).__name__}: {error}"
+        if check.is_built_in:
+            self._stop_check(check)
 
     def measure(self, due: Sequence[Check], stage: CheckStage, step: int) -> None:
         """Measure this rank's rows, which travel at the next exchange of their checks."""
@@ -392,22 +399,14 @@ class RowExchange:
             self._begun.add((id(check), stage))
             if id(check) in self._failures:
                 continue
-            with self._failing(check):
+            try:
                 row = check.measure(self._trainer, self._module, stage)
                 if isinstance(row, Tensor):
                     row = HostCopy(row).read
                 waiting = row if callable(row) else encode(row, check.title)
                 self._waiting[id(check), stage] = _Waiting(waiting, step)
-
-    @contextlib.contextmanager
-    def _failing(self, check: Check) -> Iterator[None]:
-        """Keep what a check raises inside the block for its next row, unless every rank raises it."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, DDPLossError) and error.collective:
-                raise
-            self._failures[id(check)] = f"{type(error).__name__}: {error}"
+            except Exception as error:
+                self.note_failure(check, "measure", error)
 
     def pack(self, checks: Sequence[Check], stage: CheckStage) -> bytes:
         """Return this rank's row: the parts that wait, and the errors of checks that failed."""
@@ -418,8 +417,10 @@ class RowExchange:
         part = _part(_NOTHING)
         if waiting is not None:
             self._steps[id(check), stage] = waiting.step
-            with self._failing(check):
+            try:
                 part = waiting.row if isinstance(waiting.row, bytes) else encode(waiting.row(), check.title)
+            except Exception as error:
+                self.note_failure(check, "measure", error)
         if id(check) in self._failures:
             return encode_failure(self._failures.pop(id(check)))
         return part
@@ -492,13 +493,12 @@ class RowExchange:
         """
         explained: list[tuple[Check, Finding]] = []
         for check, finding in found:
-            if not check.overrides("describe") or finding.fault == FAILED:
-                explained.append((check, finding))
-                continue
-            # the same findings are new on every rank, so every rank takes part
-            if finding.key not in self._explained:
-                self._explained[finding.key] = self._explain_one(check, finding)
-            better = self._explained[finding.key]
+            better = [finding]
+            if check.overrides("describe") and finding.fault != FAILED:
+                # the same findings are new on every rank, so every rank takes part
+                if finding.key not in self._explained:
+                    self._explained[finding.key] = self._explain_one(check, finding)
+                better = self._explained[finding.key]
             explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
         return explained
 

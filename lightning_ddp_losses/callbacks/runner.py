@@ -157,10 +157,9 @@ class CheckRunner(Callback):
     @property
     def synchronising(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        ours = getattr(self.trainer.strategy, "sync_gradients", None)
-        if ours is not None:
-            return bool(ours)
-        return bool(getattr(self.trainer.strategy.model, "require_backward_grad_sync", True))
+        strategy = self.trainer.strategy
+        of_ddp = getattr(strategy.model, "require_backward_grad_sync", True)
+        return bool(getattr(strategy, "sync_gradients", of_ddp))
 
     def shared(self, make: Callable[[CheckRunner], T]) -> T:
         """Return the one object of that kind for all checks, made when first asked for; it has ``batch_end()`` and ``close()``."""
@@ -186,7 +185,7 @@ class CheckRunner(Callback):
             try:
                 function(*args)
             except Exception as error:
-                self._note_failure(check, "a hook before forward", error)
+                self.row_exchange.note_failure(check, "a hook before forward", error)
 
         return call
 
@@ -199,10 +198,8 @@ class CheckRunner(Callback):
             ConfigurationError: on every rank, when ranks run different checks.
         """
         titles = ", ".join(f"{check.title}(every_n_steps={check.every_n_steps})" for check in self.checks)
-        options = "; ".join(
-            ", ".join(f"{k}={v!r}" for k, v in sorted(check.options().items())) for check in self.checks
-        )
-        digest = hashlib.blake2b(options.encode(), digest_size=6).hexdigest()
+        options = [sorted(check.options().items()) for check in self.checks]
+        digest = hashlib.blake2b(repr(options).encode(), digest_size=6).hexdigest()
         with self.own_time:
             try:
                 self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
@@ -248,7 +245,7 @@ class CheckRunner(Callback):
             except Exception as error:
                 if not check.is_built_in or isinstance(error, DDPLossError):
                     raise
-                self._note_failure(check, "dry_run", error)
+                self.row_exchange.note_failure(check, "dry_run", error)
         self.row_exchange.report_findings(found)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -486,30 +483,18 @@ class CheckRunner(Callback):
             observers = [check for check in self.checks if check.overrides(observation) and id(check) not in blinded]
             self._observers[observation] = observers
         for check in self._observers[observation]:
-            self._show(check, observation, *args)
-
-    def _show(self, check: Check, observation: str, *args: Any) -> None:
-        try:
-            getattr(check, observation)(self.trainer, self.module, *args)
-        except Exception as error:  # a rank must not leave its peers alone
-            if isinstance(error, DDPLossError) and error.collective:  # every rank raises it
-                raise
-            self._note_failure(check, observation, error)
-
-    # ------------------------------------------------------------------ checks that fail by themselves
-
-    def _note_failure(self, check: Check, method: str, error: Exception) -> None:
-        """Remember what a check raised on this rank, for its next row. One of ours looks at nothing more here."""
-        self.row_exchange.note_failure(check, method, error)
-        if check.is_built_in and id(check) not in self._blinded:
-            self._blind(check)
+            try:
+                getattr(check, observation)(self.trainer, self.module, *args)
+            except Exception as error:  # noqa: PERF203 - a rank must not leave its peers alone
+                self.row_exchange.note_failure(check, observation, error)
 
     def _blind(self, check: Check) -> None:
-        """Show a check nothing more in this fit."""
-        self._blinded.add(id(check))
-        self._observers = {}
-        with contextlib.suppress(Exception):  # it has failed already
-            check.stop(self.trainer, self.module)
+        """Show a check that failed nothing more in this fit."""
+        if id(check) not in self._blinded:
+            self._blinded.add(id(check))
+            self._observers = {}
+            with contextlib.suppress(Exception):  # it has failed already
+                check.stop(self.trainer, self.module)
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:

@@ -547,8 +547,8 @@ STATES = [
     Case(HiddenNorm, "F60", "BufferSyncCheck", "projectors[0]", ranks=(), options=NORMS),
     Case(FewerUpdates, "F51", "BufferSyncCheck", "collected.values", step=3),
     Case(OtherDtype, "F52", "BufferSyncCheck", "collected.values", step=3),
-    Case(TwoForwards, "F41", "BufferSyncCheck", "DistributedDataParallel"),
     Case(MetricElsewhere, "F50", "DeviceCheck", "self.metrics[0]", ranks=()),
+    Case(TwoForwards, "F41", "BufferSyncCheck", "DistributedDataParallel"),
     Case(Threads, "F73", "DeviceCheck", "threads", ranks=()),
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -22,8 +23,11 @@ ROWS, WIDTH, CLASSES, BATCHES = 4, 4, 3, 4
 def drawn(rows: int, batches: int = BATCHES) -> DataLoader:
     """Return batches of so many rows, drawn by each rank for itself."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    features = [torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64) for _ in range(batches)]
-    return DataLoader([(each, torch.arange(rows) % CLASSES) for each in features], batch_size=None)
+    made = []
+    for _ in range(batches):
+        features = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64)
+        made.append((features, torch.randint(CLASSES, (rows,), generator=generator)))
+    return DataLoader(made, batch_size=None)
 
 
 def slices(world_size: int, rank: int) -> DataLoader:
@@ -103,6 +107,30 @@ class ComplexFilter(Subject):
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         filtered = self.filtered(features)
         return super().objective((filtered.abs() + filtered.imag).to(features), labels, index)
+
+
+class Recorder(Logger):
+    """A logger of a service, as Weights & Biases and MLflow have it: one folder for all runs. Keeps by step what it is sent."""
+
+    name = "project"
+
+    def __init__(self, folder: str | None = None, run: str = "first") -> None:
+        super().__init__()
+        self.folder, self.run = folder, run
+        self.sent: dict[int, dict[str, float]] = {}
+
+    @property
+    def save_dir(self) -> str | None:
+        return self.folder
+
+    @property
+    def version(self) -> str:
+        return self.run
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.sent.setdefault(-1 if step is None else step, {}).update(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 @dataclass(frozen=True)

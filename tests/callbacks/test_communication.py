@@ -7,48 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lightning_ddp_losses import CommunicationMonitor, DDPChecks
+from lightning_ddp_losses import CommunicationMonitor
 from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, _bytes_of, _ddp_calls, covered_seconds
-from tests.callbacks.harness import CLASSES, WIDTH, Subject
-from tests.lightning_ranks import make_trainer
+from tests.callbacks.harness import CLASSES, WIDTH, Recorder, Subject, fit
 from tests.rank_pool import RankPool
 
 GRADIENT_BYTES = 8 * (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES)
 
 
-class Memory(Logger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    name = version = "memory"
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step or 0, dict(metrics)))
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-
-
 def monitored(fails: bool = False) -> dict[str, Any]:
-    monitor, memory = CommunicationMonitor(every_n_steps=1), Memory()
+    monitor, logger = CommunicationMonitor(every_n_steps=1), Recorder()
 
     class Failing(Subject):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if fails and self.trainer.global_step == 2:
                 raise ZeroDivisionError
 
-    trainer = make_trainer(
-        "ddp", callbacks=[DDPChecks([monitor], summary=False, log_figures=True)], logger=memory, log_every_n_steps=1
-    )
     with contextlib.suppress(ZeroDivisionError):
-        trainer.fit(Failing(False))
+        fit(monitor, Failing(False), log_figures=True, logger=logger, log_every_n_steps=1)
     return {
         "figures": monitor.figures(),
         "remarks": monitor.remarks(),
-        "rows": [(step, row) for step, row in memory.rows if "ddp_checks/comm/calls" in row],
+        "steps": [step for step, row in logger.sent.items() if "ddp_checks/comm/calls" in row],
         "modes": len(_get_current_dispatch_mode_stack()),
     }
 
@@ -66,7 +48,7 @@ def test_calls_and_bytes_of_a_step(pool: RankPool, fails: bool) -> None:
         assert figures["comm/allreduce/ms"] > 0
         assert 0 < figures["comm/share_of_step"] < 1
         assert "allreduce" in answer["remarks"][0]
-        assert [step for step, _ in answer["rows"]][:2] == [2, 3]
+        assert answer["steps"][:2] == [2, 3]
 
 
 def test_numbers_that_autograd_saved_can_be_read_under_the_monitor() -> None:
@@ -86,9 +68,8 @@ def test_buckets_of_autograds_threads_are_those_of_ddps_log() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11
 def test_bytes_of_a_sparse_tensor_are_those_that_travel() -> None:
-    entries = torch.sparse_coo_tensor(
-        torch.tensor([[0, 2], [1, 0]]), torch.ones(2, dtype=torch.float64), (1000, 1000), check_invariants=True
-    )
+    indices, values = torch.tensor([[0, 2], [1, 0]]), torch.ones(2, dtype=torch.float64)
+    entries = torch.sparse_coo_tensor(indices, values, (1000, 1000), check_invariants=True)
     assert _bytes_of(entries) == 2 * 2 * 8 + 2 * 8
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_losses import (
-    DDPChecks,
     DDPLossError,
     GlobalBatchLoss,
     GradientFlowCheck,
@@ -21,10 +22,11 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
 from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
 from lightning_ddp_losses.errors import RankMismatchError
-from tests.callbacks.harness import Subject
+from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
-from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
+
+WRONG_ANSWERS: dict[str, Any] = {"no list": 7, "no finding": ["hello"]}
 
 
 class Fragile(RankCheck):
@@ -66,6 +68,8 @@ class Fragile(RankCheck):
 
     def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
         self._maybe("judge")
+        if self.breaks in WRONG_ANSWERS and dist.get_rank() == dist.get_world_size() - 1:
+            return WRONG_ANSWERS[self.breaks]
         if self.breaks in ("describe", "explain") and self.runner.step == 1:
             return [Finding("F29", "a note", name="steps")]
         return []
@@ -92,10 +96,9 @@ class Ours(Fragile):
 def fit_fragile(breaks: str, strategy: str) -> tuple[list[str], list[dict[str, Any]], list[str], int]:
     """Warnings about checks, findings but notes, what the check was asked for, steps that another check saw."""
     check, other = Ours(breaks), Fragile("")
-    checks = DDPChecks([check, other, ParameterSyncCheck()], summary=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(strategy, callbacks=[checks]).fit(Subject(False))
+        checks = fit([check, other, ParameterSyncCheck()], strategy=strategy)
     found = [finding.record() for finding in checks.findings if finding.severity != "note"]
     return [str(w.message) for w in caught if "itself failed" in str(w.message)], found, check.seen, len(other.seen)
 
@@ -128,15 +131,42 @@ def test_figures_of_ours_that_fail_end_no_fit(pool: RankPool) -> None:
         assert (said, found, len(seen)) == ([], [], 28)
 
 
-def fit_users(breaks: str) -> None:
-    make_trainer("ddp", callbacks=[DDPChecks([Fragile(breaks)], summary=False)]).fit(Subject(False))
+class Seldom(Fragile):
+    """Is due once, and fails to judge on the last rank."""
+
+    stages = (CheckStage.AFTER_STEP,)
+
+    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ZeroDivisionError("its own fault")
+        return []
 
 
-@pytest.mark.parametrize("breaks", [*PLACES, "figures"])
-def test_one_of_a_user_raises(pool: RankPool, breaks: str) -> None:
-    errors = pool.errors(2, fit_users, breaks)
-    assert {error.type for error in errors} <= {"DDPLossError", "ZeroDivisionError"}
-    assert all("its own fault" in error.message or "Fragile" in error.message for error in errors)
+def fit_users(breaks: str, strategy: str) -> None:
+    fit(Seldom("", every_n_steps=4) if breaks == "seldom" else Fragile(breaks), strategy=strategy)
+
+
+# what breaks, and how the error tells of it
+OF_USERS = {
+    **dict.fromkeys(PLACES, "its own fault"),
+    "what it measures": "Fragile.measure: expected a list of numbers, or a 1-D tensor of int64, float64 or uint8, got str",
+    "judge": "judge: ZeroDivisionError: its own fault",
+    "no list": "judge: TypeError: 'int' object is not iterable",
+    "no finding": "judge: TypeError: a list of Finding was expected, with str in it",
+    "seldom": "the end, after 4 steps: Seldom itself failed",
+    "figures": "its own fault",
+}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("breaks", OF_USERS)
+def test_one_of_a_user_raises_the_same_on_every_rank(pool: RankPool, breaks: str, strategy: str) -> None:
+    errors = pool.errors(3, fit_users, breaks, strategy)
+    assert len({(error.type, error.message) for error in errors}) == 1
+    assert OF_USERS[breaks] in errors[0].message, errors[0].message
+    is_plain = breaks in ("dry_run", "figures")  # where every rank is at the same place
+    assert errors[0].type == ("ZeroDivisionError" if is_plain else "DDPLossError")
+    assert is_plain or breaks == "what it measures" or "itself failed (rank 2)" in errors[0].message
 
 
 class Refuses(Ours):
@@ -149,7 +179,7 @@ class Refuses(Ours):
 
 
 def fit_refusing() -> None:
-    make_trainer("ddp", callbacks=[DDPChecks([Refuses("")], summary=False)]).fit(Subject(False))
+    fit(Refuses(""))
 
 
 def test_an_error_of_the_package_passes_through(pool: RankPool) -> None:
@@ -158,10 +188,7 @@ def test_an_error_of_the_package_passes_through(pool: RankPool) -> None:
 
 def fit_beside_a_finding() -> str:
     try:
-        make_trainer(
-            "ddp",
-            callbacks=[DDPChecks([Ours("judge"), ParameterSyncCheck()], action={"warning": "log"}, summary=False)],
-        ).fit(Nudged(True))
+        fit([Ours("judge"), ParameterSyncCheck()], Nudged(True), action={"warning": "log"})
     except DDPLossError as error:
         return "; ".join(f"{finding.check} {finding.fault}" for finding in error.findings)
     return ""
@@ -180,26 +207,13 @@ def fit_with_fault(place: str) -> list[str]:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError("its own fault")
 
-    broken: list[tuple[Any, str, Any]] = []
-
-    def break_(owner: Any, name: str) -> None:
-        broken.append((owner, name, vars(owner)[name]))
-        setattr(owner, name, fails)
-
     check: RankCheck = GradientFlowCheck()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        if place == "probe":
-            break_(gradient_scale, "_inner_product")
-        if place == "collective":
-            break_(CollectiveWatch, "_note")
+    owner, name = gradient_scale, "_inner_product"
     if place == "collective":
-        check = CommunicationMonitor(every_n_steps=1)
-    try:
-        checks = DDPChecks([check], action={"warning": "log"}, summary=False)
-        make_trainer("ddp", callbacks=[checks]).fit(WithLoss(False))
-    finally:
-        for owner, name, value in broken:
-            setattr(owner, name, value)
+        check, owner, name = CommunicationMonitor(every_n_steps=1), CollectiveWatch, "_note"  # type: ignore[assignment]
+    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(owner, name, fails) if is_odd else contextlib.nullcontext():
+        checks = fit(check, WithLoss(False), action={"warning": "log"})
     return [finding.check for finding in checks.findings if finding.severity == "warning"]
 
 
@@ -226,8 +240,6 @@ def test_a_file_that_cannot_be_written(pool: RankPool, tmp_path: Path) -> None:
 
 
 def fit_fragile_with_file(folder: str) -> int:
-    checks = DDPChecks([Ours("measure")], action={"warning": "log"}, summary=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        make_trainer("ddp", callbacks=[checks], default_root_dir=folder).fit(Subject(False))
-    return len(checks.findings)
+        return len(fit(Ours("measure"), action={"warning": "log"}, default_root_dir=folder).findings)

@@ -23,7 +23,7 @@ from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck, Paramete
 from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.errors import ConfigurationError, PeerError
-from tests.callbacks.harness import Subject, slices
+from tests.callbacks.harness import Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
@@ -34,32 +34,23 @@ Make = Callable[[], list[Callback]]
 
 
 class Echo(RankCheck):
-    """Measures a number; a finding where ranks differ. Breaks where it is told to."""
+    """Measures a number; a finding where ranks differ."""
 
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F44",)
 
-    def __init__(
-        self, breaks: str = "", fault: str = "F44", numbers: tuple[int, ...] = (0, 0, 0), **options: Any
-    ) -> None:
+    def __init__(self, fault: str = "F44", numbers: tuple[int, ...] = (0, 0, 0), **options: Any) -> None:
         super().__init__(**options)
-        self.breaks, self.fault, self.numbers = breaks, fault, numbers
+        self.fault, self.numbers = fault, numbers
         self.seen: list[str] = []
-
-    def _maybe(self, place: str) -> None:
-        self.seen.append(place)
-        if self.breaks == place and dist.get_rank() == 1 and self.runner.step == 1:
-            raise ZeroDivisionError("its own fault")
 
     def see_loss(self, trainer: Any, module: Any, loss: Tensor) -> None:
         assert loss.ndim == 0
-        self._maybe("see_loss")
+        self.seen.append("see_loss")
 
     def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Tensor:
-        self._maybe("measure")
-        if self.breaks == "dtype" and dist.get_rank() == 1:
-            return torch.zeros(1)
-        return torch.tensor([self.numbers[dist.get_rank()]] * (2 if self.breaks == "length" and dist.get_rank() else 1))
+        self.seen.append("measure")
+        return torch.tensor([self.numbers[trainer.global_rank]])
 
     def judge(self, table: Tensor, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
         column = table[:, -1].tolist()
@@ -68,10 +59,14 @@ class Echo(RankCheck):
         return [Finding(self.fault, "numbers", "equal", odd_ranks(column), "number", tuple(column), "Make them equal.")]
 
 
-def fit(make: Make, subject: Any = Subject, strategy: str = "ddp", **options: Any) -> list[Callback]:
-    callbacks = make()
-    make_trainer(strategy, callbacks=callbacks, **options).fit(subject(True))
-    return callbacks
+class OwnEcho(Echo):
+    """The same, in a world of one too."""
+
+    needs_peers = False
+
+
+def train(make: Make, subject: Any = Subject, strategy: str = "ddp", **options: Any) -> None:
+    make_trainer(strategy, callbacks=make(), **options).fit(subject(True))
 
 
 def alone() -> list[Callback]:
@@ -114,90 +109,16 @@ def test_two_of_them_in_one_trainer_are_told_and_run_each_check_once(pool: RankP
     assert [len(said) for said, _, _ in answers] == [1, 0]
 
 
-def broken(breaks: str) -> list[Callback]:
-    return [DDPChecks([Echo(breaks)], summary=False)]
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 @pytest.mark.parametrize("make", [alone, beside, no_file])
 def test_a_finding_is_the_same_error_on_every_rank(pool: RankPool, make: Make, strategy: str) -> None:
-    errors = pool.errors(3, fit, make, Nudged, strategy)
+    errors = pool.errors(3, train, make, Nudged, strategy)
     assert len({e.message for e in errors}) == 1
     for error in errors:
         assert error.type == "DDPLossError"
         for word in ("head.weight", "rank 2", "step 2", "max difference"):
             assert word in error.message, error.message
         assert "encoder" not in error.message
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-@pytest.mark.parametrize("breaks", ["measure", "see_loss", "dtype"])
-def test_a_check_that_fails_by_itself_is_a_finding_on_every_rank(pool: RankPool, breaks: str, strategy: str) -> None:
-    errors = pool.errors(2, fit, partial(broken, breaks), Subject, strategy)
-    assert len({e.message for e in errors}) == 1
-    assert "Echo itself failed" in errors[0].message
-    assert "rank 1" in errors[0].message
-    assert ("ZeroDivisionError: its own fault" in errors[0].message) == (breaks != "dtype")
-
-
-class Hasty(Echo):
-    """Judges wrongly, on the last rank only."""
-
-    def __init__(self, answer: Any = None, **options: Any) -> None:
-        super().__init__(**options)
-        self.answer = answer
-
-    def judge(self, table: Tensor, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
-        if dist.get_rank() < dist.get_world_size() - 1:
-            return []
-        if self.answer is None:
-            raise ZeroDivisionError("its own fault")
-        return self.answer
-
-
-class Seldom(Hasty):
-    stages = (CheckStage.AFTER_STEP,)
-
-
-JUDGES: dict[str, tuple[Callable[[], RankCheck], str]] = {
-    "raises": (Hasty, "ZeroDivisionError: its own fault"),
-    "no list": (lambda: Hasty(7), "TypeError: 'int' object is not iterable"),
-    "no finding": (lambda: Hasty(["hello"]), "a list of Finding was expected, with str in it"),
-    "never due again": (lambda: Seldom(every_n_steps=4), "the end, after 4 steps"),
-}
-
-
-def judged(case: str) -> list[Callback]:
-    return [DDPChecks([JUDGES[case][0]()], summary=False)]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
-@pytest.mark.parametrize("case", JUDGES)
-def test_a_judge_that_fails_on_one_rank_is_a_finding_on_every_rank(pool: RankPool, case: str, strategy: str) -> None:
-    errors = pool.errors(3, fit, partial(judged, case), Subject, strategy)
-    assert {e.type for e in errors} == {"DDPLossError"}
-    assert len({e.message for e in errors}) == 1
-    for word in (" itself failed (rank 2)", "judge: ", JUDGES[case][1]):
-        assert word in errors[0].message, errors[0].message
-
-
-class Lists(Echo):
-    """Measures lists that differ in length and kind."""
-
-    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Any:
-        return [[], [1, 2], [0.5]][dist.get_rank()]
-
-    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
-        assert table == [[0, 0], [1, 2], [0.5, 0.0]]
-        return []
-
-
-def lists() -> list[Callback]:
-    return [DDPChecks([Lists()], summary=False)]
-
-
-def test_lists_of_ints_and_of_floats_meet(pool: RankPool) -> None:
-    pool.run(3, fit, lists)
 
 
 class FailsAtOnce(Subject):
@@ -223,7 +144,7 @@ def fail_at_once(where: str) -> str:
     subject = FailsAtOnce(False)
     subject.where = where
     try:
-        make_trainer("ddp_losses", callbacks=[DDPChecks(summary=False)]).fit(subject)
+        fit(None, subject, "ddp_losses")
     except (KeyError, PeerError) as error:
         return type(error).__name__
     return "done"
@@ -235,10 +156,6 @@ def test_a_rank_that_fails_in_its_first_step_leaves_nobody_in_the_dry_run(pool: 
     assert pool.run(3, fail_at_once, where, fresh=True) == expected
 
 
-def test_rows_of_different_length_are_judged(pool: RankPool) -> None:
-    pool.run(2, fit, partial(broken, "length"))
-
-
 def different_sets(case: str) -> list[Callback]:
     odd = dist.get_rank() == 1
     if case == "set":
@@ -248,7 +165,7 @@ def different_sets(case: str) -> list[Callback]:
 
 @pytest.mark.parametrize("case", ["set", "options"])
 def test_different_checks_are_an_error_at_start(pool: RankPool, case: str) -> None:
-    errors = pool.errors(2, fit, partial(different_sets, case))
+    errors = pool.errors(2, train, partial(different_sets, case))
     assert {e.type for e in errors} == {"ConfigurationError"}
     assert len({e.message for e in errors}) == 1
 
@@ -268,11 +185,8 @@ def collectives_per_step(strategy: str, checks: str) -> list[int]:
             self.counts.append(len(counter.take()))
 
     count = Count()
-    made = {
-        "none": [],
-        "two": [DDPChecks([Echo(), ParameterSyncCheck()], summary=False)],
-        "all": [DDPChecks(summary=False)],
-    }
+    two = [Echo(), ParameterSyncCheck()]
+    made = {"none": [], "two": [DDPChecks(two, summary=False)], "all": [DDPChecks(summary=False)]}
     with counter:
         make_trainer(strategy, callbacks=[*made[checks], count], max_epochs=3).fit(Subject(False))
     return count.counts
@@ -291,10 +205,9 @@ def test_collectives_are_counted(pool: RankPool, strategy: str, most: int) -> No
 def actions(case: str, folder: str) -> dict[str, Any]:
     severity, action = case.split("-")
     fault = {"error": "F44", "warning": "F30", "note": "F29"}[severity]
-    check = Echo(fault=fault, numbers=(1, 2, 2))
     logger = CSVLogger(folder, "run", version=0)
-    checks = DDPChecks([check], action={severity: action}, summary=case == "error-log")
-    text = error = ""
+    checks = DDPChecks([Echo(fault, (1, 2, 2))], action={severity: action}, summary=case == "error-log")
+    error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -325,27 +238,15 @@ def test_actions_by_severity(pool: RankPool, tmp_path: Path, case: str) -> None:
         assert f"ddp_checks/{record['severity']}s" in metrics
 
 
-def warned_as_error() -> None:
-    make_trainer("ddp", callbacks=[DDPChecks([Echo(fault="F30", numbers=(1, 2, 2))], summary=False)]).fit(
-        Subject(False)
-    )
-
-
 def test_a_warning_that_is_an_error_is_one_on_every_rank(pool: RankPool) -> None:
-    errors = pool.errors(2, warned_as_error)
+    errors = pool.errors(2, fit, Echo("F30", (1, 2, 2)))
     assert {e.type for e in errors} == {"UserWarning"}
 
 
 def in_one_process() -> list[str]:
     """Checks that need peers stay away; the others run."""
-
-    class Own(Echo):
-        needs_peers = False
-
-    own, other = Own(), Echo()
-    counter = CountCollectives()
-    with counter:
-        make_trainer("ddp", callbacks=[DDPChecks([own, other], summary=False)]).fit(Subject(False))
+    own, other = OwnEcho(), Echo()
+    fit([own, other])
     assert other.seen == []
     return own.seen
 
@@ -356,20 +257,9 @@ def test_world_of_one(pool: RankPool) -> None:
 
 def without_a_group() -> list[str]:
     """Plain Lightning in one process, no torch.distributed."""
-
-    class Own(Echo):
-        needs_peers = False
-
-        def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Tensor:
-            self.seen.append("measure")
-            return torch.zeros(1, dtype=torch.int64)
-
-    class One(Subject):
-        def train_dataloader(self) -> Any:
-            return slices(1, 0)
-
-    own = Own()
-    trainer_alone(callbacks=[DDPChecks(summary=False), own]).fit(One(False))
+    subject, own = Subject(False), OwnEcho()
+    subject.train_dataloader = lambda: slices(1, 0)  # type: ignore[method-assign]
+    trainer_alone(callbacks=[DDPChecks(summary=False), own]).fit(subject)
     return own.seen
 
 
@@ -396,24 +286,15 @@ def test_the_table_at_the_end(pool: RankPool) -> None:
     assert nothing == ""
 
 
-def every_second() -> list[str]:
-    check = Echo(every_n_steps=2)
-    make_trainer("ddp", callbacks=[check]).fit(Subject(False))
+def seen_with(every_n_steps: int, accumulate: int) -> list[str]:
+    check = Echo(every_n_steps=every_n_steps)
+    make_trainer("ddp", callbacks=[check], accumulate_grad_batches=accumulate).fit(Subject(False))
     return check.seen
 
 
-def test_every_n_steps(pool: RankPool) -> None:
-    assert pool.run(2, every_second)[0].count("measure") == 4
-
-
-def accumulating() -> list[str]:
-    check = Echo()
-    make_trainer("ddp", callbacks=[check], accumulate_grad_batches=2).fit(Subject(False))
-    return check.seen
-
-
-def test_accumulation_is_judged_at_its_last_batch(pool: RankPool) -> None:
-    seen = pool.run(2, accumulating)[0]
+@pytest.mark.parametrize(("every_n_steps", "accumulate"), [(2, 1), (1, 2)])
+def test_every_n_steps_and_the_last_batch_of_a_window(pool: RankPool, every_n_steps: int, accumulate: int) -> None:
+    seen = pool.run(2, seen_with, every_n_steps, accumulate)[0]
     assert seen.count("measure") == 4
     assert seen.count("see_loss") == 4
 
@@ -502,20 +383,12 @@ class Shared:
     def close(self) -> None: ...
 
 
-def own_check() -> list[Callback]:
-    return [DDPChecks([OwnCheck()], summary=False)]
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
 def test_a_check_of_a_user_sees_all_that_a_check_may(pool: RankPool, strategy: str) -> None:
-    errors = pool.errors(2, fit, own_check, Subject, strategy)
+    errors = pool.errors(2, fit, OwnCheck(), None, strategy)
     assert len({e.message for e in errors}) == 1
-    for words in (
-        "OwnCheck, F44",
-        "rank 0 at after the optimizer step; rank 1 at",
-        "max difference 0.5",
-        "of step 2",
-    ):
+    told = "rank 0 at after the optimizer step; rank 1 at"
+    for words in ("OwnCheck, F44", told, "max difference 0.5", "of step 2"):
         assert words in errors[0].message, errors[0].message
 
 

@@ -16,13 +16,12 @@ import pytest
 import torch.distributed as dist
 from lightning.fabric.loggers import tensorboard
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
-from lightning_ddp_losses import DDPChecks, DeviceCheck, LossCheck
+from lightning_ddp_losses import DeviceCheck, LossCheck, RankCheck
 from lightning_ddp_losses.callbacks.loss_check import LossHistory
-from tests.callbacks.harness import BATCHES, Subject
-from tests.lightning_ranks import make_trainer
+from tests.callbacks.harness import BATCHES, Recorder, Subject, fit
 from tests.rank_pool import RankPool
 
 Sent = dict[int, dict[str, float]]  # by step
@@ -35,21 +34,6 @@ class Logs(Subject):
         loss = super().training_step(batch, index)
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)
         return loss
-
-
-class Online(Logger):
-    """A logger of a service, as Weights & Biases has it: a project, a run with a name, and no folder of Lightning's."""
-
-    name, version = "project", "first"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: Sent = {}
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.sent.setdefault(-1 if step is None else step, {}).update(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
 
 class Board(TensorBoardLogger):
@@ -83,10 +67,9 @@ def in_csv(folder: Path) -> Sent:
 def logged(every: int) -> tuple[dict[str, Sent], list[tuple[int, tuple[float, ...]]], list[str]]:
     """Train with three loggers: what each was sent, the ranks' losses, and the files of the checks."""
     with tempfile.TemporaryDirectory() as folder:
-        loggers = [CSVLogger(folder), Board(folder), Online()]
+        loggers = [CSVLogger(folder), Board(folder), Recorder()]
         losses = LossCheck()
-        checks = DDPChecks([losses, DeviceCheck()], summary=False, log_figures=True)
-        make_trainer("ddp", callbacks=[checks], logger=loggers, log_every_n_steps=every).fit(Logs(False))
+        fit([losses, DeviceCheck()], Logs(False), log_figures=True, logger=loggers, log_every_n_steps=every)
         if dist.get_rank():
             return {}, losses.history, []
         by_logger = {"CSV": in_csv(Path(loggers[0].log_dir)), "TensorBoard": loggers[1].sent, "online": loggers[2].sent}
@@ -134,8 +117,8 @@ def shown(bar: type[ProgressBar]) -> str:
     said = io.StringIO()
     os.environ["COLUMNS"] = "200"
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        checks = DDPChecks([LossCheck(), DeviceCheck()], file=False)
-        make_trainer("ddp", callbacks=[checks, bar()], enable_progress_bar=True).fit(Logs(False))
+        checks: list[RankCheck] = [LossCheck(), DeviceCheck()]
+        fit(checks, Logs(False), callbacks=[bar()], enable_progress_bar=True, file=False, summary=True)
     return said.getvalue()
 
 

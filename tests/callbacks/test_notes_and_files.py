@@ -16,7 +16,7 @@ import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -24,7 +24,7 @@ from lightning_ddp_losses import BatchCheck, ClipLoss, CommunicationMonitor, DDP
 from lightning_ddp_losses.callbacks import device_check
 from lightning_ddp_losses.callbacks.findings import place_of
 from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
-from tests.callbacks.harness import Subject, drawn, fit
+from tests.callbacks.harness import Recorder, Subject, drawn, fit
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 
@@ -145,36 +145,9 @@ def test_the_loss_of_every_rank_is_recorded(pool: RankPool, tmp_path: Path) -> N
     assert [tuple(map(float, line.split(",")[1:])) for line in lines[1:]] == [losses for _, losses in first]
 
 
-class Shared(Logger):
-    """One folder for all runs, as Weights & Biases and MLflow have it; keeps what it is sent."""
-
-    name = "project"
-
-    def __init__(self, folder: str, run: str) -> None:
-        super().__init__()
-        self.folder, self.run, self.columns = folder, run, set[str]()
-
-    @property
-    def save_dir(self) -> str:
-        return self.folder
-
-    @property
-    def version(self) -> str:
-        return self.run
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.columns |= set(metrics)
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
-
-
 def three_runs(folder: str) -> None:
-    for options in (
-        {"logger": Shared(folder, "first")},
-        {"logger": Shared(folder, "second")},
-        {"default_root_dir": folder},
-        {"default_root_dir": folder},
-    ):
+    loggers = [{"logger": Recorder(folder, run)} for run in ("first", "second")]
+    for options in (*loggers, {"default_root_dir": folder}, {"default_root_dir": folder}):
         fit(log_every_n_steps=1, **options)
 
 
@@ -189,9 +162,9 @@ def test_each_run_has_files_of_its_own(pool: RankPool, tmp_path: Path) -> None:
 
 
 def columns(log_figures: bool) -> set[str]:
-    logger = Shared(tempfile.gettempdir(), "columns")
+    logger = Recorder(tempfile.gettempdir(), "columns")
     fit([LossCheck(), BatchCheck()], log_figures=log_figures, file=False, logger=logger, log_every_n_steps=1)
-    return {name for name in logger.columns if name.startswith("ddp_checks/")}
+    return {name for row in logger.sent.values() for name in row if name.startswith("ddp_checks/")}
 
 
 def test_loggers_get_the_numbers_of_findings_and_more_if_asked(pool: RankPool) -> None:
