@@ -9,7 +9,7 @@ runner                     `CheckRunner`: a fit from start to end, the schedule 
 row_exchange               `Check`, the parts that a check writes; `RowExchange`: rows measured, exchanged and judged
 findings                   `CheckStage`, `Finding`; `LocalFindings` that one rank makes by itself; findings by their cause
 report                     where findings go: errors, warnings, a file, the logger, a table
-batch_check                `BatchCheck`; batch_reader and loss_observations read for it
+batch_check                `BatchCheck`, and the losses that compare samples; batch_reader reads for it
 buffer_sync                `BufferSyncCheck`
 checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`

@@ -25,16 +25,9 @@ class CheckCallback(Callback):
     """A callback that holds checks. The first one of a trainer runs the checks of all of them."""
 
     _own_runner: CheckRunner | None = None
+    _report_settings: Settings | None = None  # what happens with findings; None leaves it to other callbacks
     findings: Sequence[Finding] = ()
     """What the checks of the latest fit found, each fault once."""
-
-    def checks_to_run(self) -> list[RankCheck]:
-        """Return the checks that this callback holds."""
-        raise NotImplementedError
-
-    def settings(self) -> Settings | None:
-        """Return what happens with findings; None leaves it to other callbacks."""
-        return None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner before the module is wrapped; it is a callback of the trainer until the fit ends."""
@@ -44,7 +37,7 @@ class CheckCallback(Callback):
             return
         settings = Settings()
         for callback in reversed(callbacks):  # the first that says something decides
-            settings = callback.settings() or settings
+            settings = callback._report_settings or settings
         self._own_runner = CheckRunner(_all_checks(callbacks), settings, trainer, pl_module)
         trainer.callbacks.insert(trainer.callbacks.index(self) + 1, self._own_runner)  # type: ignore[attr-defined]
         self._own_runner.open()
@@ -134,10 +127,6 @@ class RankCheck(Check, CheckCallback):
     def _forget(self) -> None:
         """Set what a check keeps of one fit to its start; called by the constructor and at the start of a fit."""
 
-    def checks_to_run(self) -> list[RankCheck]:
-        """Return itself."""
-        return [self]
-
 
 class LocalCheck(RankCheck):
     """A check some of whose findings one rank makes by itself, with ``self.local.add``; it sends ``self.local.row()``.
@@ -205,7 +194,7 @@ class DDPChecks(CheckCallback):
         expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
         self.checks: list[RankCheck] = list(checks)
         actions = DEFAULT_ACTION | validated_actions(action, "DDPChecks")
-        self._settings = Settings(
+        self._report_settings = Settings(
             actions, file=file, summary=summary, log_figures=log_figures, stall_seconds=stall_seconds
         )
 
@@ -224,14 +213,6 @@ class DDPChecks(CheckCallback):
             )
         super().setup(trainer, pl_module, stage)
 
-    def checks_to_run(self) -> list[RankCheck]:
-        """Return its checks."""
-        return self.checks
-
-    def settings(self) -> Settings:
-        """Return what happens with findings, for all checks of the trainer."""
-        return self._settings
-
 
 def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:
     """Collect the checks, each class once.
@@ -241,7 +222,9 @@ def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:
     taken = {type(callback) for callback in callbacks}
     checks: list[RankCheck] = []
     for callback in callbacks:
-        added = [check for check in callback.checks_to_run() if check is callback or type(check) not in taken]
+        added: list[RankCheck] = [callback] if isinstance(callback, RankCheck) else []
+        if isinstance(callback, DDPChecks):
+            added = [check for check in callback.checks if type(check) not in taken]
         checks += added
         taken.update(map(type, added))
     return sorted(checks, key=lambda check: check.title)

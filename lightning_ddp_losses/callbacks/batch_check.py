@@ -1,41 +1,29 @@
 """`BatchCheck`: every rank trains on separate rows, as many batches as its peers, in another order each epoch.
 
-Batches are compared by short hashes, samplers by their plain attributes (``batch_reader.py``). The check comes first, then the findings
-that one rank makes by itself, then the comparison of the ranks' rows.
+Batches are compared by short hashes, samplers by their plain attributes (``batch_reader.py``). Losses that compare samples come first:
+those that see this rank's rows only, those that gather, and calls without a positive pair. The check follows, then the comparison of the
+ranks' rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import (
-    CheckStage,
-    Finding,
-    LocalFindings,
-    LocalRow,
-    Remark,
-    differing,
-    odd_ranks,
-)
-from lightning_ddp_losses.callbacks.loss_observations import (
-    PositivePairs,
-    global_contrastive_losses,
-    local_contrastive_losses,
-    pml_gather,
-)
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow, Remark, differing, odd_ranks
 from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
@@ -47,6 +35,111 @@ KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
 _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps whose random states are compared
+_PML = "pytorch_metric_learning."
+_PROXY_ATTRIBUTES = ("num_classes", "proxies", "fc")  # a loss against class weights compares no samples
+_GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "BaseLossWrapper", "BaseDistributedLossWrapper"}
+_CALLS_ON_DEVICE = 20
+_ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
+
+
+# ---------------------------------------------------------------------- losses that compare samples
+
+
+def local_contrastive_losses(module: nn.Module) -> dict[str, nn.Module]:
+    """Return pytorch-metric-learning's losses on tuples, by path, that neither gather nor lie inside a loss that does."""
+    found: dict[str, nn.Module] = {}
+    covered: tuple[str, ...] = ()  # paths whose submodules are not looked at
+    for name, inner in module.named_modules():
+        if name.startswith(covered):
+            continue
+        class_names = {cls.__name__ for cls in type(inner).__mro__}
+        if class_names & _GATHERS:
+            if name:
+                covered += (f"{name}.",)
+        elif _is_from(inner, "losses") and "BaseMetricLossFunction" in class_names and not _has_proxies(inner):
+            found[name] = inner
+            covered += (f"{name}.",)
+    return found
+
+
+def global_contrastive_losses(module: nn.Module) -> list[str]:
+    """Return the paths of losses that compare the rows of all ranks: two towers, or a gathering wrapper around a loss on tuples."""
+    found: list[str] = []
+    covered: tuple[str, ...] = ()
+    for name, inner in module.named_modules():
+        class_names = {cls.__name__ for cls in type(inner).__mro__}
+        if name.startswith(covered) or "CrossBatchMemory" in class_names:  # a memory holds the rows of other batches
+            continue
+        compares = "TwoTowerLoss" in class_names
+        if class_names & _GATHERS:
+            compares = any(local_contrastive_losses(child) for child in inner.children())
+        if compares:
+            found.append(name)
+            covered += (f"{name}.",)
+    return found
+
+
+def pml_gather(module: nn.Module) -> str:
+    """Return the path of a wrapper that gathers rows of equal numbers only; empty where there is none."""
+    for name, inner in module.named_modules():
+        if _is_from(inner, "utils.distributed"):
+            return name or type(inner).__name__
+    return ""
+
+
+def _is_from(module: nn.Module, part: str) -> bool:
+    return any(cls.__module__.startswith(_PML + part) for cls in type(module).__mro__)
+
+
+def _has_proxies(loss: nn.Module) -> bool:
+    has_parameters = any(True for _ in loss.parameters())
+    return has_parameters or any(hasattr(loss, attribute) for attribute in _PROXY_ATTRIBUTES)
+
+
+class PositivePairs:
+    """Notes calls of losses whose labels are all different, so that nothing can be pulled together.
+
+    Args:
+        losses: By path.
+        guard: Makes a function for a hook out of one that may raise.
+
+    Attributes:
+        without: By path of the loss, whether its latest call was one.
+    """
+
+    def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any]) -> None:
+        self.without: dict[str, bool] = {}
+        self._calls = 0
+        self._handles: list[RemovableHandle] = []
+        for name, loss in losses.items():
+            self._handles.append(loss.register_forward_pre_hook(guard(self._hook(name, loss)), with_kwargs=True))
+
+    def _hook(self, name: str, loss: nn.Module) -> Any:
+        def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is not loss:  # a copy
+                return
+            given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+            # pairs may come from a miner, or from other rows
+            if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
+                return
+            labels = given.get("labels")
+            if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1:
+                return
+            self._calls += 1
+            if labels.device.type != "cpu" and self._calls > _CALLS_ON_DEVICE:  # reading waits for the device
+                return
+            self.without[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
+
+        return see_call
+
+    def remove(self) -> None:
+        """Leave no hook behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+# ---------------------------------------------------------------------- the check
 
 
 class BatchStepRow(NamedTuple):
@@ -171,9 +264,9 @@ class BatchCheck(LocalCheck, default=True):
         self.local.found = []
         row: list[int] = []
         if stage == CheckStage.TRAIN_START:
-            _find_local_losses(self.local, trainer, module)
+            self._find_local_losses(trainer, module)
         elif stage == CheckStage.VALIDATION_START:
-            _find_repeated_rows(self.local, trainer)
+            self._find_repeated_rows(trainer)
         elif stage == CheckStage.LOAD:
             saved = (self.runner.checkpoint or {}).get(KEY, {})
             self._saved = EpochRecord(saved["epoch"], saved["first"], saved["latest"]) if "latest" in saved else None
@@ -185,7 +278,7 @@ class BatchCheck(LocalCheck, default=True):
             row = [*self._step_row(trainer)]
         else:
             if stage == CheckStage.EPOCH_START:
-                _find_reshuffled(self.local, trainer)
+                self._find_reshuffled(trainer)
             row = [*_epoch_row(trainer, module), *self._batches.counts]
         return [*self.local.row(), *row]
 
@@ -240,6 +333,33 @@ class BatchCheck(LocalCheck, default=True):
             self._steps_without_pairs[name] = steps
             if steps == _STEPS_WITHOUT_PAIRS:
                 self.local.add("F31", "labels", name=name, steps=steps)
+
+    def _find_local_losses(self, trainer: Trainer, module: LightningModule) -> None:
+        """Find losses that compare the rows of this rank only, and accumulation that does not help them."""
+        if process_groups.world_size() == 1:
+            return
+        of_one_rank = list(local_contrastive_losses(module))
+        names = ", ".join(f"`{name}`" for name in of_one_rank)
+        if names:
+            self.local.add("F29", name=names)
+        # the rows of all ranks are still those of one batch
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
+        if names and trainer.accumulate_grad_batches > 1:
+            self.local.add("F33", name=names, batches=trainer.accumulate_grad_batches)
+
+    def _find_repeated_rows(self, trainer: Trainer) -> None:
+        """Find held-out rows that padding hands out twice."""
+        for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
+            rows = repeated_rows(loader)
+            if rows:
+                self.local.add("F54", name=f"validation loader {index}", rows=rows)
+
+    def _find_reshuffled(self, trainer: Trainer) -> None:
+        """Find batches that belong together and that Lightning shuffles."""
+        for loader in batch_reader.data_loaders(trainer):
+            name = batch_reader.sampler_shuffled_by_lightning(loader)
+            if name:
+                self.local.add("F68", name=name)
 
     # ------------------------------------------------------------------ judge
 
@@ -320,39 +440,6 @@ def _epoch_row(trainer: Trainer, module: nn.Module) -> BatchEpochRow:
             last_size = full_size  # the epoch ends before it
     path = pml_gather(module)
     return BatchEpochRow(batches, full_size, last_size, hash_text(path) if path else 0)
-
-
-# ---------------------------------------------------------------------- findings of one rank
-
-
-def _find_local_losses(local: LocalFindings, trainer: Trainer, module: LightningModule) -> None:
-    """Find losses that compare the rows of this rank only, and accumulation that does not help them."""
-    if process_groups.world_size() == 1:
-        return
-    of_one_rank = list(local_contrastive_losses(module))
-    names = ", ".join(f"`{name}`" for name in of_one_rank)
-    if names:
-        local.add("F29", name=names)
-    # the rows of all ranks are still those of one batch
-    names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
-    if names and trainer.accumulate_grad_batches > 1:
-        local.add("F33", name=names, batches=trainer.accumulate_grad_batches)
-
-
-def _find_repeated_rows(local: LocalFindings, trainer: Trainer) -> None:
-    """Find held-out rows that padding hands out twice."""
-    for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
-        rows = repeated_rows(loader)
-        if rows:
-            local.add("F54", name=f"validation loader {index}", rows=rows)
-
-
-def _find_reshuffled(local: LocalFindings, trainer: Trainer) -> None:
-    """Find batches that belong together and that Lightning shuffles."""
-    for loader in batch_reader.data_loaders(trainer):
-        name = batch_reader.sampler_shuffled_by_lightning(loader)
-        if name:
-            local.add("F68", name=name)
 
 
 # ---------------------------------------------------------------------- findings of all ranks

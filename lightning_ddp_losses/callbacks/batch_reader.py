@@ -20,14 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostCopy
-from lightning_ddp_losses.distributed.fingerprint import (
-    MAX_ROWS,
-    batch_leaves,
-    combine,
-    hash_tables,
-    hash_text,
-    row_tables,
-)
+from lightning_ddp_losses.distributed import fingerprint
 
 BUCKETS = 16  # of labels
 _MAX_LABELS = 1024  # rows whose labels are counted
@@ -110,7 +103,7 @@ class BatchReader:
         if is_first:
             self._epoch, self._counts = epoch, [0] * BUCKETS
         # rows are those of the first tensor
-        tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [leaf for leaf in fingerprint.batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
         self.rows = tensors[0].shape[0] if tensors else 0
         self.samples = self.rows
         if any(tensor.shape[0] != self.rows for tensor in tensors) or not tensors:
@@ -126,9 +119,9 @@ class BatchReader:
 
     def _read(self, batch: Any, tensors: list[Tensor]) -> None:
         """Ask for what is hashed and counted of a batch."""
-        number = min(self.rows, MAX_ROWS)
+        number = min(self.rows, fingerprint.MAX_ROWS)
         labels = labels_of(batch, self.rows)
-        tables = [HostCopy(table) for table in row_tables(tensors, self.rows, number)]
+        tables = [HostCopy(table) for table in fingerprint.row_tables(tensors, self.rows, number)]
         sent = None if labels is None else HostCopy(labels[:_MAX_LABELS])
         self._late = _LateBatch(self._runner.step, number, tables, sent)
 
@@ -137,9 +130,9 @@ class BatchReader:
         if late is None:
             return
         # a hash of each row, and one of all of them
-        hashes = hash_tables([table.read() for table in late.tables], late.rows)
+        hashes = fingerprint.hash_tables([table.read() for table in late.tables], late.rows)
         self.distinct, self.read_step = len(set(hashes)), late.step
-        self.content = self._latest = combine(hashes) & _MASK or 1
+        self.content = self._latest = fingerprint.combine(hashes) & _MASK or 1
         # labels by bucket
         if late.labels is None:
             return
@@ -291,10 +284,10 @@ def drawn_order(loader: DataLoader[Any]) -> int:
         # what Lightning drew once, for all ranks to cut from
         head = compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
         if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
-            return hash_text(repr(head), 62)
+            return fingerprint.hash_text(repr(head), 62)
         return 0  # drawn with replacement, every rank's part is as good as another
     if type(sampler) is DistributedSampler and sampler.shuffle:
-        return hash_text(f"{sampler.seed} {sampler.epoch}", 62)
+        return fingerprint.hash_text(f"{sampler.seed} {sampler.epoch}", 62)
     return 0
 
 

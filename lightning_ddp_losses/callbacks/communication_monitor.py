@@ -112,20 +112,14 @@ class CommunicationMonitor(RankCheck, default=True):
 
 def _figures(calls: Iterable[CollectiveCall], steps: int) -> dict[str, float]:
     """Return calls and bytes per step, in all and by kind, and milliseconds by kind."""
-    found: dict[str, float] = {"comm/calls": 0.0, "comm/bytes": 0.0}
+    found = {"comm/calls": 0.0, "comm/bytes": 0.0}
     for call in calls:
-        seconds = 0.0
-        if call.ended is not None:
-            seconds = call.ended - call.began
-        more = {
-            "comm/calls": 1.0,
-            "comm/bytes": float(call.num_bytes),
-            f"comm/{call.kind}/calls": 1.0,
-            f"comm/{call.kind}/bytes": float(call.num_bytes),
-            f"comm/{call.kind}/ms": 1e3 * seconds,
-        }
-        for name, value in more.items():
-            found[name] = found.get(name, 0.0) + value / steps
+        seconds = 0.0 if call.ended is None else call.ended - call.began
+        numbers = {"calls": 1.0, "bytes": float(call.num_bytes), "ms": 1e3 * seconds}
+        for name, number in numbers.items():
+            for place in ("comm", f"comm/{call.kind}"):
+                found[f"{place}/{name}"] = found.get(f"{place}/{name}", 0.0) + number / steps
+    found.pop("comm/ms", None)  # collectives overlap
     return found
 
 
@@ -174,9 +168,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
             self.error = error
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        work = result
-        if isinstance(result, (tuple, list)):
-            work = result[-1]
+        work = result[-1] if isinstance(result, (tuple, list)) else result
         try:
             compat.on_completion(work, call.end)
         except (AttributeError, RuntimeError, TypeError):  # a backend whose works have no future

@@ -54,11 +54,6 @@ class CheckStage(str, Enum):
     LOAD = "loading a checkpoint"
     TRAIN_END = "end of training"
 
-    @property
-    def repeats_every_step(self) -> bool:
-        """Return whether ``every_n_steps`` applies to this stage."""
-        return self in (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
-
 
 _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.AFTER_STEP.value)
 

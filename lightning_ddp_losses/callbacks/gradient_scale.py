@@ -109,12 +109,10 @@ def find_wrong_scales(
     if scales.is_multiplied:
         full = [part for part in scales.parts if part.is_about(1.0)]
         return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
-    fault = "F20"
     collectives = " ".join(scales.collectives)
+    fault = "F23" if "reduce" in collectives and "gather" not in collectives else "F20"
     if metrics_of(module):
         fault = "F27"
-    elif "reduce" in collectives and "gather" not in collectives:
-        fault = "F23"
     return found + [_finding(fault, part.name, world, part.ratio) for part in cut]
 
 
@@ -194,7 +192,7 @@ def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor],
 
 
 class _Prepared(NamedTuple):
-    """What a rank has computed by itself before the parameters are moved.
+    """Results that a rank has computed by itself before the parameters are moved.
 
     Attributes:
         directions: By part of the module, this rank's random direction.
@@ -364,10 +362,8 @@ def _on_all_ranks(row_exchange: RowExchange, local: bool) -> bool:
 def _reached_through_collectives(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
     """Name the parameters that lie behind a collective with a gradient in the graph of the value."""
     collectives = [node for node, _ in walk_graph([value]) if _is_collective(node)]
-    reached = set()
-    for node, children in walk_graph([], nodes=collectives):
-        if not children and hasattr(node, "variable"):
-            reached.add(id(node.variable))
+    leaves = [node for node, children in walk_graph([], nodes=collectives) if not children]
+    reached = {id(node.variable) for node in leaves if hasattr(node, "variable")}
     return {name for name, parameter in parameters.items() if id(parameter) in reached}
 
 
@@ -378,17 +374,13 @@ def _is_collective(node: Any) -> bool:
 
 def _has_factor(value: Tensor, world: int) -> bool:
     """Say whether the graph of the value begins with a product by W, among sums and products of numbers."""
-    for node, _ in itertools.islice(walk_graph([value], through=_is_arithmetic), _MAX_NODES):
+    walk = walk_graph([value], through=lambda node: node.name().startswith(_ARITHMETIC))
+    for node, _ in itertools.islice(walk, _MAX_NODES):
         if node.name().startswith(("Mul", "Div")):
             factor = compat.saved_by_node(node, "other")
             if isinstance(factor, Tensor) and factor.numel() == 1 and float(factor) in (float(world), 1 / world):
                 return True
     return False
-
-
-def _is_arithmetic(node: Any) -> bool:
-    name: str = node.name()
-    return name.startswith(_ARITHMETIC)
 
 
 class _CollectiveNames(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -16,9 +16,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
+from lightning_ddp_losses.callbacks.batch_check import local_contrastive_losses
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.logged_values import LoggedValues, different_keys, name_keys
-from lightning_ddp_losses.callbacks.loss_observations import local_contrastive_losses
 from lightning_ddp_losses.callbacks.loss_reader import MISSING, PRESENT, UNSEEN, LossReader, LossRow, is_divided
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE, Action
 from lightning_ddp_losses.callbacks.row_exchange import Rows

@@ -6,6 +6,7 @@ logger, the same version again, a second fit) numbers its own.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
@@ -285,16 +286,14 @@ def run_folder(trainer: Trainer) -> Path | None:
         own = getattr(logger, "log_dir", None)
         if own is not None:
             return Path(own)
-        version = logger.version
-        if not isinstance(version, str):
-            version = f"version_{version}"
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         folder = folder / str(logger.name) / version
     return folder
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number of things in words: ``1 finding``, ``2 findings``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _numbered(name: str, number: int) -> str:
@@ -324,11 +323,9 @@ def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) 
 def _warn(text: str) -> None:
     """Warn on rank 0; where the user has made warnings errors, raise on every rank."""
     level = _users_stack_level()
-    if process_groups.rank() == 0:
-        warnings.warn(text, stacklevel=level)
-        return
-    # the same filters decide here, so that an error is one on every rank; nothing is printed
-    with warnings.catch_warnings(record=True):
+    # elsewhere the same filters decide, so that an error is one on every rank; nothing is printed
+    quietly = warnings.catch_warnings(record=True) if process_groups.rank() else contextlib.nullcontext()
+    with quietly:
         warnings.warn(text, stacklevel=level)
 
 

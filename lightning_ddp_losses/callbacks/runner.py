@@ -43,6 +43,7 @@ from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMi
 _ERROR_TIMEOUT = timedelta(seconds=2)
 _PATIENCE_SECONDS = 10.0  # for peers that have the same error
 _THE_END = "the end"
+_EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -328,7 +329,7 @@ class CheckRunner(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge what validation starts from."""
-        self._run_in_validation(CheckStage.VALIDATION_START)
+        self.run_stage(CheckStage.VALIDATION_START)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
@@ -340,15 +341,11 @@ class CheckRunner(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge metrics before they are computed."""
-        self._run_in_validation(CheckStage.VALIDATION_EPOCH_END)
+        self.run_stage(CheckStage.VALIDATION_EPOCH_END)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""
-        self._run_in_validation(CheckStage.VALIDATION_END)
-
-    def _run_in_validation(self, stage: CheckStage) -> None:
-        if not self.trainer.sanity_checking:
-            self.run_stage(stage)
+        self.run_stage(CheckStage.VALIDATION_END)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Judge the last step and the checkpoint before it is written, unless a rank that failed saves alone. Checks may add to it."""
@@ -435,6 +432,8 @@ class CheckRunner(Callback):
 
         Communication: one gather; none if no check is due. More only if there is a new finding.
         """
+        if self.trainer.sanity_checking:  # validation before training judges nothing
+            return
         due = self._due(stage)
         self._enter(place_of(stage.value, self.step))
         if not due:
@@ -464,7 +463,7 @@ class CheckRunner(Callback):
 
     def _due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now; the same on every rank."""
-        every, step = not stage.repeats_every_step, self.step
+        every, step = stage not in _EVERY_N_STEPS, self.step
         return [check for check in self._running(stage) if every or step % check.every_n_steps == 0]
 
     def _running(self, stage: CheckStage) -> list[Check]:
