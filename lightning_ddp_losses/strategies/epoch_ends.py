@@ -110,18 +110,16 @@ class UnevenEnds(FitPart):
             "training loaders", {"number": len(own)}, json.dumps(own).encode()
         )
         for loader, lengths in zip(loaders, zip(*map(json.loads, payloads), strict=True), strict=True):
-            title = f"length of the training loader ({type(loader).__name__})"
             if None in lengths and set(lengths) != {None}:
-                ranks = ["unknown" if length is None else f"{length} batches" for length in lengths]
-                raise InputError(title, expected="known on every rank or on none", ranks=ranks, collective=True)
-            if 0 in lengths and any(lengths) and not self._allows_no_batches():
-                raise InputError(
-                    title,
-                    expected="a batch on every rank",
-                    ranks=[f"{length} batches" for length in lengths],
-                    fix="Divide the data such that each rank has some, or set allow_zero_length_dataloader_with_multiple_devices.",
-                    collective=True,
-                )
+                expected, fix = "known on every rank or on none", None
+            elif 0 in lengths and any(lengths) and not self._allows_no_batches():
+                expected = "a batch on every rank"
+                fix = "Divide the data such that each rank has some, or set allow_zero_length_dataloader_with_multiple_devices."
+            else:
+                continue
+            title = f"length of the training loader ({type(loader).__name__})"
+            ranks = ["unknown" if length is None else f"{length} batches" for length in lengths]
+            raise InputError(title, expected=expected, ranks=ranks, fix=fix, collective=True)
 
     def _allows_no_batches(self) -> bool:
         trainer = self.fit.trainer
@@ -401,7 +399,9 @@ class _Stream:
         # at the first fetch of a rank that has none: nothing it could go on with
         must_share = self.lacks_rows and self._fetched == 0 and not self._is_shared
         if place >= own:
-            return self._share_structure(None) if must_share else self._empty_batch()
+            if must_share:
+                self._share_structure(None)
+            return self._empty_batch()
         has_batch, batch = self._own_batch()
         if not has_batch:
             error = InputError(
@@ -434,8 +434,7 @@ class _Stream:
             return batch if has_batch else (None, self._fetched, 0)  # fetched ahead by a fit that ends before
         self.lacks_rows = True
         if not all(payload[1] for payload in payloads):  # a rank that never had a batch
-            shared = self._share_structure(batch if has_batch else None)
-            return batch if has_batch else shared
+            self._share_structure(batch if has_batch else None)
         return batch if has_batch else self._empty_batch()
 
     def _keep_structure(self, batch: Any) -> None:
@@ -452,7 +451,7 @@ class _Stream:
             handshake.raise_in_all_groups(self._empty, _FETCH)
         return copy.deepcopy(self._empty)
 
-    def _share_structure(self, batch: Any) -> Any:
+    def _share_structure(self, batch: Any) -> None:
         """Give a rank that never had a batch the structure of the peers'; every rank comes here, with its batch or None.
 
         Raises:
@@ -472,7 +471,6 @@ class _Stream:
             shared = safe_payload.unpack_from(payloads[first], _STRUCTURE, first)
         if batch is None and not self._has_empty:
             self._empty, self._has_empty = shared, True
-        return self._empty_batch()
 
     def _own_batch(self) -> tuple[bool, Any]:
         """Return whether this rank has a batch, and the batch; an error is one on every rank."""

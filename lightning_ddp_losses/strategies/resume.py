@@ -166,12 +166,8 @@ class Resume(FitPart):
             notes, random = self._states_of_all_ranks(note, names, own_random)
         # 3. states of all ranks
         if has_loaders:
-            entries[LOADER_STATES] = {
-                **trained._asdict(),
-                "at_end": at_end,
-                "states": [note.states for note in notes],
-                "ended": [note.ended for note in notes],
-            }
+            states, ended = [note.states for note in notes], [note.ended for note in notes]
+            entries[LOADER_STATES] = {**trained._asdict(), "at_end": at_end, "states": states, "ended": ended}
         if has_random:
             entries[RANDOM_STATES] = {
                 "world_size": process_groups.world_size(),
@@ -413,9 +409,9 @@ def trained_batches(trainer: pl.Trainer) -> TrainedBatches:
 def iterator_follows(trainer: pl.Trainer) -> bool:
     """Return whether the iterator from which training continues is yet to be made: between two epochs."""
     trained, progress = trained_batches(trainer), trainer.fit_loop.epoch_loop.batch_progress
-    processed = progress.current.processed
-    is_over = processed == 0 or progress.is_last_batch or processed >= trainer.num_training_batches
-    return trained.epoch > 0 and trained.batches == 0 and is_over and progress.current.ready <= processed
+    current: Any = progress.current
+    is_over = current.processed == 0 or progress.is_last_batch or current.processed >= trainer.num_training_batches
+    return trained.epoch > 0 and trained.batches == 0 and is_over and current.ready <= current.processed
 
 
 def _trained(

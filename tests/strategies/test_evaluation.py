@@ -14,13 +14,21 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.strategies.jobs import trainer_alone
+from tests.strategies.test_calls import assert_same_error
 
 # torch's and Lightning's own words of what a test does on purpose
 pytestmark = [
@@ -88,6 +96,10 @@ class Evaluated(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
+def logged(trainer: Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
 def run_all(trainer: Trainer, number: int, size: int) -> dict[str, Any]:
     """Fit with validation, validate, test and predict; returns what was seen and logged."""
     model = Evaluated()
@@ -97,11 +109,11 @@ def run_all(trainer: Trainer, number: int, size: int) -> dict[str, Any]:
         return DataLoader(rows(number), batch_size=size, **options)
 
     trainer.fit(model, DataLoader(rows(24), batch_size=4), loader())
-    answers["fit"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    answers["fit"] = logged(trainer)
     trainer.validate(model, loader(), verbose=False)
-    answers["val"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    answers["val"] = logged(trainer)
     trainer.test(model, [loader(), loader(shuffle=True)], verbose=False)
-    answers["test"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    answers["test"] = logged(trainer)
     answers["predicted"] = gather_predictions(trainer, trainer.predict(model, loader()))
     return answers | {"seen": model.seen, "ended": model.ended}
 
@@ -190,9 +202,7 @@ def initialise(worker: int) -> None:
 def kept_options() -> dict[str, Any]:
     generator = torch.Generator()
     loader = DataLoader(rows(13), batch_size=3, worker_init_fn=initialise, generator=generator)
-    trainer = make_trainer("ddp_losses", use_distributed_sampler=True)
-    trainer.validate(Evaluated(), loader, verbose=False)
-    used = trainer.val_dataloaders
+    used = validate(loader)[1].val_dataloaders
     ours = {"kept": used.generator is generator and used.worker_init_fn is initialise, "size": used.batch_size}
     return ours | {"untouched": list(loader.sampler) == list(range(13)), "own": used is not loader}
 
@@ -222,36 +232,38 @@ def test_workers_that_persist_and_loaders_of_another_class(pool: RankPool) -> No
     assert pool.run(2, with_workers) == [[[0, 1, 2], [6, 7, 8], [11]] * 2, [[3, 4, 5], [9, 10], [12]] * 2]
 
 
-LEFT: dict[str, Callable[[], Any]] = {
-    "a DistributedSampler of the user's": lambda: DataLoader(
-        rows(5), batch_size=2, sampler=DistributedSampler(rows(5), shuffle=False)
+LEFT: dict[str, tuple[Callable[[], Any], list[list[list[int]]]]] = {
+    "a DistributedSampler of the user's": (
+        lambda: DataLoader(rows(5), batch_size=2, sampler=DistributedSampler(rows(5), shuffle=False)),
+        [[[0, 2], [4]], [[1, 3], [0]]],
     ),
-    "ours": lambda: DataLoader(
-        rows(5),
-        batch_sampler=GlobalBatchSampler.batches(torch.utils.data.SequentialSampler(range(5)), 4, drop_last=True),
+    "ours": (
+        lambda: DataLoader(
+            rows(5), batch_sampler=GlobalBatchSampler.batches(SequentialSampler(range(5)), 4, drop_last=True)
+        ),
+        [[[0, 1]], [[2, 3]]],
     ),
-    "a stream": lambda: DataLoader(Stream(), batch_size=2),
-    "no loader": Batches,
+    "a stream": (lambda: DataLoader(Stream(), batch_size=2), [[[0, 1], [2, 3], [4]]] * 2),
+    "no loader": (Batches, [[[0, 1]]] * 2),
 }
 
 
-def seen_in(name: str, **options: Any) -> list[list[int]]:
-    model = Evaluated()
+def validate(loader: Any, model: Evaluated | None = None, **options: Any) -> tuple[list[list[int]], Trainer]:
+    """What one rank sees in a validation, and the trainer."""
+    model = model or Evaluated()
     trainer = make_trainer("ddp_losses", use_distributed_sampler=True, **options)
-    trainer.validate(model, LEFT[name](), verbose=False)
-    return model.seen["val 0"]
+    trainer.validate(model, loader, verbose=False)
+    return model.seen.get("val 0", []), trainer
+
+
+def seen_in(name: str) -> list[list[int]]:
+    return validate(LEFT[name][0]())[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*IterableDataset")
 @pytest.mark.parametrize("name", LEFT)
 def test_what_lightning_leaves_alone_is_left_alone(pool: RankPool, name: str) -> None:
-    expected = {
-        "a DistributedSampler of the user's": [[[0, 2], [4]], [[1, 3], [0]]],
-        "ours": [[[0, 1]], [[2, 3]]],
-        "a stream": [[[0, 1], [2, 3], [4]]] * 2,
-        "no loader": [[[0, 1]]] * 2,
-    }
-    assert pool.run(2, seen_in, name) == expected[name]
+    assert pool.run(2, seen_in, name) == LEFT[name][1]
 
 
 def several(kind: str) -> dict[str, list[list[int]]]:
@@ -280,19 +292,10 @@ def test_subsets_combined_loaders_and_limits(pool: RankPool) -> None:
 # ---------------------------------------------------------------------- refused
 
 
-def validate(number: int, size: int, exchanges: bool = False, **options: Any) -> list[list[int]]:
-    model = Evaluated(exchanges)
-    trainer = make_trainer("ddp_losses", use_distributed_sampler=True, **options)
-    trainer.validate(model, DataLoader(rows(number), batch_size=size), verbose=False)
-    return model.seen["val 0"]
-
-
-def test_fewer_rows_than_ranks(pool: RankPool) -> None:
-    errors = pool.errors(3, validate, 2, 2)
-    assert len({error.message for error in errors}) == 1
-    assert "rows of the validation loader: expected at least one for each of 3 ranks, got 2" in errors[0].message
-    errors = pool.errors(3, predict_few)
-    assert "at least one for each of 3 ranks, got 2" in errors[0].message
+def validate_rows(number: int, size: int, exchanges: bool = False, more: int = 0, **options: Any) -> list[list[int]]:
+    """Validate on so many rows; rank 1 may have more."""
+    loader = DataLoader(rows(number + more * dist.get_rank()), batch_size=size)
+    return validate(loader, Evaluated(exchanges), **options)[0]
 
 
 def predict_few() -> None:
@@ -300,28 +303,22 @@ def predict_few() -> None:
     trainer.predict(Evaluated(), DataLoader(rows(2), batch_size=2))
 
 
-def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(pool: RankPool) -> None:
-    for error in pool.errors(2, validate, 5, 1, True):
-        assert "validation step, which exchanges something between ranks: expected as many batches" in error.message
-        assert "rank 1: 2 batches" in error.message
-    # nothing waits where the batch that some ranks have not is left out, or where all have as many
-    assert together([{"seen": {"": own}} for own in pool.run(2, validate, 5, 1, True, limit_val_batches=2)], "") == [
-        0,
-        1,
-        2,
-        3,
-    ]
-    pool.run(2, validate, 5, 2, True)
-
-
-def validate_own_number() -> None:
-    validate(5 + dist.get_rank(), 2)
-
-
-def test_loaders_that_differ_between_ranks(pool: RankPool) -> None:
-    for error in pool.errors(2, validate_own_number):
+def test_evaluations_that_cannot_be_exact_are_refused(pool: RankPool) -> None:
+    few = "expected at least one for each of 3 ranks, got 2"
+    assert_same_error(pool.errors(3, validate_rows, 2, 2), f"rows of the validation loader: {few}")
+    assert_same_error(pool.errors(3, predict_few), few)
+    for error in pool.errors(2, validate_rows, 5, 2, more=1):
         assert "rows=5" in error.message
         assert "rows=6" in error.message
+
+
+def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(pool: RankPool) -> None:
+    exchange = "validation step, which exchanges something between ranks: expected as many batches"
+    assert_same_error(pool.errors(2, validate_rows, 5, 1, True), exchange, "rank 1: 2 batches")
+    # no rank waits if the batch that some ranks lack is left out, or if all have as many
+    limited = pool.run(2, validate_rows, 5, 1, True, limit_val_batches=2)
+    assert together([{"seen": {"": own}} for own in limited], "") == [0, 1, 2, 3]
+    pool.run(2, validate_rows, 5, 2, True)
 
 
 def test_a_config_names_the_option() -> None:
@@ -336,8 +333,5 @@ def test_a_config_names_the_option() -> None:
     assert parsed("exact").evaluation == "exact"
     with pytest.raises(Exception, match="evaluation"):
         parsed("once")
-
-
-def test_an_option_that_is_none() -> None:
     with pytest.raises(Exception, match=r"evaluation: expected one of 'exact', 'padded', got 'once'"):
         DDPLossStrategy(evaluation="once")  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from lightning_ddp_losses.strategies import whole_checkpoint
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
-from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_fsdp_parity import joined
 
 # who trains: "file" and "folder" under FSDP2, "ddp", "shards" (DDP, each rank's classes by themselves), or "one" process, and on how
@@ -107,10 +106,6 @@ def test_a_folder_becomes_a_file_for_one_process(pool: RankPool, tmp_path: Path)
     torch.save(whole_checkpoint(folder), file)
     module = Plain.load_from_checkpoint(file, weights_only=True)
     assert_close(dict(module.state_dict()), state, rtol=0)
-    # cut off: every rank of another strategy says so
-    next(folder.rglob("*.distcp")).write_bytes(b"")
-    errors = pool.errors(2, fit_sharded_model, "divided", "adamw", ddp=True, load=str(folder))
-    assert_same_error(errors, f"checkpoint {folder}", "damaged")
     with pytest.raises(InputError, match=r"expected a folder with meta.pt.* got a file"):
         whole_checkpoint(file)
     with pytest.raises(InputError, match="got nothing there"):

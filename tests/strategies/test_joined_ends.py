@@ -180,12 +180,6 @@ def test_join_with_synchronised_batch_norm(pool: RankPool) -> None:
         assert_close(result["state"], truth["state"])
 
 
-def test_join_is_silent_under_all_checks(pool: RankPool) -> None:
-    plan = [(4, 4, 3, 2), (3, 3)]
-    for result in pool.run(2, train, Rows, partial(part, plan), "join", checks=True, max_epochs=2):
-        assert_close(renamed(result["state"]), one_process(plan, 4, epochs=2))
-
-
 @pytest.mark.parametrize("accumulation", ["mean", "window"])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_join_of_accumulation_windows_that_end_early(pool: RankPool, kind: str, accumulation: str) -> None:
@@ -203,28 +197,30 @@ def test_join_validates_on_every_rank_at_the_same_batch(pool: RankPool, options:
     assert [result["validated"] for result in results] == [[2, 4]] * 2
 
 
-@pytest.mark.parametrize(("limit", "steps"), [(4, 4), (0.6, 3)])
-def test_join_within_a_limit(pool: RankPool, limit: float, steps: int) -> None:
-    """A fraction is one of the longest rank's batches, as of one process's."""
-    for result in pool.run(2, train, Rows, partial(part, UNEVEN), "join", limit_train_batches=limit):
-        assert result["batches"] == steps
-        assert_close(renamed(result["state"]), one_process(UNEVEN, steps))
-
-
-def test_join_with_new_loaders_each_epoch(pool: RankPool) -> None:
-    options = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
-    for result in pool.run(2, train, Rows, partial(part, UNEVEN), "join", **options):
-        assert_close(renamed(result["state"]), one_process(UNEVEN, 5, epochs=2))
-
-
-@pytest.mark.slow
-def test_join_with_a_worker(pool: RankPool) -> None:
-    for result in pool.run(2, train, Rows, partial(worked, UNEVEN), "join"):
-        assert_close(renamed(result["state"]), one_process(UNEVEN, 5))
-
-
 def worked(plan: Plan, rank: int) -> Any:
     return with_worker(batches_of(plan)[rank])
+
+
+SHORT: Plan = [(4, 4, 3, 2), (3, 3)]
+ALIKE: dict[str, tuple[Plan, dict[str, Any], dict[str, int]]] = {
+    "under all checks": (SHORT, {"checks": True, "max_epochs": 2}, {"steps": 4, "epochs": 2}),
+    # a fraction is one of the longest rank's batches, as of one process's
+    "4 batches": (UNEVEN, {"limit_train_batches": 4}, {"steps": 4}),
+    "a fraction": (UNEVEN, {"limit_train_batches": 0.6}, {"steps": 3}),
+    "new loaders": (UNEVEN, {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}, {"steps": 5, "epochs": 2}),
+    "a worker": (UNEVEN, {}, {"steps": 5}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "a worker")) for name in ALIKE]
+)
+def test_join_with_options_of_the_trainer(pool: RankPool, name: str) -> None:
+    plan, options, truth = ALIKE[name]
+    load = partial(worked if name == "a worker" else part, plan)
+    for result in pool.run(2, train, Rows, load, "join", **options):
+        assert result["batches"] == truth["steps"] or name == "a worker"
+        assert_close(renamed(result["state"]), one_process(plan, **truth))
 
 
 class AllowsNone(Rows):
