@@ -10,8 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.distributed import handshake
 
-__all__ = ["CountCollectives", "nothing_rides"]
-
 
 def nothing_rides() -> contextlib.AbstractContextManager[Any]:
     """Inside the block this rank takes no payload for small: all of them travel as those of large batches do."""

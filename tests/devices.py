@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-__all__ = ["HOST", "Device", "cuda", "pretended", "waits_in"]
-
 # what torch says where `set_sync_debug_mode` sees the host wait
 _WAIT = "called a synchronizing CUDA operation"
 

@@ -12,8 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import Strategy
 
-__all__ = ["QUIET", "RankEnvironment", "make_trainer", "said_on_rank_zero"]
-
 # one epoch: no logger, no checkpoints, no bars, no summary
 QUIET: dict[str, Any] = {
     "max_epochs": 1,

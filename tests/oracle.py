@@ -16,8 +16,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CLASS_LOSSES", "Encoder", "Task", "assert_close", "batches", "cuts", "differences", "train"]
-
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 # of pytorch-metric-learning: a loss for each row by itself, from a weight of one row (or several) a class

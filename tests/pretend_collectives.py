@@ -12,8 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils import _pytree
 
-__all__ = ["carry", "install"]
-
 # as torch names them in several releases
 _CARRIED = (
     *("all_reduce", "broadcast", "all_gather", "all_to_all_single"),

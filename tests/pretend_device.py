@@ -34,8 +34,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree, backend_registration
 
-__all__ = ["DEVICE", "RELEASE", "Counts", "PretendTensor", "catch_up", "counting", "install", "to_device", "to_host"]
-
 # The private names of torch that this file needs, all of them here; read in this release, and used in no other.
 RELEASE = "2.13"
 _setup_backend = backend_registration._setup_privateuseone_for_python_backend
@@ -45,58 +43,17 @@ _tree_map = _pytree.tree_map
 DEVICE = "pretend"
 _COPIES = ("copy_", "_to_copy")
 _FREE = (
-    *(
-        "view",
-        "_unsafe_view",
-        "as_strided",
-        "detach",
-        "expand",
-        "permute",
-        "transpose",
-        "t.",
-        "slice.",
-        "select.",
-        "squeeze",
-    ),
-    *(
-        "unsqueeze",
-        "split",
-        "alias",
-        "unbind",
-        "unfold",
-        "diagonal.",
-        "lift_fresh",
-        "empty",
-        "new_empty",
-        "_reshape_alias",
-    ),
-    *("real", "imag", "resize_", "is_same_size", "set_"),
+    *("view", "_unsafe_view", "as_strided", "detach", "expand", "permute", "transpose", "t.", "slice."),
+    *("select.", "squeeze", "unsqueeze", "split", "alias", "unbind", "unfold", "diagonal.", "lift_fresh"),
+    *("empty", "new_empty", "_reshape_alias", "real", "imag", "resize_", "is_same_size", "set_"),
 )
 _WAITS = (
-    *(
-        "_local_scalar_dense",
-        "nonzero",
-        "_unique",
-        "unique_",
-        "masked_select",
-        "equal.",
-        "is_nonzero",
-        "bincount",
-        "isin.",
-    ),
-    *("repeat_interleave.Tensor", "_linalg_check_errors"),
+    *("_local_scalar_dense", "nonzero", "_unique", "unique_", "masked_select", "equal.", "is_nonzero"),
+    *("bincount", "isin.", "repeat_interleave.Tensor", "_linalg_check_errors"),
 )
 # beside tensors of the device these take no tensor of the CPU, not even a number
 _ONE_DEVICE = (
-    "cat",
-    "stack",
-    "mm",
-    "addmm",
-    "bmm",
-    "index_add",
-    "index_fill_.int_Tensor",
-    "index_copy",
-    "gather",
+    *("cat", "stack", "mm", "addmm", "bmm", "index_add", "index_fill_.int_Tensor", "index_copy", "gather"),
     "scatter",
 )
 

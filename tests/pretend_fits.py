@@ -43,8 +43,6 @@ from tests.lightning_ranks import QUIET, RankEnvironment
 from tests.pretend_forks import on_forked_ranks
 from tests.pretend_runs import Bound, Found
 
-__all__ = ["FITS", "PretendAccelerator", "PretendStrategy", "main"]
-
 WIDTH, ROWS = 6, 8
 BATCHES, ACCUMULATED, EPOCHS = 6, 2, 2
 

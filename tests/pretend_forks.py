@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from tests import pretend_collectives
 
-__all__ = ["on_forked_ranks"]
-
 
 def on_forked_ranks(job: Callable[[int], Any], world_size: int, folder: Path, *, carries: bool) -> list[Any]:
     """Runs a job on ranks that are forks of this process, which has the device; returns what each returned.

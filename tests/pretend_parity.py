@@ -25,8 +25,6 @@ from tests.losses.test_two_towers import EXTRA, further
 from tests.pretend_forks import on_forked_ranks
 from tests.pretend_runs import LOSSES, SHARDED, Found, TwoTowers, case_of, measure
 
-__all__ = ["main"]
-
 WORLD = 3
 SPLITS = [[1, 4, 7], [5, 0, 7]]
 TILED_SPLITS = [[11, 30, 19], [0, 25, 35]]  # of other rows

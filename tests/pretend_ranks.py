@@ -29,8 +29,6 @@ from lightning_ddp_losses.distributed import raw_collectives
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from tests.devices import HOST, Device
 
-__all__ = ["JOBS", "run_jobs"]
-
 WIDTH = 6
 SIZES = {2: [5, 8], 3: [5, 1, 8]}  # rows per rank, by ranks
 LARGE = 700  # squared: a gradient that travels by itself

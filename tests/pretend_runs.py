@@ -46,28 +46,6 @@ from tests.losses.test_two_towers import Towers, further, textbook
 from tests.losses.torch_cases import TORCH
 from tests.metrics.cases import CASES as METRICS
 
-__all__ = [
-    "BOUNDS",
-    "CLASS_SHARDED",
-    "LOSSES",
-    "MINERS",
-    "SHARDED",
-    "SLOPES",
-    "TILED",
-    "TOWERS",
-    "Bound",
-    "Found",
-    "Mined",
-    "TwoTowers",
-    "bounded_run",
-    "case_of",
-    "join_world_of_one",
-    "main",
-    "measure",
-    "metric_cases",
-    "runs_of",
-]
-
 ROWS, WIDTH = 512, 32
 
 

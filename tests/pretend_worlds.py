@@ -50,8 +50,6 @@ from tests.pretend_runs import (
     two_towers,
 )
 
-__all__ = ["BACKENDS", "WORLDS", "main"]
-
 BACKENDS = {"as NCCL": True, "gloo": False}  # and whether it carries the device's tensors
 WORLD = 2
 

@@ -30,8 +30,6 @@ from typing import Any
 from tests import rank_worker
 from tests.rank_worker import RankError, Reply, Task
 
-__all__ = ["RankError", "RankFailure", "RankPool"]
-
 # more than the time after which a group gives up: a peer's time-out is an error, not a hang
 TASK_SECONDS = 30.0 + rank_worker.GROUP_TIMEOUT.total_seconds()
 PRELOAD = ["torch", "torch.distributed", "pytest", "lightning", "pytorch_metric_learning.losses", "torchmetrics"]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["slow_parameters"]
-
 
 def slow_parameters(values: Iterable[Any], slow: Container[Any]) -> list[Any]:
     """Return the values as parameters of a test, in their order; those in `slow` have the mark."""

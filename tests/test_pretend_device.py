@@ -43,9 +43,11 @@ FITTED = 1e-12  # float64, relative, of parameters and buffers
 Results = dict[str, Any]
 
 
-def found_by(program: str, folder: Path) -> Results:
-    """What each run of a program found, by its name."""
+def found_by(module: str, folder: Path, *, carried: bool = True) -> Results:
+    """What each run of a module's `main` found, by its name; collectives may carry the device's tensors."""
     file = folder / "found.json"
+    program = "from tests import pretend_collectives\npretend_collectives.install()\n" if carried else ""
+    program += f"from tests.{module} import main\nmain(device, Path(sys.argv[1]))"
     done = run_python("-c", PROGRAM.format(program), str(file), seconds=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found: Results = json.loads(file.read_text())
@@ -58,7 +60,7 @@ def test_runs(tmp_path: Path) -> None:
 
     One test for all of them: they share a process, which each worker of pytest that had one of them would start for itself.
     """
-    found = found_by("from tests.pretend_runs import main\nmain(device, Path(sys.argv[1]))", tmp_path)
+    found = found_by("pretend_runs", tmp_path, carried=False)
     slopes = found.pop("slopes")
     for name, slope in pretend_runs.SLOPES.items():
         launches, difference = slopes[name]
@@ -92,9 +94,7 @@ def test_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fits(tmp_path: Path) -> None:
     """A Trainer with all checks, batch norm, three losses, accumulation, and a restart from its checkpoint; on one rank and on two."""
-    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
-    program += "from tests.pretend_fits import main\nmain(device, Path(sys.argv[1]))"
-    found = found_by(program, tmp_path)
+    found = found_by("pretend_fits", tmp_path)
     problems = {name: beyond(found[name], bound, FITTED) for name, bound in pretend_fits.FITS.items()}
     assert not any(problems.values()), problems
     # a loss that is judged one step later names its own step: in the last batch, at the end of training
@@ -105,10 +105,8 @@ def test_fits(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     """What a call, a window and recorded counts cost on two ranks, whose collectives carry the device's tensors or stage them."""
-    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
-    program += "from tests.pretend_worlds import main\nmain(device, Path(sys.argv[1]))"
     problems = []
-    for backend, ranks in found_by(program, tmp_path).items():
+    for backend, ranks in found_by("pretend_worlds", tmp_path).items():
         for rank, found in enumerate(ranks):
             # an index beyond a rank's own rows would be a row of another
             assert "rank 1: 1 to 256 for 256 rows" in found.pop("refusal")
@@ -125,9 +123,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_three_ranks(tmp_path: Path) -> None:
     """Every case of the losses on uneven ranks, and with a rank that has no rows, whose collectives carry the device's tensors."""
-    program = "from tests import pretend_collectives\npretend_collectives.install()\n"
-    program += "from tests.pretend_parity import main\nmain(device, Path(sys.argv[1]))"
-    ranks = found_by(program, tmp_path)
+    ranks = found_by("pretend_parity", tmp_path)
     problems = []
     for rank, found in enumerate(ranks):
         assert len(found) > 900

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -55,8 +55,7 @@ def device_generators(kind: str) -> Sequence[torch.Generator]:
     module: Any = torch.get_device_module(kind)
     if kind == "mps":
         return (module._get_default_mps_generator(),)
-    generators: Sequence[torch.Generator] = getattr(module, "default_generators", ())
-    return generators
+    return cast("Sequence[torch.Generator]", getattr(module, "default_generators", ()))
 
 
 def tensor_version(tensor: Tensor) -> int:
@@ -78,8 +77,7 @@ def outside_transforms() -> AbstractContextManager[object]:
     """Return a block in which no transform of ``torch.func`` is at work, so that plain tensors stay plain; torch has no public way."""
     from torch._functorch import pyfunctorch
 
-    context: AbstractContextManager[object] = pyfunctorch.temporarily_clear_interpreter_stack()
-    return context
+    return cast("AbstractContextManager[object]", pyfunctorch.temporarily_clear_interpreter_stack())
 
 
 def sparse_entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,8 +134,7 @@ def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile``'s wrapper, or the module itself."""
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return inner
+    return cast("nn.Module", getattr(module, "_orig_mod", module))
 
 
 def is_ddp_ignored(tensor: Tensor) -> bool:
@@ -292,8 +289,7 @@ def operator_schema(function: Any) -> Any:
 
 def tree_leaves(nest: Any) -> list[Any]:
     """Return what a nest of lists, tuples and dicts holds; torch's own walk, which has no public name."""
-    leaves: list[Any] = _pytree.tree_leaves(nest)
-    return leaves
+    return _pytree.tree_leaves(nest)
 
 
 def is_in_dispatch_mode() -> bool:
@@ -303,8 +299,7 @@ def is_in_dispatch_mode() -> bool:
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
     """Return a block in which no dispatch mode sees anything; torch offers no public way out of one."""
-    context: AbstractContextManager[object] = _python_dispatch._disable_current_modes()
-    return context
+    return cast("AbstractContextManager[object]", _python_dispatch._disable_current_modes())
 
 
 def reads_scalar(function: Any) -> bool:
@@ -578,8 +573,7 @@ def is_reduced(result: Any) -> bool:
 
 def epoch_name(results: Any, result: Any) -> str:
     """Return the name under which ``callback_metrics`` holds an epoch's value, with the loader's number where there are several."""
-    name: str = results._forked_name(result, on_step=False)[1]
-    return name
+    return cast("str", results._forked_name(result, on_step=False)[1])
 
 
 def has_layer_sync(strategy: Any) -> bool:
@@ -705,8 +699,7 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
 
 def start_method(strategy: Any) -> str | None:
     """Return how a strategy starts its processes (``popen``, ``spawn``, ``fork``); None where it does not say."""
-    method: str | None = getattr(strategy, "_start_method", None)
-    return method
+    return cast("str | None", getattr(strategy, "_start_method", None))
 
 
 def multiprocessing_launcher() -> Any:
@@ -752,14 +745,12 @@ def is_made_by_command_line() -> bool:
 
 def torchmetrics_states(module: Any) -> dict[str, Any] | None:
     """Return the states of a metric with their defaults, by name; None for what is no metric."""
-    states: dict[str, Any] | None = getattr(module, "_defaults", None)
-    return states
+    return cast("dict[str, Any] | None", getattr(module, "_defaults", None))
 
 
 def state_reductions(metric: Any) -> dict[str, Any] | None:
     """Return how each state of a metric is reduced over ranks, by name; None for what is no metric."""
-    reductions: dict[str, Any] | None = getattr(metric, "_reductions", None)
-    return reductions
+    return cast("dict[str, Any] | None", getattr(metric, "_reductions", None))
 
 
 # ---------------------------------------------------------------------- pytorch-metric-learning 2.9
@@ -767,5 +758,4 @@ def state_reductions(metric: Any) -> dict[str, Any] | None:
 
 def recorded_statistics(module: Any) -> Collection[str]:
     """Return the attributes in which a loss, miner or distance records what it saw of its last batch."""
-    names: Collection[str] = getattr(module, "_record_these_stats", ())
-    return names
+    return cast("Collection[str]", getattr(module, "_record_these_stats", ()))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 RowT = TypeVar("RowT")
 Severity: TypeAlias = Literal["error", "warning", "note"]
@@ -99,8 +99,7 @@ def _sections() -> dict[str, dict[str, Any]]:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, if PyYAML was built with it
-    sections: dict[str, dict[str, Any]] = yaml.load(_FILE.read_bytes(), loader)
-    return sections
+    return cast("dict[str, dict[str, Any]]", yaml.load(_FILE.read_bytes(), loader))
 
 
 class _LazyTable(Mapping[str, RowT]):

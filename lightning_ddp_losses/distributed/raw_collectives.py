@@ -172,6 +172,11 @@ def _on_host(tensor: Tensor) -> Tensor:
     return HostCopy(tensor).read()
 
 
+def _staged(tensor: Tensor, group: Group) -> Tensor:
+    """Return the tensor that travels: a copy in host memory if gloo carries it for an accelerator, else the tensor itself."""
+    return _on_host(tensor) if is_staged(tensor, group) else tensor
+
+
 def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
     """Gather (n,) of each rank into ``everyone``, (W * n,) in rank order."""
     if group.size() == 1:
@@ -284,13 +289,10 @@ def broadcast_between_replicas_(part: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _broadcast_bytes_(tensors: list[Tensor], group: Group) -> None:
-    packed = torch.cat([as_bytes(tensor) for tensor in tensors])
-    device = packed.device
-    if is_staged(packed, group):
-        packed = _on_host(packed)
+    packed = _staged(torch.cat([as_bytes(tensor) for tensor in tensors]), group)
     source = process_groups.internal_groups(group).ranks[0]
     dist.broadcast(packed, src=source, group=group_for(packed, group))
-    packed, offset = packed.to(device), 0
+    packed, offset = packed.to(tensors[0].device), 0
     for tensor in tensors:
         # a slice may start at any byte; a view of another dtype needs an aligned start
         received = packed[offset : offset + tensor.nbytes].clone()
@@ -386,14 +388,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
     """Give rank i the i-th part (1-D, one dtype); return what each rank gave, of these sizes. Communication: one exchange."""
-    packed = torch.cat(list(parts)).contiguous()
-    device = packed.device
-    if is_staged(packed, group):
-        packed = _on_host(packed)
+    packed = _staged(torch.cat(list(parts)).contiguous(), group)
     received = packed.new_empty(sum(sizes))
     sent_sizes = [part.numel() for part in parts]
     dist.all_to_all_single(received, packed, list(sizes), sent_sizes, group=group_for(packed, group))
-    return list(torch.split(received.to(device), list(sizes)))
+    return list(torch.split(received.to(parts[0].device), list(sizes)))
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
@@ -518,16 +517,13 @@ class Ring:
 
 def send(tensor: Tensor, to: int) -> None:
     """Send a tensor to one rank of the world, which calls ``receive``."""
-    own = tensor.detach().contiguous()
-    if is_staged(own, None):
-        own = _on_host(own)
+    own = _staged(tensor.detach().contiguous(), None)
     dist.send(own, to, group=group_for(own, None))
 
 
 def receive(shape: Sequence[int], like: Tensor, source: int) -> Tensor:
     """Return the tensor of this shape that one rank of the world sends, in the dtype and on the device of ``like``."""
-    out = like.new_empty(tuple(shape))
-    if is_staged(out, None):
-        out = torch.empty(tuple(shape), dtype=like.dtype)
+    device = torch.device("cpu") if is_staged(like, None) else like.device
+    out = like.new_empty(tuple(shape), device=device)
     dist.recv(out, source, group=group_for(out, None))
     return out.to(like.device)

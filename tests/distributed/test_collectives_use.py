@@ -1,8 +1,9 @@
-"""Collectives in use: hand-written DDP loops against one process, parts of the world, and ranks that disagree."""
+"""Collectives in use: hand-written DDP loops against one process, parts of the world, ranks that disagree, ranks that wait."""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from lightning_ddp_losses.distributed.collectives import (
     all_reduce_with_grad,
     reduce_scatter_with_grad,
 )
+from lightning_ddp_losses.distributed.raw_collectives import wait
 from lightning_ddp_losses.errors import DDPLossError
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
 from tests.rank_pool import RankPool
@@ -182,16 +184,55 @@ def test_ranks_that_disagree_get_the_same_error_and_go_on(pool: RankPool, case: 
     assert len(set(results)) == 1, results
 
 
-def test_the_error_names_what_differs_rank_by_rank(pool: RankPool) -> None:
-    kind, text = pool.run(2, disagree_then_go_on, "width")[0]
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("width", ("rank 0", "rank 1", "3", "4")),
+        ("dtype", ("float32", "float64")),
+        ("operation", ("all_reduce", "all_gather")),
+    ],
+)
+def test_the_error_names_what_differs_rank_by_rank(pool: RankPool, case: str, words: tuple[str, ...]) -> None:
+    kind, text = pool.run(2, disagree_then_go_on, case)[0]
     assert kind == "RankMismatchError"
-    assert "rank 0" in text
-    assert "rank 1" in text
-    assert "3" in text
-    assert "4" in text
-    _, text = pool.run(2, disagree_then_go_on, "dtype")[0]
-    assert "float32" in text
-    assert "float64" in text
-    _, text = pool.run(2, disagree_then_go_on, "operation")[0]
-    assert "all_reduce" in text
-    assert "all_gather" in text
+    assert all(word in text for word in words)
+
+
+# ---------------------------------------------------------------------- waiting awake or asleep
+
+
+class Late:
+    """A collective that is complete when it was asked a few times, or waited for."""
+
+    def __init__(self) -> None:
+        self.asked = self.waited = 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.asked > 3
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def wait_with(processors: int, local_world_size: str | None) -> tuple[bool, int]:
+    """Return whether this rank stayed awake, and how often it waited for the collective itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)), raising=False)
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if local_world_size is not None:
+            patch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+        work = Late()
+        wait(work)  # type: ignore[arg-type]
+    return work.asked > 0, work.waited
+
+
+@pytest.mark.parametrize(
+    ("processors", "local_world_size", "is_awake"),
+    [(2, None, True), (1, None, False), (1, "1", True), (3, "4", False), (8, "8", True)],
+    ids=["one each", "one for two", "two machines", "more on this machine", "enough on this machine"],
+)
+def test_a_rank_waits_awake_only_on_a_processor_of_its_own(
+    pool: RankPool, processors: int, local_world_size: str | None, is_awake: bool
+) -> None:
+    assert pool.run(2, wait_with, processors, local_world_size) == [(is_awake, 1)] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -58,46 +60,29 @@ def test_the_edge_of_a_frame(pool: RankPool) -> None:
     pool.run(2, every_payload_size_near_a_frame)
 
 
+# by rank: the operation, what must match, the payload
+DISAGREEING: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "operation": lambda rank: (f"loss {rank}", {}),
+    "value": lambda rank: ("loss", {"margin": 0.5 + 0.1 * (rank == 1), "scale": 64}),
+    "end of a long text": lambda rank: ("loss", {"names": "x" * 5000 + str(rank)}),
+    "behind a long text": lambda rank: ("loss", {"configuration": "x" * 600, "width": 7 + rank}),
+    "a missing value": lambda rank: ("loss", {"margin": 1} if rank else {}),
+    "many bytes per character": lambda rank: ("loss", {"names": "é" * 223 + str(rank)}),
+    "an awkward value": lambda rank: ("loss", {"text": f"a=b\nc=d{rank}"}),
+    "a large payload on one side": lambda rank: ("loss", {"margin": rank}, bytes(9000 * rank)),
+}
+
+
 def disagree(case: str) -> tuple[str, str, bool]:
-    rank = dist.get_rank()
     try:
-        if case == "operation":
-            handshake.all_gather(f"loss {rank}", {})
-        elif case == "value":
-            handshake.all_gather("loss", {"margin": 0.5 + 0.1 * (rank == 1), "scale": 64})
-        elif case == "end of a long text":
-            handshake.all_gather("loss", {"names": "x" * 5000 + str(rank)})
-        elif case == "behind a long text":
-            handshake.all_gather("loss", {"configuration": "x" * 600, "width": 7 + rank})
-        elif case == "a missing value":
-            handshake.all_gather("loss", {"margin": 1} if rank else {})
-        elif case == "many bytes per character":
-            handshake.all_gather("loss", {"names": "é" * 223 + str(rank)})
-        elif case == "an awkward value":
-            handshake.all_gather("loss", {"text": f"a=b\nc=d{rank}"})
-        elif case == "a large payload on one side":
-            handshake.all_gather("loss", {"margin": rank}, bytes(9000 * rank))
-        else:
-            raise ValueError(case)
+        handshake.all_gather(*DISAGREEING[case](dist.get_rank()))
     except DDPLossError as error:
         assert handshake.all_gather("after", {}, b"ok") == [b"ok"] * dist.get_world_size()
         return type(error).__name__, str(error), error.collective
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "operation",
-        "value",
-        "end of a long text",
-        "behind a long text",
-        "a missing value",
-        "many bytes per character",
-        "an awkward value",
-        "a large payload on one side",
-    ],
-)
+@pytest.mark.parametrize("case", DISAGREEING)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_disagree_raise_the_same_error(pool: RankPool, world_size: int, case: str) -> None:
     results = pool.run(world_size, disagree, case)

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from tests.processes import ROOT
 
-__all__ = ["Host", "permitted", "two_hosts"]
-
 HOLD = "echo ready; exec sleep infinity"
 
 

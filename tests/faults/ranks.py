@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -13,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import free_port
 from tests.rank_pool import PRELOAD
-
-__all__ = ["Ended", "free_port", "processes_of", "run_ranks"]
 
 
 @dataclass
@@ -35,13 +33,6 @@ class Ended:
     def __str__(self) -> str:
         told = zip(self.codes, self.seconds, self.outputs, strict=True)
         return "\n".join(f"--- rank {r}: exit {c} after {s:.1f} s\n{o[-3000:]}" for r, (c, s, o) in enumerate(told))
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(

@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from tests.faults.hosts import Host, permitted, two_hosts
-from tests.faults.test_restarts import free_port
 from tests.oracle import assert_close
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, free_port, run_python
 
 SECONDS = 240
 FAST_AGENT = "timeout=60,read_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"

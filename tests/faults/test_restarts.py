@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT, free_port, run_python
 
 SECONDS = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def worlds(folder: Path, ranks: int) -> list[tuple[list[int], list[str]]]:
@@ -77,60 +70,17 @@ from datetime import timedelta
 import torch
 from torch import nn
 from lightning.pytorch import LightningModule, Trainer
-from pytorch_metric_learning.losses import ArcFaceLoss
-from lightning_ddp_losses import DDPLossStrategy
-
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-class Module(LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.loss = nn.Linear(8, 4), ArcFaceLoss(5, 4)
-
-    def training_step(self, batch, number):
-        if number == 1 and attempt < 2 and self.global_rank == attempt:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.loss(self.encoder(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-data = torch.utils.data.TensorDataset(torch.ones(12, 8), torch.arange(12) % 5)
-trainer = Trainer(
-    accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    enable_model_summary=False, strategy=DDPLossStrategy(timeout=timedelta(seconds=60)),
-)
-trainer.fit(Module(), torch.utils.data.DataLoader(data, batch_size=2))
-sys.stdout.write(f"done {attempt} {trainer.global_rank} {trainer.global_step}\\n")  # one piece: ranks share the pipe
-"""
-
-
-@pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_a_fit_of_the_strategy_is_restarted_by_torchrun(tmp_path: Path, backend: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING)
-    where = ["--master-port", str(free_port())] if backend == "static" else ["--standalone"]
-    done = run_python(
-        *("-m", "torch.distributed.run", *where, "--nproc-per-node", "2", "--max-restarts", "2"),
-        *("--monitor-interval", "0.1", str(script)),
-        seconds=SECONDS,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("done")) == ["done 2 0 3", "done 2 1 3"]
-
-
-RESUMING = """
-import os, signal, sys
-from datetime import timedelta
-import torch
-from torch import nn
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pytorch_metric_learning.losses import ArcFaceLoss
 from lightning_ddp_losses import DDPLossStrategy
 
-folder, is_killed = sys.argv[1], sys.argv[2] == "killed"
+folder, how = sys.argv[1:]
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+def is_killed(rank, step):
+    if how == "killed, and saves nothing":
+        return step == 1 and attempt < 2 and rank == attempt
+    return how == "killed" and attempt == 0 and rank == 1 and step == 4
 
 class Module(LightningModule):
     def __init__(self):
@@ -139,7 +89,7 @@ class Module(LightningModule):
         self.loss = ArcFaceLoss(5, 4)
 
     def training_step(self, batch, number):
-        if is_killed and attempt == 0 and self.global_rank == 1 and self.global_step == 4:
+        if is_killed(self.global_rank, self.global_step):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.loss(self.encoder(batch[0]), batch[1])
 
@@ -150,36 +100,44 @@ torch.manual_seed(3)
 module = Module()
 data = torch.utils.data.TensorDataset(torch.arange(96.0).sin().view(12, 8), torch.arange(12) % 5)
 torch.manual_seed(7 + int(os.environ["RANK"]))  # ranks draw different masks
-saving = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)
+saves = how != "killed, and saves nothing"
+saving = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)] if saves else []
 trainer = Trainer(
     accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
-    callbacks=[saving], strategy=DDPLossStrategy(use_global_sampler=True, timeout=timedelta(seconds=240)),
+    callbacks=saving, enable_checkpointing=saves, strategy=DDPLossStrategy(use_global_sampler=True, timeout=timedelta(seconds=240)),
 )
 began = []
 module.on_train_start = lambda: began.append(trainer.global_step)
-trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), ckpt_path="last")
+trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2, shuffle=True), ckpt_path="last" if saves else None)
 torch.save(module.state_dict(), f"{folder}/state-{trainer.global_rank}")
 sys.stdout.write(" ".join(map(str, ("done", attempt, trainer.global_rank, *began, trainer.global_step))) + "\\n")
 """
 
 
-def run_resuming(folder: Path, how: str) -> list[str]:
-    """What the ranks say in the end, under an agent that starts them once more when one dies."""
+def train(folder: Path, how: str, *where: str, restarts: int = 1) -> list[str]:
+    """What the ranks say in the end, under an agent that starts them again when one dies."""
     folder.mkdir()
     script = folder / "train.py"
-    script.write_text(RESUMING)
+    script.write_text(TRAINING)
     done = run_python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
-        *("--monitor-interval", "0.1", str(script), str(folder), how),
+        *("-m", "torch.distributed.run", *(where or ["--standalone"]), "--nproc-per-node", "2"),
+        *("--max-restarts", str(restarts), "--monitor-interval", "0.1", str(script), str(folder), how),
         seconds=SECONDS,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return sorted(line for line in done.stdout.splitlines() if line.startswith("done"))
 
 
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_fit_of_the_strategy_is_restarted_by_torchrun(tmp_path: Path, backend: str) -> None:
+    where = ["--master-port", str(free_port())] if backend == "static" else []
+    said = train(tmp_path / "run", "killed, and saves nothing", *where, restarts=2)
+    assert said == ["done 2 0 0 6", "done 2 1 0 6"]
+
+
 def test_a_fit_that_is_restarted_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    assert run_resuming(tmp_path / "killed", "killed") == ["done 1 0 4 6", "done 1 1 4 6"]
-    assert run_resuming(tmp_path / "undisturbed", "not") == ["done 0 0 0 6", "done 0 1 0 6"]
+    assert train(tmp_path / "killed", "killed") == ["done 1 0 4 6", "done 1 1 4 6"]
+    assert train(tmp_path / "undisturbed", "not") == ["done 0 0 0 6", "done 0 1 0 6"]
     for rank in (0, 1):
         states = [torch.load(tmp_path / how / f"state-{rank}", weights_only=True) for how in ("killed", "undisturbed")]
         assert all(torch.equal(states[0][name], value) for name, value in states[1].items())

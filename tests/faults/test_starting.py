@@ -17,9 +17,8 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_ddp_losses.cli import manual
 from tests.faults.test_hosts import FAST_AGENT, end, fit_digits, hosts, told
-from tests.faults.test_restarts import free_port
 from tests.oracle import assert_close
-from tests.processes import ROOT
+from tests.processes import ROOT, free_port
 
 
 def block(page: str, language: str, number: int = 0) -> str:
