@@ -48,7 +48,7 @@ Where a newcomer adds:
 |---|---|---|
 | loss | ``losses/<name>.py`` and one export; one of PML: a row in ``losses/pml_registry.py`` | a row in ``tests/losses/cases.py`` |
 | check | ``callbacks/<name>.py``: a ``RankCheck`` with ``measure`` and ``judge`` | one healthy and one sabotaged row |
-| collective | one ``autograd.Function`` and table row in ``distributed/collectives.py`` | a row in ``tests/distributed`` |
+| collective | one function and table row in ``distributed/collectives.py`` | a row in ``tests/distributed`` |
 | strategy option | one keyword of ``DDPLossStrategy`` and its use | one row in ``tests/strategies`` |
 | config | ``configs/<name>.yaml``, its command in the header | ``tests/cli`` runs each for 2 steps |
 """

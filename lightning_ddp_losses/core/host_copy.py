@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,46 +88,35 @@ class LateNumber:
     """A product or quotient of numbers, of which some are on their way to the host; ``float`` reads it.
 
     Args:
-        factor: What is known already.
-        copies: Each of one number, and the power to which it counts, 1 or -1.
+        read: Function that returns the number, and waits if it has not arrived yet.
     """
 
-    def __init__(self, factor: float, copies: tuple[tuple[HostCopy, int], ...]) -> None:
-        self._factor, self._copies = factor, copies
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
 
     @classmethod
     def of(cls, value: Tensor) -> LateNumber:
         """Return the number that a tensor on an accelerator holds."""
-        return cls(1.0, ((HostCopy(value.reshape(())), 1),))
+        copy = HostCopy(value.reshape(()))
+        return cls(lambda: float(copy.read()))
 
     def __mul__(self, other: float | LateNumber) -> LateNumber:
-        if isinstance(other, LateNumber):
-            return LateNumber(self._factor * other._factor, self._copies + other._copies)
-        return LateNumber(self._factor * other, self._copies)
+        return LateNumber(lambda: float(self) * float(other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: float | LateNumber) -> LateNumber:
-        if isinstance(other, LateNumber):
-            return self * other.inverse()
-        return LateNumber(self._factor / other, self._copies)
+        return LateNumber(lambda: _quotient(float(self), float(other)))
 
     def __rtruediv__(self, other: float) -> LateNumber:
-        return self.inverse() * other
+        return LateNumber(lambda: _quotient(other, float(self)))
 
     def __neg__(self) -> LateNumber:
         return self * -1.0
 
-    def inverse(self) -> LateNumber:
-        """Return one divided by this number."""
-        return LateNumber(1.0 / self._factor, tuple((copy, -power) for copy, power in self._copies))
-
     def __float__(self) -> float:
-        value = self._factor
-        for copy, power in self._copies:
-            number = float(copy.read())
-            if power == 1:
-                value *= number
-            else:
-                value = value / number if number else math.nan
-        return value
+        return self._read()
+
+
+def _quotient(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

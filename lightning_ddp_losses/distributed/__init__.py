@@ -14,6 +14,6 @@
 * ``shard``: the tag on a parameter that is sharded
 * ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks
 
-A new differentiable collective is one ``autograd.Function`` in ``collectives``, one row in its docstring's table and one in
+A new differentiable collective is one function in ``collectives`` over ``_Exchanged``, one row in its docstring's table and one in
 ``tests/distributed/test_collectives.py``; another transport replaces functions of ``raw_collectives`` and a group of ``process_groups``.
 """
