@@ -256,8 +256,8 @@ def tensor_digest(tensor: Tensor) -> str:
     return found.hexdigest()
 
 
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _described(tensor: Tensor, digest: str = "", file: str = "") -> Entry:
+    return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest or tensor_digest(tensor), file)
 
 
 class Writer:
@@ -305,7 +305,7 @@ class Writer:
                 expect(
                     not isinstance(tensor, DTensor), f"audit: {name}", expected=expected, got=got, error=DDPLossError
                 )
-                index[name] = self._store(tensor, entry.digest)
+                index[name] = self.write_tensor(tensor, entry.digest)
         _write_atomically(self.home / f"{step}.{kind}.json", json.dumps(_index_to_json(index)))
 
     def _entry(self, tensor: Tensor | None) -> Entry:
@@ -316,27 +316,24 @@ class Writer:
         if tensor is None:
             return NO_TENSOR
         if not isinstance(tensor, DTensor):
-            return Entry(_dtype_name(tensor), tuple(tensor.shape), tensor_digest(tensor), "")
+            return _described(tensor)
         whole = tensor.full_tensor()
         if self.rank == 0 or any(placement.is_replicate() for placement in tensor.placements):
             return self.write_tensor(whole)
-        return Entry(_dtype_name(whole), tuple(whole.shape), tensor_digest(whole), "")
-
-    def write_tensor(self, tensor: Tensor) -> Entry:
-        """Store one tensor by itself."""
-        return self._store(tensor, tensor_digest(tensor))
+        return _described(whole)
 
     def write_record(self, record: RankRecord) -> None:
         """Store the record; it is the last thing a run writes."""
         _write_atomically(self.home / "record.json", record.to_json())
 
-    def _store(self, tensor: Tensor, digest: str) -> Entry:
+    def write_tensor(self, tensor: Tensor, digest: str = "") -> Entry:
+        """Store one tensor by itself; its digest is computed unless it is given."""
         self._files += 1
         path = self.home / f"{self.prefix}{self._files}.bin"
         with path.open("wb") as file:
             for piece in _byte_pieces(tensor):
                 file.write(piece)
-        return Entry(_dtype_name(tensor), tuple(tensor.shape), digest, str(path))
+        return _described(tensor, digest, str(path))
 
     def _rank_0_entries(self, name: str, seconds: float) -> dict[str, Entry]:
         """Wait for rank 0's index of the same step and kind; empty where it does not come."""

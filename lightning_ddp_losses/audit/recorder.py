@@ -99,7 +99,6 @@ class Recorder(Callback):
         self.run = run
         self.writer = Writer(folder, rank)
         self.record = RankRecord()
-        self.trace: Trace | None = None
         self._hooks = contextlib.ExitStack()  # what is undone when the run ends
         self._ablations = contextlib.ExitStack()  # what is switched off for the length of a batch
         self._unwritten_step = 0  # the step whose parameters are still to be written; 0: none
@@ -130,8 +129,7 @@ class Recorder(Callback):
         self._hook_backwards(trainer, pl_module)
         self._hook_metrics(pl_module)
         if self.run.trace:
-            self.trace = Trace(pl_module)
-            self._hooks.callback(self.trace.close)
+            self._hook_layers(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start from the weights of the ranks' run, and write them down."""
@@ -176,11 +174,8 @@ class Recorder(Callback):
         def record(optimizer: Any) -> None:
             self._record_step(trainer, module, optimizer)
 
-        def enter() -> None:
-            self._inside_strategy_step = True
-
-        def leave(*_: Any) -> None:
-            self._inside_strategy_step = False
+        def set_inside(inside: bool, *_: Any) -> None:
+            self._inside_strategy_step = inside
 
         def record_used(*_: Any) -> None:
             if self._stepping:
@@ -193,7 +188,12 @@ class Recorder(Callback):
                 record(optimizer)
 
         self._wrap_method(module, "on_before_optimizer_step", after=record)
-        self._wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
+        self._wrap_method(
+            trainer.strategy,
+            "optimizer_step",
+            before=functools.partial(set_inside, True),
+            after=functools.partial(set_inside, False),
+        )
         for optimizer in trainer.optimizers:
             self._hooks.callback(optimizer.register_step_pre_hook(record_unhooked).remove)
             # what clipping left; Lightning runs the closure inside the step, so before it there is nothing to see
@@ -230,6 +230,27 @@ class Recorder(Callback):
         for name, child in module.named_modules():
             if is_metric(child):
                 self._hooks.callback(child.register_forward_hook(functools.partial(note, name)).remove)
+
+    def _hook_layers(self, module: LightningModule) -> None:
+        """Follow one step: a few numbers for each row of each layer's output and of its gradient, in forward order."""
+
+        def record_call(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+            first = next(iter(nests.tensors_in(output)), None)
+            is_traced = self.record.steps + 1 == self.run.trace
+            if not is_traced or first is None or not first.is_floating_point():
+                return
+            call = ModuleCall(name, type(layer).__name__, _projections(first))
+            self.record.trace.append(call)
+
+            def record_gradient(gradient: Tensor) -> None:
+                call.gradient = _projections(gradient)
+
+            if first.requires_grad:
+                first.register_hook(record_gradient)  # type: ignore[no-untyped-call]
+
+        for name, child in module.named_modules():
+            if name and next(child.children(), None) is None:
+                self._hooks.callback(child.register_forward_hook(functools.partial(record_call, name)).remove)
 
     def _wrap_method(
         self, owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
@@ -276,8 +297,6 @@ class Recorder(Callback):
             ablations.batch_norm_to_eval_mode_(pl_module)
         if is_first:
             self.record.norms_in_training = norm_classes(pl_module)
-        if self.trace is not None:
-            self.trace.on = step == self.run.trace
         self._rng_before = ablations.rng_digest()
         if "randomness" in self.run.without:
             self._ablations.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
@@ -349,47 +368,10 @@ class Recorder(Callback):
         """Undo what was hooked; write the record."""
         self._ablations.close()
         self._hooks.close()
-        if self.trace is not None:
-            self.record.trace = self.trace.calls
         self.writer.write_record(self.record)
 
 
-# ---------------------------------------------------------------------- one step, module by module
-
-
-class Trace:
-    """Follows one step: a few numbers for each row of each output and of its gradient, in forward order.
-
-    Hooks on all modules that have no children note what passes while ``on``.
-
-    Args:
-        module: The LightningModule.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.on = False
-        self.calls: list[ModuleCall] = []
-        self._hooks = contextlib.ExitStack()
-        for name, child in module.named_modules():
-            if name and next(child.children(), None) is None:
-                self._hooks.callback(child.register_forward_hook(functools.partial(self._record_call, name)).remove)
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        self._hooks.close()
-
-    def _record_call(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        first = next(iter(nests.tensors_in(output)), None)
-        if not self.on or first is None or not first.is_floating_point():
-            return
-        call = ModuleCall(name, type(module).__name__, _projections(first))
-        self.calls.append(call)
-
-        def record_gradient(gradient: Tensor) -> None:
-            call.gradient = _projections(gradient)
-
-        if first.requires_grad:
-            first.register_hook(record_gradient)  # type: ignore[no-untyped-call]
+# ---------------------------------------------------------------------- what can be known by looking
 
 
 def _projections(values: Tensor) -> list[list[float]]:
@@ -400,9 +382,6 @@ def _projections(values: Tensor) -> list[list[float]]:
     directions = torch.randn(rows.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
     found: list[list[float]] = (rows @ directions).tolist()
     return found
-
-
-# ---------------------------------------------------------------------- what can be known by looking
 
 
 def is_metric(module: nn.Module) -> bool:

@@ -158,12 +158,7 @@ def numbers() -> str:
         return "The numbers stand in the repository: `benchmarks/README.md`."
     # the manual embeds a picture that it finds beside the page's file
     text = (folder / "README.md").read_text()
-    return re.sub(r"\]\((results/[\w./]+\.png)\)", rf"]({_way_up(folder)}/\1)", text)
-
-
-def _way_up(folder: Path) -> str:
-    """Return the relative path from the folder of the pages to another one."""
-    return os.path.relpath(folder, RECIPES)
+    return re.sub(r"\]\((results/[\w./]+\.png)\)", rf"]({os.path.relpath(folder, RECIPES)}/\1)", text)
 
 
 # ---------------------------------------------------------------------- names
@@ -172,25 +167,15 @@ def _way_up(folder: Path) -> str:
 def public_names() -> dict[str, object]:
     """Return every public class and function by its dotted name, as a user imports it; each once, at its first place."""
     found: dict[str, object] = {}
-    seen: set[int] = set()
     for place in PLACES:
         module = importlib.import_module(place)
-        for name in getattr(module, "__all__", None) or _defined_in(module):
+        defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == place]
+        for name in getattr(module, "__all__", None) or defined:
             value = getattr(module, name)
-            if (inspect.isclass(value) or inspect.isfunction(value)) and id(value) not in seen:
-                seen.add(id(value))
+            is_shown = (inspect.isclass(value) or inspect.isfunction(value)) and not name.startswith("_")
+            if is_shown and not any(value is each for each in found.values()):
                 found[f"{place}.{name}"] = value
     return found
-
-
-def _defined_in(module: object) -> list[str]:
-    """Return the public classes and functions of a module that has no list of them."""
-    name = getattr(module, "__name__", "")
-    return [
-        key
-        for key, value in vars(module).items()
-        if not key.startswith("_") and getattr(value, "__module__", "") == name
-    ]
 
 
 def name_page(dotted: str, value: object) -> str:

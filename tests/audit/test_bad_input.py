@@ -7,7 +7,8 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_ddp_losses import AuditError, ConfigurationError, DDPLossError, InputError, audit
+from lightning_ddp_losses import AuditError, AuditReport, ConfigurationError, DDPLossError, InputError, audit
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, rows
 
@@ -33,6 +34,10 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     if (tmp_path / "pids").exists():
         for pid in (tmp_path / "pids").read_text().split():
             assert not Path(f"/proc/{pid}").exists(), "a process that still runs"
+
+
+def audited(module: Any = None, data: Any = None, strategy: str = "ddp", **options: Any) -> AuditReport:
+    return audit(module or Module(), even() if data is None else data, strategy=strategy, **options)
 
 
 class Failing(Module):
@@ -94,11 +99,6 @@ def test_a_process_that_hangs_is_stopped_and_its_stack_is_shown() -> None:
     assert "in fail" in str(caught.value)
 
 
-def test_an_idle_parameter_gets_its_hint() -> None:
-    with pytest.raises(AuditError, match="F38"):
-        audit(m.FrozenLate(), even(), strategy="ddp")
-
-
 class Shaped(Dataset[Any]):
     """Rows whose second dimension, dtype, keys or plain values differ by rank."""
 
@@ -122,6 +122,7 @@ class Shaped(Dataset[Any]):
         return x, y, extra
 
 
+NO_SAMPLER = {"use_distributed_sampler": False}
 UNJOINED = {
     "width": r"batch\[2\][\s\S]*rank 0: \(4, 3\)[\s\S]*rank 1: \(4, 4\)",
     "dtype": r"batch\[2\][\s\S]*float32[\s\S]*float64",
@@ -135,18 +136,13 @@ UNJOINED = {
 @pytest.mark.parametrize("what", UNJOINED)
 def test_batches_that_cannot_be_joined(what: str) -> None:
     with pytest.raises(InputError, match=UNJOINED[what]):
-        audit(
-            Module(),
-            DataLoader(Shaped(what), batch_size=None),
-            strategy="ddp",
-            trainer_kwargs={"use_distributed_sampler": False},
-        )
+        audited(data=DataLoader(Shaped(what), batch_size=None), trainer_kwargs=NO_SAMPLER)
 
 
 def test_two_loaders_of_which_one_cannot_be_joined() -> None:
     loaders = [even(), DataLoader(Shaped("width"), batch_size=None)]
     with pytest.raises(InputError, match=r"batch\[1\]\[2\][\s\S]*rank 0: \(4, 3\)[\s\S]*in a batch of 4 rows"):
-        audit(TwoLoaders(), loaders, strategy="ddp", trainer_kwargs={"use_distributed_sampler": False})
+        audited(TwoLoaders(), loaders, trainer_kwargs=NO_SAMPLER)
 
 
 class TwoLoaders(Module):
@@ -166,40 +162,32 @@ def test_more_ranks_than_rows_pad_and_are_compared() -> None:
     assert report.losses[0].rows == (1, 1, 1)
 
 
-OPTIONS: dict[str, tuple[type[DDPLossError], str, dict[str, Any]]] = {
-    "devices": (ConfigurationError, "devices.*2 or more, got 1", {"devices": 1}),
-    "steps": (ConfigurationError, "steps.*1 or more, got 0", {"steps": 0}),
-    "without": (ConfigurationError, "without.*randomness.*weather", {"without": ["weather"]}),
-    "strategy": (ConfigurationError, "strategy.*'nonsense'", {"strategy": "nonsense"}),
-    "sharded": (ConfigurationError, "whole parameters.*FSDP", {"strategy": "fsdp"}),
-    "one device": (ConfigurationError, "whole parameters.*SingleDevice", {"strategy": "single_device"}),
-    "gpus": (ConfigurationError, "2 GPUs, got 0", {"trainer_kwargs": {"accelerator": "gpu"}}),
-    "precision": (AuditError, "nonsense", {"trainer_kwargs": {"precision": "nonsense"}}),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_cannot_work(name: str) -> None:
-    error, text, options = OPTIONS[name]
-    with pytest.raises(error, match=text):
-        audit(Module(), even(), **({"strategy": "ddp"} | options))
-
-
-def test_data_under_two_names() -> None:
-    with pytest.raises(ConfigurationError, match="one of data, datamodule, train_dataloaders, got data and train_data"):
-        audit(Module(), even(), train_dataloaders=even())
-
-
-def test_not_a_lightning_module() -> None:
-    with pytest.raises(ConfigurationError, match="LightningModule, got Linear"):
-        audit(nn.Linear(2, 2), even())  # type: ignore[arg-type]
-
-
 class TakesIterator(Module):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return None
 
 
-def test_a_step_that_takes_the_iterator() -> None:
-    with pytest.raises(ConfigurationError, match="dataloader_iter"):
-        audit(TakesIterator(), even())
+# what is wrong: (how it is called, the error, words of it)
+WHOLE = "whole parameters.*"
+TWO_NAMES = "one of data, datamodule, train_dataloaders, got data and train_data"
+REFUSED: dict[str, tuple[Callable[[], Any], type[DDPLossError], str]] = {
+    "devices": (partial(audited, devices=1), ConfigurationError, "devices.*2 or more, got 1"),
+    "steps": (partial(audited, steps=0), ConfigurationError, "steps.*1 or more, got 0"),
+    "without": (partial(audited, without=["weather"]), ConfigurationError, "without.*randomness.*weather"),
+    "strategy": (partial(audited, strategy="nonsense"), ConfigurationError, "strategy.*'nonsense'"),
+    "sharded": (partial(audited, strategy="fsdp"), ConfigurationError, f"{WHOLE}FSDP"),
+    "one device": (partial(audited, strategy="single_device"), ConfigurationError, f"{WHOLE}SingleDevice"),
+    "gpus": (partial(audited, trainer_kwargs={"accelerator": "gpu"}), ConfigurationError, "2 GPUs, got 0"),
+    "precision": (partial(audited, trainer_kwargs={"precision": "nonsense"}), AuditError, "nonsense"),
+    "data under two names": (partial(audited, train_dataloaders=even()), ConfigurationError, TWO_NAMES),
+    "no LightningModule": (partial(audited, nn.Linear(2, 2)), ConfigurationError, "LightningModule, got Linear"),
+    "the loader's iterator": (partial(audited, TakesIterator()), ConfigurationError, "dataloader_iter"),
+    "idle parameters": (partial(audited, m.FrozenLate()), AuditError, "F38"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_audits_that_cannot_work(name: str) -> None:
+    call, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call()

@@ -167,28 +167,32 @@ def test_a_mistake_is_told_before_anything_is_written(
     assert expected in message(capsys, *command("fit", ARCFACE), *options)
 
 
-def test_an_unknown_key_in_the_file_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
-    config.write_text(ARCFACE.read_text().replace("max_epochs", "max_epoch"))
-    assert "max_epoch" in message(capsys, *command("fit", config))
+SIZE = "init_args.embedding_size: expected a number, got nothing"
 
 
-def test_a_loss_inside_a_loss_without_its_size_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(
+    ("name", "text", "instead", "expected"),
+    [
+        ("digits_arcface", "max_epochs", "max_epoch", "max_epoch"),
+        (
+            "digits_arcface",
+            "        num_classes: 10\n",
+            "",
+            "loss.init_args.num_classes: expected a number, got nothing",
+        ),
+        ("digits_arcface", "        embedding_size: 32 # the encoder's\n", "", f"loss.{SIZE}"),
+        ("digits_xbm_global", "embedding_size: 32 # the", "# the", f"model.init_args.loss.init_args.loss.{SIZE}"),
+    ],
+    ids=["an unknown key", "no number of classes", "no size", "no size of a loss inside a loss"],
+)
+def test_a_mistake_in_the_file_is_told(
+    name: str,
+    text: str,
+    instead: str,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
-    config.write_text((CONFIGS / "digits_xbm_global.yaml").read_text().replace("embedding_size: 32 # the", "# the"))
-    expected = "model.init_args.loss.init_args.loss.init_args.embedding_size: expected a number, got nothing"
+    config.write_text((CONFIGS / f"{name}.yaml").read_text().replace(text, instead))
     assert expected in message(capsys, *command("fit", config))
-
-
-@pytest.mark.parametrize("line", ["num_classes: 10", "embedding_size: 32 # the encoder's"])
-def test_a_loss_without_one_of_its_sizes_is_told(
-    line: str, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
-    config.write_text(ARCFACE.read_text().replace(f"        {line}\n", ""))
-    name = line.split(":", maxsplit=1)[0]
-    assert f"loss.init_args.{name}: expected a number, got nothing" in message(capsys, *command("fit", config))

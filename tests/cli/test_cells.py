@@ -11,7 +11,6 @@ import torch
 
 from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder
 from lightning_ddp_losses.demo import cells
-from lightning_ddp_losses.errors import ConfigurationError, InputError
 from tests.cli.shipped_configs import fit_config, smaller
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
@@ -63,22 +62,12 @@ def test_counts_look_like_those_of_cells() -> None:
     assert alike[same_type].mean() > alike[same_family & ~same_type].mean() > alike[~same_family].mean()
 
 
-@pytest.mark.parametrize(
-    "options", [{"types": 0}, {"genes": 0}, {"held_out_cells": 300}], ids=lambda options: next(iter(options))
-)
-def test_numbers_that_cannot_work(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        CellsDataModule(300, **options)
-
-
 def test_the_encoder_looks_at_a_cell_whatever_its_library() -> None:
     encoder = CellsEncoder(6, embedding_size=3)
     counts = torch.randint(0, 9, (4, 6)).double()
     encoder.double()
     assert torch.allclose(encoder(counts), encoder(5 * counts))
     assert torch.isfinite(encoder(torch.zeros(1, 6).double())).all()
-    with pytest.raises(InputError, match="in_features=6"):
-        encoder(torch.zeros(2, 5))
 
 
 @pytest.mark.slow

@@ -79,8 +79,3 @@ def test_uneven_shards_give_the_one_process_set(pool: RankPool, sizes: list[int]
         torch.testing.assert_close(joined.labels, labels, rtol=0, atol=0)
         if not repeat:
             assert joined.loss == pytest.approx(float(embeddings.square().mean()), rel=1e-12)
-
-
-def test_a_rank_without_rows_is_told_so() -> None:
-    with pytest.raises(InputError, match="held-out rows of this rank: expected one at least, got 0"):
-        HeldOutRows().gather()

@@ -9,11 +9,13 @@ import ast
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -298,33 +300,34 @@ PEERS: Mapping[str, Mapping[str, Any]] = {
 # ---------------------------------------------------------------------- run
 
 
-def run_code(code: str, prepare: Callable[[Names, nn.Module], Names], cuts: tuple[int, ...], options: Names) -> Grads:
-    """Run a recipe on this rank's rows; the gradients after the mean over ranks."""
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute in double precision, with the peers that are not installed."""
     torch.set_default_dtype(torch.float64)
     missing = {name: ModuleType(name) for name in PEERS if name not in sys.modules}
     for name, module in missing.items():
         vars(module).update(PEERS[name])
-    sys.modules.update(missing)
     try:
+        with mock.patch.dict(sys.modules, missing):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def run_code(code: str, prepare: Callable[[Names, nn.Module], Names], cuts: tuple[int, ...], options: Names) -> Grads:
+    """Run a recipe on this rank's rows; the gradients after the mean over ranks."""
+    with in_float64():
         rank = dist.get_rank()
         raw = encoder(**options.get("encoder", {}))
         model = raw if options.get("bare") else DistributedDataParallel(raw)
         given = prepare(own_rows(slice(cuts[rank], cuts[rank + 1])), model)
-        given |= {
-            "rank": rank,
-            "world_size": dist.get_world_size(),
-            "environment": RankEnvironment(),
-            "margin_loss": arc_margin,
-        }
+        given |= {"rank": rank, "world_size": dist.get_world_size(), "environment": RankEnvironment()}
+        given["margin_loss"] = arc_margin
         torch.manual_seed(3)
         exec(code, given)
         if ".backward()" not in code and "fabric.backward" not in code and "trainer" not in given:
             given["value"].backward()
         return grads_of(given, raw)
-    finally:
-        torch.set_default_dtype(torch.float32)
-        for name in missing:
-            del sys.modules[name]
 
 
 def grads_of(given: Names, raw: nn.Module) -> Grads:
@@ -336,11 +339,8 @@ def grads_of(given: Names, raw: nn.Module) -> Grads:
         further["log_scale"] = given["log_scale"]
     for name, parameter in further.items():
         assert parameter.grad is not None, name
-        if (
-            dist.is_initialized()
-            and not isinstance(given.get("loss"), DistributedDataParallel)
-            and not {"fabric", "trainer"} & set(given)
-        ):
+        is_reduced = isinstance(given.get("loss"), DistributedDataParallel) or {"fabric", "trainer"} & set(given)
+        if dist.is_initialized() and not is_reduced:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         found[name] = parameter.grad
@@ -359,15 +359,12 @@ def parameters_of(loss: object) -> list[tuple[str, nn.Parameter]]:
 
 
 def run_alone(prepare: Any, value_of: Any, options: Names) -> Grads:
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_float64():
         raw = encoder(**options.get("encoder", {}))
         given = prepare(own_rows(slice(0, ROWS)), raw)
         value, loss = value_of(given)
         value.backward()
         return grads_of({**given, "loss": loss}, raw)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -467,16 +464,13 @@ def test_data_parallel_has_the_gradient_of_one_process() -> None:
     """Without a GPU it calls the module itself, which is what it computes with several."""
     (code,) = code_of("data_parallel", THEIRS)
     expected = run_alone(simple, arcface, {})
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_float64():
         raw = encoder()
         given = simple(own_rows(slice(0, ROWS)), raw)
         torch.manual_seed(3)
         exec(code, given)
         given["value"].backward()
         assert_close(grads_of(given, raw), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 # ---------------------------------------------------------------------- a head divided over the ranks
@@ -484,11 +478,7 @@ def test_data_parallel_has_the_gradient_of_one_process() -> None:
 
 def divided(code: str, cuts: tuple[int, ...], weight_name: str) -> tuple[Grads, Tensor]:
     """Gradients with the rows of all ranks' classes in their order; and the whole weight, a row for each class."""
-    torch.set_default_dtype(torch.float64)
-    module = ModuleType("partial_fc_v2")
-    vars(module).update(PEERS["partial_fc_v2"])
-    sys.modules["partial_fc_v2"] = module
-    try:
+    with in_float64():
         raw, rank = encoder(), dist.get_rank()
         given = simple(own_rows(slice(cuts[rank], cuts[rank + 1])), DistributedDataParallel(raw))
         given["margin_loss"] = arc_margin
@@ -503,21 +493,15 @@ def divided(code: str, cuts: tuple[int, ...], weight_name: str) -> tuple[Grads, 
         whole, grad = torch.cat(rows, dim), torch.cat(grads, dim)
         found["weight"] = grad if dim == 0 else grad.T
         return found, whole if dim == 0 else whole.T  # type: ignore[return-value]
-    finally:
-        torch.set_default_dtype(torch.float32)
-        del sys.modules["partial_fc_v2"]
 
 
 def whole_head(weight: Tensor) -> Grads:
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_float64():
         raw, rows = encoder(), own_rows(slice(0, ROWS))
         loss = ArcFaceLoss(num_classes=10, embedding_size=DIM, margin=math.degrees(0.5), scale=64)
         loss.W.data.copy_(weight.T)
         loss(raw(rows["images"]), rows["labels"]).backward()
         return {**{f"model.{name}": p.grad for name, p in raw.named_parameters()}, "weight": loss.W.grad.T}
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize(("section", "cuts"), [(OURS, UNEVEN), (THEIRS, EVEN)], ids=["ours", "theirs"])

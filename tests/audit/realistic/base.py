@@ -47,6 +47,13 @@ class Realistic(LightningModule):
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
         return F.cross_entropy(self.head(self.encoder(x)), y)
 
+    @torch.no_grad()
+    def follow(self, slow: nn.Module, *fast: nn.Module) -> None:
+        """Move a slow copy a tenth of the way to its model."""
+        parameters = [parameter for module in fast for parameter in module.parameters()]
+        for ours, theirs in zip(slow.parameters(), parameters, strict=True):
+            ours.lerp_(theirs, 0.1)
+
     def training_step(self, batch: Any, index: int) -> Any:
         return self.objective(*batch)
 

@@ -27,9 +27,8 @@ class MoCo(Realistic):
         self.register_buffer("queue", F.normalize(torch.randn(24, DIM), dim=1))
 
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
+        self.follow(self.momentum, self.encoder)
         with torch.no_grad():
-            for slow, fast in zip(self.momentum.parameters(), self.encoder.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
             keys = F.normalize(self.momentum(x.flip(1)), dim=1)
         queries = F.normalize(self.encoder(x), dim=1)
         positive = (queries * keys).sum(1, keepdim=True)
@@ -52,9 +51,7 @@ class BYOL(Realistic):
         return 2 - 2 * F.cosine_similarity(prediction, target).mean()
 
     def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            for slow, fast in zip(self.target.parameters(), self.encoder.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
+        self.follow(self.target, self.encoder)
 
 
 class VICReg(Realistic):
@@ -105,9 +102,7 @@ class Dino(Realistic):
         self.center.mul_(0.9).add_(center, alpha=0.1)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
+        self.follow(self.teacher, self.encoder)
 
 
 class InfoNCE(Realistic):
@@ -228,16 +223,6 @@ class Proxies(Realistic):
         return self.loss(self.encoder(x), y)
 
 
-class GivenTriplets(Realistic):
-    """Anchor, positive and negative in each row."""
-
-    def build(self) -> None:
-        self.loss = nn.TripletMarginLoss(margin=2.0)
-
-    def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-        return self.loss(self.encoder(x), self.encoder(x + 0.1), self.encoder(x.flip(1)))
-
-
 class Prototypes(Realistic):
     """Few-shot: queries against the class means of the support rows of all ranks, summed with their gradient."""
 
@@ -266,10 +251,7 @@ class MeanTeacher(Realistic):
         return self.objective(x, y, more) + agreement
 
     def on_train_batch_end(self, *_: Any) -> None:
-        with torch.no_grad():
-            student = [*self.encoder.parameters(), *self.head.parameters()]
-            for slow, fast in zip(self.teacher.parameters(), student, strict=True):
-                slow.lerp_(fast, 0.1)
+        self.follow(self.teacher, self.encoder, self.head)
 
     def train_dataloader(self) -> Any:
         return two_tables()

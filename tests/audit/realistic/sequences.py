@@ -61,43 +61,6 @@ class Sequences(Realistic):
         return F.cross_entropy(self.head(states)[valid], y[:, None].expand(-1, TOKENS)[valid])
 
 
-class SequenceAutoencoder(Realistic):
-    """An LSTM reads a sequence, another one writes it again from the last state."""
-
-    def build(self) -> None:
-        self.encoder = nn.LSTM(1, 6, batch_first=True)
-        self.decoder = nn.LSTM(6, 6, batch_first=True)
-        self.out = nn.Linear(6, 1)
-
-    def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-        _, (last, _) = self.encoder(x[..., None])
-        written, _ = self.decoder(last[-1][:, None].expand(-1, FEATURES, -1))
-        return F.mse_loss(self.out(written)[..., 0], x.flip(1))
-
-
-class Translation(Realistic):
-    """Attention over a source, a teacher-forced GRU cell, step by step."""
-
-    def build(self) -> None:
-        self.embedding = nn.Embedding(9, 6, padding_idx=0)
-        self.encoder = nn.GRU(6, 6, batch_first=True, bidirectional=True)
-        self.cell = nn.GRUCell(6 + 12, 12)
-        self.out = nn.Linear(12, 9)
-
-    def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-        source, _ = self.encoder(self.embedding(tokens))
-        state = source.mean(1)
-        written = self.embedding(torch.zeros(len(x), dtype=torch.long))
-        losses = []
-        for target in tokens[:, :3].unbind(1):
-            weights = torch.einsum("bsd,bd->bs", source, state).softmax(1)
-            context = torch.einsum("bs,bsd->bd", weights, source)
-            state = self.cell(torch.cat([written, context], 1), state)
-            losses.append(F.cross_entropy(self.out(state), target))
-            written = self.embedding(target)
-        return torch.stack(losses).mean()
-
-
 class Speech(Realistic):
     """CTC, the mean over rows of each row's loss by its length."""
 

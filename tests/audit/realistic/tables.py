@@ -95,31 +95,6 @@ class Graphs(Realistic):
         return DataLoader(table().dataset, batch_size=4, collate_fn=graphs)
 
 
-class Quantiles(Realistic):
-    """Pinball losses of three quantiles."""
-
-    def build(self) -> None:
-        self.head = nn.Linear(DIM, 3)
-        self.register_buffer("levels", torch.tensor([0.1, 0.5, 0.9]))
-
-    def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-        error = tokens[:, :1].double() - self.head(self.encoder(x))
-        return torch.maximum(self.levels * error, (self.levels - 1) * error).mean()
-
-
-class Ordinal(Realistic):
-    """Thresholds in order, a binary decision for each."""
-
-    def build(self) -> None:
-        self.score = nn.Linear(DIM, 1, bias=False)
-        self.first, self.steps = nn.Parameter(torch.tensor(-1.0)), nn.Parameter(torch.zeros(CLASSES - 2))
-
-    def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
-        thresholds = torch.cat([self.first[None], self.first + F.softplus(self.steps).cumsum(0)])
-        above = (y[:, None] > torch.arange(CLASSES - 1)).double()
-        return F.binary_cross_entropy_with_logits(self.score(self.encoder(x)) - thresholds, above)
-
-
 class CoxLoss(nn.Module):
     """The partial likelihood of survival times: every row is compared with those that lived longer."""
 

@@ -68,15 +68,6 @@ class LinearProbe(Realistic):
         return F.cross_entropy(self.head(z), y)
 
 
-class LayerwiseDecay(Realistic):
-    """A rate for each layer, lower ones slower."""
-
-    def configure_optimizers(self) -> Any:
-        layers = [self.head, self.encoder[2], self.encoder[0]]
-        groups = [{"params": layer.parameters(), "lr": 0.01 * 0.5**depth} for depth, layer in enumerate(layers)]
-        return torch.optim.AdamW(groups)
-
-
 class Regularised(Realistic):
     """A multi-label loss with weights for positives, and an L1 penalty on a layer."""
 
