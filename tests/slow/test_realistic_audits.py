@@ -72,15 +72,15 @@ SETUPS: dict[type[Realistic], Setup] = {  # those that are not the default
 NAMES = {
     contrastive: """
         MoCo BYOL VICReg BarlowTwins Dino InfoNCE MaskedAutoencoder Towers SigmoidTowers SupervisedContrast MinedTriplets
-        Remembered ClassCentres Proxies GivenTriplets Prototypes MeanTeacher
+        Remembered ClassCentres Proxies Prototypes MeanTeacher
     """,
     pictures: """
         Segmentation GlobalDice Residual Focal DetectionSet Adversaries Wasserstein Variational Diffusion Codebook Flow
     """,
-    sequences: "LanguageModel PaddedLanguageModel Sequences SequenceAutoencoder Translation Speech Experts",
-    tables: "Recommender SampledItems KnowledgeGraph Graphs Quantiles Ordinal Survival PolicyGradient RootError",
+    sequences: "LanguageModel PaddedLanguageModel Sequences Speech Experts",
+    tables: "Recommender SampledItems KnowledgeGraph Graphs Survival PolicyGradient RootError",
     training: """
-        LowRank Distillation HiddenTeacher LinearProbe LayerwiseDecay Regularised ManyTasks GradientNorms Mixed Scheduled
+        LowRank Distillation HiddenTeacher LinearProbe Regularised ManyTasks GradientNorms Mixed Scheduled
         Plateau SharpnessAware ManualAccumulation InnerLoop
     """,
 }
