@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,136 +43,113 @@ class RankScaled(MixedPrecision):
         return super().pre_backward(tensor, module)
 
 
+def on(loss: Callable[[], nn.Module], make: Callable[..., Module] = Module) -> m.Make:
+    """A module with a loss, both made when the audit is."""
+    return lambda: make(loss())
+
+
+def wrapped(loss: Callable[[], nn.Module], make: Callable[..., Module] = Module) -> m.Make:
+    """A module with a loss in the wrapper of pytorch-metric-learning."""
+    return on(lambda: m.PMLWrapper(loss()), make)
+
+
+def memory(rows_kept: int) -> nn.Module:
+    return pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, rows_kept)
+
+
+def supcon() -> nn.Module:
+    return GlobalBatchLoss(pml.SupConLoss())
+
+
+def own_pairs() -> nn.Module:
+    return pml.ContrastiveLoss(pos_margin=0, neg_margin=0)
+
+
+def rows_by_rank(make: Callable[[], Any]) -> Any:
+    """Batches that the data set has divided by rank."""
+    return lambda: DataLoader(make(), batch_size=None)
+
+
+GLOBAL = {"strategy": "ddp_losses"}
+UNUSED = {"strategy": "ddp_find_unused_parameters_true"}
+AS_GIVEN = {"trainer_kwargs": NO_SAMPLER}
+ACCUMULATED = {"trainer_kwargs": {"accumulate_grad_batches": 2}}
+CLIPPED = {"trainer_kwargs": {"gradient_clip_val": 0.1}}
+BF16 = {"trainer_kwargs": {"precision": "bf16-mixed"}}
+THREE = {"devices": 3}
+TWO_STEPS = {"steps": 2}
+ONE_STEP = {"steps": 1}
+few = partial(even, 4)
+two_eight = partial(uneven, [2, 8] * 4)
+of_three = partial(uneven, [2, 8, 4] * 4)
+later = partial(uneven, [4, 4, 2, 8, 4, 4])
+by_class = partial(even, sampler=MPerClassSampler(rows().tensors[1], m=2, batch_size=8))
+soft_triple, proxy_nca = partial(learned, "SoftTripleLoss"), partial(learned, "ProxyNCALoss")
+summed = partial(nn.CrossEntropyLoss, reduction="sum")
+unsynchronised = TWO_STEPS | {"strategy": DDPStrategy(broadcast_buffers=False)}
+masked, same_rows, no_targets = (rows_by_rank(each) for each in (m.Masked, m.SameOnAllRanks, m.NoTargets))
+AS_GIVEN_ACCUMULATED = {"trainer_kwargs": NO_SAMPLER | {"accumulate_grad_batches": 2}}
+
 # what it shows: (fault, module, data, options of audit)
 FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "gather without autograd": ("F20", m.OwnSlotGather, even, {}),
-    "gather without autograd, ArcFace": ("F20", lambda: m.OwnSlotGather(learned()), even, {"devices": 3}),
-    "gather without any graph": ("F20", m.CutGather, even, {"strategy": "ddp_losses"}),
-    "gather without any graph, ArcFace": ("F20", lambda: m.CutGather(learned()), even, {"strategy": "ddp_losses"}),
+    "gather without autograd, ArcFace": ("F20", on(learned, m.OwnSlotGather), even, THREE),
+    "gather without any graph": ("F20", m.CutGather, even, GLOBAL),
+    "gather without any graph, ArcFace": ("F20", on(learned, m.CutGather), even, GLOBAL),
     "all_reduce in place": ("F20", m.InPlaceReduce, even, {}),
-    "PML's wrapper around ArcFace": ("F24", lambda: Module(m.PMLWrapper(learned())), even, {}),
-    "PML's wrapper around SoftTriple, 3 ranks": (
-        "F24",
-        lambda: Module(m.PMLWrapper(learned("SoftTripleLoss"))),
-        partial(even, 4),
-        {"devices": 3},
-    ),
-    "PML's wrapper around ProxyNCA, accumulated": (
-        "F24",
-        lambda: Module(m.PMLWrapper(learned("ProxyNCALoss"))),
-        partial(even, 4),
-        {"trainer_kwargs": {"accumulate_grad_batches": 2}},
-    ),
+    "PML's wrapper around ArcFace": ("F24", wrapped(learned), even, {}),
+    "PML's wrapper around SoftTriple, 3 ranks": ("F24", wrapped(soft_triple), few, THREE),
+    "PML's wrapper around ProxyNCA, accumulated": ("F24", wrapped(proxy_nca), few, ACCUMULATED),
     "factor W on top of a gather with gradient": ("F21", m.DoubleScaling, even, {}),
     "a metric as loss": ("F27", m.MetricAsLoss, even, {}),
-    "SupCon never gathered": ("F29", lambda: Module(pml.SupConLoss()), even, {}),
-    "triplets never gathered under ddp_losses": (
-        "F29",
-        lambda: Module(pml.TripletMarginLoss()),
-        even,
-        {"strategy": "ddp_losses"},
-    ),
+    "SupCon never gathered": ("F29", on(pml.SupConLoss), even, {}),
+    "triplets never gathered under ddp_losses": ("F29", on(pml.TripletMarginLoss), even, GLOBAL),
     "contrast by hand never gathered": ("F29", m.HandWrittenContrast, even, {}),
     "the square of a mean": ("F29", m.SquaredMean, even, {}),
     "a penalty on a mean's gradient": ("F29", m.GradientPenalty, even, {}),
     "the same noise on every rank": ("F72", m.SameNoise, even, {}),
     "weights by place": ("", m.ByPlace, even, {}),
-    "no positive pair on a rank": (
-        "F31",
-        lambda: Module(pml.ContrastiveLoss(pos_margin=0, neg_margin=0)),
-        lambda: uneven([2, 8] * 4),
-        {"trainer_kwargs": NO_SAMPLER},
-    ),
-    "mean of means, rows": ("F30", Module, lambda: uneven([2, 8] * 4), {"trainer_kwargs": NO_SAMPLER}),
-    "mean of means, ArcFace under ddp_losses": (
-        "F30",
-        lambda: Module(learned()),
-        lambda: uneven([2, 8, 4] * 4),
-        {"trainer_kwargs": NO_SAMPLER, "devices": 3, "strategy": "ddp_losses"},
-    ),
-    "mean of means at a later step": (
-        "F30",
-        Module,
-        lambda: uneven([4, 4, 2, 8, 4, 4]),
-        {"trainer_kwargs": NO_SAMPLER, "steps": 2},
-    ),
-    "mean of means, ignored targets": (
-        "F30",
-        Module,
-        lambda: DataLoader(m.Masked(), batch_size=None),
-        {"trainer_kwargs": NO_SAMPLER},
-    ),
+    "no positive pair on a rank": ("F31", on(own_pairs), two_eight, AS_GIVEN),
+    "mean of means, rows": ("F30", Module, two_eight, AS_GIVEN),
+    "mean of means, ArcFace under ddp_losses": ("F30", on(learned), of_three, AS_GIVEN | THREE | GLOBAL),
+    "mean of means at a later step": ("F30", Module, later, AS_GIVEN | TWO_STEPS),
+    "mean of means, ignored targets": ("F30", Module, masked, AS_GIVEN),
     "local batch norm": ("F59", m.BatchNorm, even, {}),
-    "local batch norm under ddp_losses, a global loss": (
-        "F59",
-        lambda: m.BatchNorm(GlobalBatchLoss(pml.SupConLoss())),
-        even,
-        {"strategy": "ddp_losses"},
-    ),
-    "local batch norm and uneven rows": (
-        "F30",
-        m.BatchNorm,
-        lambda: uneven([2, 8] * 4),
-        {"trainer_kwargs": NO_SAMPLER},
-    ),
-    "local batch norm and SupCon": ("F29", lambda: m.BatchNorm(pml.SupConLoss()), even, {}),
-    "local batch norm and PML's wrapper": ("F24", lambda: m.BatchNorm(m.PMLWrapper(learned())), even, {}),
+    "local batch norm under ddp_losses, a global loss": ("F59", on(supcon, m.BatchNorm), even, GLOBAL),
+    "local batch norm and uneven rows": ("F30", m.BatchNorm, two_eight, AS_GIVEN),
+    "local batch norm and SupCon": ("F29", on(pml.SupConLoss, m.BatchNorm), even, {}),
+    "local batch norm and PML's wrapper": ("F24", wrapped(learned, m.BatchNorm), even, {}),
     "SupCon never gathered, manual optimisation": ("F29", lambda: m.Manual(pml.SupConLoss(), right=True), even, {}),
-    "batch norm converted after the wrap": (
-        "F60",
-        m.ConvertedLate,
-        even,
-        {"strategy": "ddp_find_unused_parameters_true"},
-    ),
+    "batch norm converted after the wrap": ("F60", m.ConvertedLate, even, UNUSED),
     "dropout": ("F72", m.Dropout, even, {}),
     "noise": ("F72", m.Noise, even, {}),
     "a random permutation": ("F72", m.Permuted, even, {}),
-    "own rows first": ("F26", lambda: Module(m.PMLWrapper(pml.NPairsLoss())), even, {}),
-    "PML's wrapper around a memory": (
-        "F26",
-        lambda: Module(m.PMLWrapper(pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, 24))),
-        even,
-        {"strategy": DDPStrategy(broadcast_buffers=False), "steps": 2},
-    ),
-    "a memory of its own on each rank": (
-        "F64",
-        lambda: Module(pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, 64)),
-        even,
-        {},
-    ),
+    "own rows first": ("F26", wrapped(pml.NPairsLoss), even, {}),
+    "PML's wrapper around a memory": ("F26", wrapped(partial(memory, 24)), even, unsynchronised),
+    "a memory of its own on each rank": ("F64", on(partial(memory, 64)), even, {}),
     "a loss in a list": ("F02", m.Hidden, even, {}),
-    "a loss in a list, clipped": ("F13", m.Hidden, even, {"trainer_kwargs": {"gradient_clip_val": 0.1}}),
+    "a loss in a list, clipped": ("F13", m.Hidden, even, CLIPPED),
     "weights that start different": ("F04", m.RankSeeded, even, {}),
     "created after the wrap": ("F05", m.CreatedLate, even, {}),
-    "replaced after the wrap": ("F06", m.Replaced, even, {"strategy": "ddp_find_unused_parameters_true"}),
-    "dtype changed in forward": ("F07", m.ChangedDtype, even, {"steps": 1}),
+    "replaced after the wrap": ("F06", m.Replaced, even, UNUSED),
+    "dtype changed in forward": ("F07", m.ChangedDtype, even, ONE_STEP),
     "cast there and back after the wrap": ("F07", m.CastBack, even, {}),
     "one rank clips before the step": ("F13", m.ClippedInHook, even, {}),
-    "one rank clips where Lightning does": ("F13", m.ClippedByOneRank, even, {"steps": 1}),
-    "one rank writes a parameter": ("SYNC", m.Nudged, even, {"steps": 2}),
-    "unfrozen after the wrap": ("F08", m.Unfrozen, even, {"steps": 2}),
+    "one rank clips where Lightning does": ("F13", m.ClippedByOneRank, even, ONE_STEP),
+    "one rank writes a parameter": ("SYNC", m.Nudged, even, TWO_STEPS),
+    "unfrozen after the wrap": ("F08", m.Unfrozen, even, TWO_STEPS),
     "own backward": ("F09", m.OwnBackward, even, {}),
-    "loss.backward in manual optimisation": ("F10", lambda: m.Manual(right=False), even, {}),
+    "loss.backward in manual optimisation": ("F10", partial(m.Manual, right=False), even, {}),
     "registered in another order": ("F12", m.OtherOrder, even, {}),
     "learning rates that differ": ("F17", m.RateOfOwnLoss, even, {}),
     "loss scales that differ": ("F15", Module, even, {"trainer_kwargs": scaler()}),
     "infinite on one rank": ("F79", m.InfiniteOnOneRank, even, {}),
-    "no valid target in a micro-batch": (
-        "F79",
-        Module,
-        lambda: DataLoader(m.NoTargets(), batch_size=None),
-        {"trainer_kwargs": NO_SAMPLER | {"accumulate_grad_batches": 2}, "steps": 1},
-    ),
-    "identical batches": ("F67", Module, lambda: DataLoader(m.SameOnAllRanks(), batch_size=None), {}),
-    "a sampler shuffled apart": (
-        "F68",
-        Module,
-        lambda: even(sampler=MPerClassSampler(rows().tensors[1], m=2, batch_size=8)),
-        {},
-    ),
-    "a summed loss": ("F18", lambda: Module(nn.CrossEntropyLoss(reduction="sum")), even, {}),
+    "no valid target in a micro-batch": ("F79", Module, no_targets, AS_GIVEN_ACCUMULATED | ONE_STEP),
+    "identical batches": ("F67", Module, same_rows, {}),
+    "a sampler shuffled apart": ("F68", Module, by_class, {}),
+    "a summed loss": ("F18", on(summed), even, {}),
     "rounding": ("F78", Module, even, {"tolerance": 1e-12}),
-    "rounding of bf16": ("F78", Module, even, {"tolerance": 1e-6, "trainer_kwargs": {"precision": "bf16-mixed"}}),
+    "rounding of bf16": ("F78", Module, even, BF16 | {"tolerance": 1e-6}),
     "unknown": ("", m.RowsOfOthers, even, {}),
 }
 
@@ -234,43 +212,24 @@ def test_the_first_diagnosis_is_the_fault(name: str) -> None:
     assert report.diagnoses[0].fix
 
 
-GLOBAL = {"strategy": "ddp_losses"}
+def cross_entropy() -> nn.Module:
+    return GlobalBatchLoss(nn.CrossEntropyLoss())
+
+
+BATCHED = {"strategy": DDPLossStrategy(global_batch="auto")}
+ACCUMULATED_CLIPPED = {"trainer_kwargs": AS_GIVEN_ACCUMULATED["trainer_kwargs"] | {"gradient_clip_val": 0.1}}
 HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "cross entropy under ddp": (Module, even, {}),
-    "ArcFace under ddp_losses, clipped": (
-        lambda: Module(learned()),
-        even,
-        GLOBAL | {"trainer_kwargs": {"gradient_clip_val": 0.1}},
-    ),
-    "ArcFace under ddp_losses, 3 ranks": (lambda: Module(learned()), partial(even, 4), GLOBAL | {"devices": 3}),
-    "GlobalBatchLoss(SupCon)": (lambda: Module(GlobalBatchLoss(pml.SupConLoss())), even, {}),
-    "GlobalBatchLoss, uneven batches": (
-        lambda: Module(GlobalBatchLoss(learned())),
-        lambda: uneven([2, 8, 4] * 4),
-        {"devices": 3, "trainer_kwargs": NO_SAMPLER},
-    ),
-    "GlobalBatchLoss, accumulated, uneven, clipped": (
-        lambda: Module(GlobalBatchLoss(nn.CrossEntropyLoss())),
-        lambda: uneven([2, 8] * 4),
-        {"trainer_kwargs": NO_SAMPLER | {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}},
-    ),
-    "global_batch='auto'": (
-        lambda: Module(pml.MultiSimilarityLoss()),
-        even,
-        {"strategy": DDPLossStrategy(global_batch="auto")},
-    ),
-    "GlobalBatchLoss around a memory": (
-        lambda: Module(GlobalBatchLoss(pml.CrossBatchMemory(pml.ContrastiveLoss(), m.CLASSES, 24))),
-        even,
-        GLOBAL,
-    ),
-    "ArcFace under ddp_losses in bf16": (
-        lambda: Module(learned()),
-        even,
-        GLOBAL | {"trainer_kwargs": {"precision": "bf16-mixed"}},
-    ),
-    "float64": (lambda: Module(learned()), even, GLOBAL | {"trainer_kwargs": {"precision": "64-true"}}),
-    "PML's wrapper around SupCon": (lambda: Module(m.PMLWrapper(pml.SupConLoss())), even, {}),
+    "ArcFace under ddp_losses, clipped": (on(learned), even, GLOBAL | CLIPPED),
+    "ArcFace under ddp_losses, 3 ranks": (on(learned), few, GLOBAL | THREE),
+    "GlobalBatchLoss(SupCon)": (on(supcon), even, {}),
+    "GlobalBatchLoss, uneven batches": (on(lambda: GlobalBatchLoss(learned())), of_three, THREE | AS_GIVEN),
+    "GlobalBatchLoss, accumulated, uneven, clipped": (on(cross_entropy), two_eight, ACCUMULATED_CLIPPED),
+    "global_batch='auto'": (on(pml.MultiSimilarityLoss), even, BATCHED),
+    "GlobalBatchLoss around a memory": (on(lambda: GlobalBatchLoss(memory(24))), even, GLOBAL),
+    "ArcFace under ddp_losses in bf16": (on(learned), even, GLOBAL | BF16),
+    "float64": (on(learned), even, GLOBAL | {"trainer_kwargs": {"precision": "64-true"}}),
+    "PML's wrapper around SupCon": (wrapped(pml.SupConLoss), even, {}),
     "batch norm over all ranks": (m.BatchNorm, even, {"trainer_kwargs": {"plugins": [SyncBatchNorm()]}}),
     "batch norm over all ranks, by ddp_losses": (
         m.BatchNorm,
@@ -279,19 +238,11 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     ),
     "batch norm switched off": (m.BatchNorm, even, {"without": ["batch_norm"]}),
     "dropout switched off": (m.Dropout, even, {"without": ["randomness"]}),
-    "uneven batches switched off": (
-        Module,
-        lambda: uneven([2, 8] * 4),
-        {"without": ["uneven"], "trainer_kwargs": NO_SAMPLER},
-    ),
+    "uneven batches switched off": (Module, two_eight, AS_GIVEN | {"without": ["uneven"]}),
     "a class-sharded weight": (m.Sharded, even, GLOBAL),
     "a class-sharded weight with replicas": (m.ShardedTwice, even, GLOBAL),
-    "a class-sharded weight, 3 ranks": (
-        m.Sharded,
-        partial(even, 4),
-        GLOBAL | {"devices": 3},
-    ),
-    "manual optimisation": (lambda: m.Manual(right=True), even, {}),
+    "a class-sharded weight, 3 ranks": (m.Sharded, few, GLOBAL | THREE),
+    "manual optimisation": (partial(m.Manual, right=True), even, {}),
     "adopted loss": (m.Hidden, even, {"strategy": DDPLossStrategy(adopt=True)}),
     "unfrozen under ddp_losses": (m.Unfrozen, even, GLOBAL),
     "fp16 with a scaler": (Module, even, {"trainer_kwargs": scaler(256.0)}),
