@@ -106,15 +106,11 @@ class EmbeddingModule(LightningModule):
         embeddings: Tensor = self.encoder(x)
         return embeddings
 
-    def compute_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss, with the miner's tuples where there is one."""
-        return self._loss_of(self.loss, embeddings, labels)
-
-    def _loss_of(self, loss: nn.Module, embeddings: Tensor, labels: Tensor) -> Tensor:
-        arguments = [embeddings, labels]
-        if self.miner is not None:
-            arguments.append(self.miner(embeddings, labels))
-        value: Tensor = loss(*arguments)
+    def compute_loss(self, embeddings: Tensor, labels: Tensor, loss: nn.Module | None = None) -> Tensor:
+        """Return the loss, or another one of these rows; with the miner's tuples where there is one."""
+        mined = [] if self.miner is None else [self.miner(embeddings, labels)]
+        computed = self.loss if loss is None else loss
+        value: Tensor = computed(embeddings, labels, *mined)
         return value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -155,7 +151,7 @@ class EmbeddingModule(LightningModule):
         x, labels, indices = (*batch, None)[:3]
         embeddings = self(x)
         # of a global loss, every rank has the value and adds its share of the rows
-        self.rows.add(embeddings, labels, indices, self._loss_of(self._evaluated[0], embeddings, labels))
+        self.rows.add(embeddings, labels, indices, self.compute_loss(embeddings, labels, self._evaluated[0]))
 
     test_step = validation_step
 

@@ -77,8 +77,11 @@ class Module(LightningModule):
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         return self.loss(z, y)
 
+    def inputs(self, x: Tensor) -> Tensor:
+        return x
+
     def training_step(self, batch: Any, index: int) -> Any:
-        return self.objective(self.encoder(batch[0]), batch[1])
+        return self.objective(self.encoder(self.inputs(batch[0])), batch[1])
 
     def trained(self) -> list[nn.Parameter]:
         return list(self.parameters())
@@ -179,18 +182,15 @@ class HandWrittenContrast(Module):
 class SameNoise(Module):
     """Noise from a generator that every rank seeds alike."""
 
-    def training_step(self, batch: Any, index: int) -> Any:
-        x, y = batch
-        generator = torch.Generator().manual_seed(self.global_step)
-        return self.objective(self.encoder(x + 0.5 * torch.randn(x.shape, generator=generator)), y)
+    def inputs(self, x: Tensor) -> Tensor:
+        return x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(self.global_step))
 
 
 class ByPlace(Module):
     """Weights by a row's place in its batch."""
 
-    def training_step(self, batch: Any, index: int) -> Any:
-        x, y = batch
-        return self.objective(self.encoder(x * torch.arange(1.0, len(x) + 1)[:, None] / 8), y)
+    def inputs(self, x: Tensor) -> Tensor:
+        return x * torch.arange(1.0, len(x) + 1)[:, None] / 8
 
 
 # ---------------------------------------------------------------------- layers
@@ -255,16 +255,15 @@ class Dropout(Module):
 
 
 class Noise(Module):
-    def training_step(self, batch: Any, index: int) -> Any:
-        return self.objective(self.encoder(batch[0] + 0.3 * torch.randn_like(batch[0])), batch[1])
+    def inputs(self, x: Tensor) -> Tensor:
+        return x + 0.3 * torch.randn_like(x)
 
 
 class Permuted(Module):
     """Mixup: rows are mixed with rows drawn at random, which no mean can replace."""
 
-    def training_step(self, batch: Any, index: int) -> Any:
-        x, y = batch
-        return self.objective(self.encoder(0.7 * x + 0.3 * x[torch.randperm(len(x))]), y)
+    def inputs(self, x: Tensor) -> Tensor:
+        return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
 
 
 # ---------------------------------------------------------------------- parameters
@@ -414,8 +413,6 @@ class OwnBackward(Module):
 
 
 class Manual(Module):
-    automatic_optimization = False
-
     def __init__(self, loss: nn.Module | None = None, *, right: bool) -> None:
         super().__init__(loss)
         self.automatic_optimization = False

@@ -1,13 +1,10 @@
-"""The report as text, JSON, picture and page; the command and its exit status; the size of what an audit holds."""
+"""The report as text, JSON, picture and page; the size of what an audit holds."""
 
 from __future__ import annotations
 
 import json
 import os
 import resource
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
@@ -16,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
@@ -24,10 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import AuditReport, audit
 from lightning_ddp_losses.audit.compare import ComparedRow
 from lightning_ddp_losses.audit.report import draw_audit
-from lightning_ddp_losses.cli import main
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned
-from tests.processes import ROOT, run_python
 
 
 @pytest.fixture(scope="module")
@@ -110,75 +104,6 @@ def test_the_picture_explains_colours_that_are_there(owner: str, told: bool) -> 
     (axes,) = draw_audit(AuditReport(False, [row], [], [], [], [])).axes
     assert ("brown" in axes.get_title()) == told
     assert (axes.get_xticklabels()[0].get_color() == "tab:brown") == told
-
-
-# ---------------------------------------------------------------------- the command
-
-
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    line = ["-m", "lightning_ddp_losses", "audit", *arguments]
-    return run_python(*line, folder=folder, COLUMNS="120", TERM="dumb")
-
-
-@pytest.mark.slow
-def test_the_config_that_fit_takes_is_equal_and_leaves_its_report(tmp_path: Path) -> None:
-    done = command(tmp_path, "--config", str(ROOT / "configs" / "digits_arcface.yaml"), "--audit.steps", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Equal: 2 ranks under ddp_losses, 2 steps" in done.stdout
-    assert "Warning" not in done.stderr
-    written = {path.name for path in (tmp_path / "logs" / "audit" / "version_0").iterdir()}
-    assert written == {"report.html", "report.json", "ratios.png"}
-
-
-@pytest.fixture
-def status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """The exit status of the command, run in this process."""
-    monkeypatch.chdir(tmp_path)
-    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
-    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    environment, state = dict(os.environ), torch.get_rng_state()
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["ddp-losses", "audit", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return int(str(stop.value.code))
-
-    yield run
-    os.environ.clear()
-    os.environ.update(environment)
-    torch.set_rng_state(state)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("status")
-def test_a_config_for_fsdp_is_audited(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(ROOT / "configs" / "digits_fsdp2.yaml")
-    monkeypatch.setattr(sys, "argv", ["ddp-losses", "audit", "--config", config, "--audit.steps", "1"])
-    main()
-    assert "Equal: 2 ranks under ModelParallelLossStrategy" in capsys.readouterr().out
-
-
-def test_a_difference_has_status_1(status: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = yaml.safe_load((ROOT / "configs" / "digits_arcface.yaml").read_text())
-    arcface = config["model"]["init_args"]["loss"]
-    wrapper = "pytorch_metric_learning.utils.distributed.DistributedLossWrapper"
-    config["model"]["init_args"]["loss"] = {"class_path": wrapper, "init_args": {"loss": arcface}}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    more = ["--trainer.strategy", "ddp", "--audit.steps", "1", "--audit.output", "out"]
-    assert status("--config", "c.yaml", *more) == 1
-    assert "(F24)" in capsys.readouterr().out
-    assert (tmp_path / "out" / "version_0" / "report.json").is_file()
-
-
-def test_what_cannot_run_has_status_2(status: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(ROOT / "configs" / "digits_arcface.yaml")
-    assert status("--config", config, "--audit.devices", "3") == 2
-    assert "multiple of the 3 ranks" in capsys.readouterr().err
-    assert status("--config", config, "--model.init_args.encoder", "no.such.Class") == 2
-    assert status("--config", config, "--trainer.accelerator", "gpu") == 2
-    assert "2 GPUs, got 0" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- memory

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from lightning_ddp_losses.cli import main
 from lightning_ddp_losses.cli.app import extend_module_path_
 from tests.cli.shipped_configs import smaller
-from tests.processes import ROOT
+from tests.processes import ROOT, run_python
 from tests.slow_parameters import slow_parameters
 
 CONFIGS = ROOT / "configs"
@@ -196,3 +197,50 @@ def test_a_mistake_in_the_file_is_told(
     config = tmp_path_factory.mktemp("configs") / "wrong.yaml"
     config.write_text((CONFIGS / f"{name}.yaml").read_text().replace(text, instead))
     assert expected in message(capsys, *command("fit", config))
+
+
+# ---------------------------------------------------------------------- the audit
+
+
+@pytest.mark.slow
+def test_the_config_that_fit_takes_is_equal_and_leaves_its_report(tmp_path: Path) -> None:
+    line = ["-m", "lightning_ddp_losses", "audit", "--config", str(ARCFACE), "--audit.steps", "2"]
+    done = run_python(*line, folder=tmp_path, COLUMNS="120", TERM="dumb")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Equal: 2 ranks under ddp_losses, 2 steps" in done.stdout
+    assert "Warning" not in done.stderr
+    written = {path.name for path in (tmp_path / "logs" / "audit" / "version_0").iterdir()}
+    assert written == {"report.html", "report.json", "ratios.png"}
+
+
+@pytest.mark.slow
+def test_a_config_for_fsdp_is_audited(capsys: pytest.CaptureFixture[str]) -> None:
+    run("audit", "--config", str(CONFIGS / "digits_fsdp2.yaml"), "--audit.steps", "1")
+    assert "Equal: 2 ranks under ModelParallelLossStrategy" in capsys.readouterr().out
+
+
+def audit_status(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as stop:
+        run("audit", "--config", *arguments)
+    return stop.value.code
+
+
+def test_a_difference_has_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    config = yaml.safe_load(ARCFACE.read_text())
+    arcface = config["model"]["init_args"]["loss"]
+    wrapper = "pytorch_metric_learning.utils.distributed.DistributedLossWrapper"
+    config["model"]["init_args"]["loss"] = {"class_path": wrapper, "init_args": {"loss": arcface}}
+    Path("c.yaml").write_text(yaml.safe_dump(config))
+    assert audit_status("c.yaml", "--trainer.strategy", "ddp", "--audit.steps", "1", "--audit.output", "out") == 1
+    assert "(F24)" in capsys.readouterr().out
+    assert Path("out/version_0/report.json").is_file()
+
+
+def test_an_audit_that_cannot_run_has_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ARCFACE)
+    assert audit_status(config, "--audit.devices", "3") == 2
+    assert "multiple of the 3 ranks" in capsys.readouterr().err
+    assert audit_status(config, "--model.init_args.encoder", "no.such.Class") == 2
+    assert audit_status(config, "--trainer.accelerator", "gpu") == 2
+    assert "2 GPUs, got 0" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
