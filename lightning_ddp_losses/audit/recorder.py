@@ -188,12 +188,8 @@ class Recorder(Callback):
                 record(optimizer)
 
         self._wrap_method(module, "on_before_optimizer_step", after=record)
-        self._wrap_method(
-            trainer.strategy,
-            "optimizer_step",
-            before=functools.partial(set_inside, True),
-            after=functools.partial(set_inside, False),
-        )
+        enter, leave = functools.partial(set_inside, True), functools.partial(set_inside, False)
+        self._wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
         for optimizer in trainer.optimizers:
             self._hooks.callback(optimizer.register_step_pre_hook(record_unhooked).remove)
             # what clipping left; Lightning runs the closure inside the step, so before it there is nothing to see

@@ -6,6 +6,7 @@ They lie in the folder ``configs`` at the top of the repository; a wheel holds t
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +33,10 @@ def shipped_configs() -> dict[str, Path]:
 
 def summary_of(config: Path) -> str:
     """Return the first sentence of a config's header."""
-    lines = []
-    for line in config.read_text().splitlines():
-        text = line.removeprefix("#").strip()
-        if not line.startswith("#") or not text:
-            break
-        lines.append(text)
-    return " ".join(lines).partition(". ")[0].rstrip(".") + "."
+    lines = config.read_text().splitlines()
+    header = itertools.takewhile(lambda line: line.startswith("#") and line.strip("# "), lines)
+    text = " ".join(line.removeprefix("#").strip() for line in header)
+    return text.partition(". ")[0].rstrip(".") + "."
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:

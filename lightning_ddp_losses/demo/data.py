@@ -125,10 +125,9 @@ class BatchedArrayDataModule(LightningDataModule):
         # in double precision the trainer widens what it gets, which is too late for a float64 file read as float32
         if self.trainer is not None and str(self.trainer.precision).startswith("64"):
             dtype = torch.float64
-        if train:
-            return ArrayRows(self.features, self.labels, self.train_rows, dtype=dtype)
-        features, labels, rows = self.held_out_features, self.held_out_labels, self.held_out_rows
-        return ArrayRows(features, labels, rows, dtype=dtype, with_indices=True)
+        held_out = (self.held_out_features, self.held_out_labels, self.held_out_rows)
+        arrays = (self.features, self.labels, self.train_rows) if train else held_out
+        return ArrayRows(*arrays, dtype=dtype, with_indices=not train)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Load this rank's slices of the global batches, which differ by epoch."""

@@ -26,6 +26,7 @@ from tests.audit.modules import Module, even, learned, rows
 from tests.processes import run_python
 from tests.slow_parameters import slow_parameters
 
+ACCUMULATED: dict[str, Any] = {"trainer_kwargs": {"accumulate_grad_batches": 2}}
 GIVEN = {"tolerance": 1e-5}  # for tests about something else: what rounding does is measured by two runs more
 
 
@@ -155,6 +156,11 @@ class Monitored(Module):
         self.log("val_loss", 0.0)
 
 
+class Listed(Module):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(batch[0], index)
+
+
 SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "raw optimizers": (Stepping, even, {"steps": 4}),
     "a dict, a logger, self.trainer": (Dict, even, {"trainer_kwargs": {"logger": CSVLogger("nowhere")}}),
@@ -162,21 +168,12 @@ SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "a data module": (Module, Data, {}),
     "the module's own data": (OwnData, lambda: None, {}),
     "augmented on the way": (Augmented, even, {}),
-    "epochs shorter than the audit, accumulated": (
-        Module,
-        lambda: even(batch_size=16),
-        {"steps": 4, "trainer_kwargs": {"accumulate_grad_batches": 2}},
-    ),
-    "a list of loaders": (Module, lambda: [even()], {"model": lambda: Listed()}),
+    "epochs shorter than the audit, accumulated": (Module, partial(even, 16), ACCUMULATED | {"steps": 4}),
+    "a list of loaders": (Listed, lambda: [even()], {}),
     "what monitors a validation": (Monitored, partial(even, 16), {"steps": 3}),
     "a limited epoch": (Module, even, {"steps": 3, "trainer_kwargs": {"limit_train_batches": 2}}),
     "workers": (Module, lambda: even(num_workers=1), {"steps": 1}),
 }
-
-
-class Listed(Module):
-    def training_step(self, batch: Any, index: int) -> Any:
-        return super().training_step(batch[0], index)
 
 
 class TwoLoaders(Module):
@@ -227,7 +224,7 @@ def test_rows_are_counted_for_each_of_two_loaders(name: str, without: tuple[str,
 def test_supported(name: str) -> None:
     make, data, options = SUPPORTED[name]
     options = {"strategy": "ddp", "steps": 2} | GIVEN | options
-    report = audit(options.pop("model", make)(), data(), **options)
+    report = audit(make(), data(), **options)
     assert report.equal, str(report)
     assert {row.step for row in report.rows} == set(range(1, options["steps"] + 1))
 
@@ -337,7 +334,6 @@ def test_gradients_that_are_not_finite_in_both_runs_are_a_note_at_whatever_step(
 
 
 def test_notes_on_what_is_true_of_both_runs() -> None:
-    accumulated = {"accumulate_grad_batches": 2}
     report = audit(m.Forgotten(learned()), even(), strategy="ddp", steps=1, **GIVEN)
     assert (report.equal, report.notes[0].fault) == (True, "F01")
     assert "loss.W" in report.notes[0].evidence
@@ -345,9 +341,9 @@ def test_notes_on_what_is_true_of_both_runs() -> None:
 
     from lightning_ddp_losses import GlobalBatchLoss
 
-    report = audit(Module(GlobalBatchLoss(SupConLoss())), even(4), steps=1, trainer_kwargs=accumulated, **GIVEN)
+    report = audit(Module(GlobalBatchLoss(SupConLoss())), even(4), steps=1, **ACCUMULATED, **GIVEN)
     assert (report.equal, report.notes[0].fault) == (True, "F33"), str(report)
-    report = audit(Module(), even(4), steps=1, trainer_kwargs=accumulated, **GIVEN)
+    report = audit(Module(), even(4), steps=1, **ACCUMULATED, **GIVEN)
     assert [note.fault for note in report.notes] == ["F18"], "a mean over samples is not a loss over pairs"
     assert "16 rows" in report.notes[0].evidence.replace("sees 8 rows", "16 rows")
 
@@ -357,7 +353,7 @@ def test_draws_and_batch_statistics_are_not_taken_for_a_loss_over_pairs() -> Non
         def build(self) -> nn.Module:
             return nn.Sequential(nn.Linear(m.FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, m.CLASSES))
 
-    report = audit(Both(), even(4), strategy="ddp", steps=1, trainer_kwargs={"accumulate_grad_batches": 2}, **GIVEN)
+    report = audit(Both(), even(4), strategy="ddp", steps=1, **ACCUMULATED, **GIVEN)
     assert [note.fault for note in report.notes] == ["F18"], str(report)
 
 
@@ -369,7 +365,7 @@ def test_accumulated_towers_and_an_optimizer_that_holds_a_copy_are_noted() -> No
         def objective(self, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return self.loss(z, z.flip(1))
 
-    report = audit(Towers(), even(4), steps=1, trainer_kwargs={"accumulate_grad_batches": 2}, **GIVEN)
+    report = audit(Towers(), even(4), steps=1, **ACCUMULATED, **GIVEN)
     assert (report.equal, report.notes[0].fault) == (True, "F33"), str(report)
     assert "microbatched" in report.notes[0].fix
     report = audit(m.StaleOptimizer(), even(), strategy="ddp", steps=1, **GIVEN)
