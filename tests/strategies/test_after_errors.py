@@ -22,7 +22,7 @@ from tests.rank_pool import RankError, RankPool
 from tests.strategies.fsdp_jobs import Towers, make_job
 from tests.strategies.jobs import TASK, Job, fit_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, whole_state
-from tests.strategies.test_requeue import rows
+from tests.strategies.test_signals import rows
 
 # Lightning looks for the last checkpoint of an error by itself, and says so
 pytestmark = [

@@ -1,4 +1,4 @@
-"""SLURM's signal before a job's time is over: one checkpoint of all ranks after the same step, and a run that goes on exactly."""
+"""Signals to a rank. SLURM's: one checkpoint of all ranks after the same step. SIGTERM: all ranks end after the same step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.functional import dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy
-from tests.lightning_ranks import QUIET, RankEnvironment
+from tests.lightning_ranks import QUIET, RankEnvironment, make_trainer
 from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job
+from tests.strategies.jobs import TASK, Job, loader
 from tests.strategies.sharded_jobs import Sharded, whole_state
 
 AT = 1  # the step of the signal; what is saved then is not the end of the epoch
+
+# ---------------------------------------------------------------------- SLURM's
 
 
 class SlurmRanks(SLURMEnvironment, RankEnvironment):
@@ -122,3 +125,53 @@ def test_all_ranks_save_after_the_same_step(
     for rank in range(2):
         assert_close(resumed[rank], undisturbed[rank], rtol=0)
         assert_close(ended[rank], undisturbed[rank], rtol=0)
+
+
+# ---------------------------------------------------------------------- SIGTERM
+
+
+class Terminated(Job):
+    """Some ranks get the signal in the validation of the first epoch."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        if self.global_rank in self.ranks and self.current_epoch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_terminated(ranks: tuple[int, ...], epochs: int) -> tuple[int, bool, list[str]]:
+    """The steps of a fit, whether the signal ended it, and the collectives of torch.distributed that Lightning calls by name in it."""
+    trainer = make_trainer(DDPLossStrategy(), max_epochs=epochs, limit_val_batches=1)
+    data = loader(dist.get_world_size(), dist.get_rank())
+    broadcasts: list[str] = []
+    broadcast = dist.broadcast
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        broadcasts.append(str(tuple(tensor.shape)))
+        return broadcast(tensor, *args, **kwargs)
+
+    has_ended = False
+    dist.broadcast = counted
+    try:
+        trainer.fit(Terminated(ranks), data, data)
+    except SIGTERMException:
+        has_ended = True
+    finally:
+        dist.broadcast = broadcast
+    return trainer.global_step, has_ended, broadcasts
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)], ids=str)
+def test_a_signal_in_a_validation_ends_all_ranks_after_the_next_step(pool: RankPool, ranks: tuple[int, ...]) -> None:
+    for steps, has_ended, _ in pool.run(2, fit_terminated, ranks, 3):
+        assert (steps, has_ended) == (TASK.steps + 1, True)
+
+
+def test_no_batch_has_a_broadcast_for_the_signal(pool: RankPool) -> None:
+    short, long = (pool.run(2, fit_terminated, (), epochs) for epochs in (1, 3))
+    for (_, _, few), (steps, has_ended, more) in zip(short, long, strict=True):
+        assert (steps, has_ended) == (3 * TASK.steps, False)
+        assert more.count("(1,)") == few.count("(1,)")
