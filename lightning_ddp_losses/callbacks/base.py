@@ -194,23 +194,16 @@ class DDPChecks(CheckCallback):
         expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
         self.checks: list[RankCheck] = list(checks)
         actions = DEFAULT_ACTION | validated_actions(action, "DDPChecks")
-        self._report_settings = Settings(
-            actions, file=file, summary=summary, log_figures=log_figures, stall_seconds=stall_seconds
-        )
+        self._report_settings = Settings(actions, file, summary, log_figures, stall_seconds)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner; say so where a trainer has several of these."""
         together = [callback for callback in trainer.callbacks if isinstance(callback, DDPChecks)]  # type: ignore[attr-defined]
         if stage == "fit" and len(together) > 1 and together[0] is self:
-            rank_zero_warn(
-                format_error(
-                    "DDPChecks in Trainer(callbacks=[...])",
-                    expected="one",
-                    got=len(together),
-                    fix="Keep one, which may hold any checks: DDPChecks(checks=[...]). Until then the first one decides what happens "
-                    "with findings, and a check that several hold runs once, with the options of the first.",
-                )
-            )
+            fix = "Keep one, which may hold any checks: DDPChecks(checks=[...]). Until then the first one decides what happens "
+            fix += "with findings, and a check that several hold runs once, with the options of the first."
+            what = "DDPChecks in Trainer(callbacks=[...])"
+            rank_zero_warn(format_error(what, expected="one", got=len(together), fix=fix))
         super().setup(trainer, pl_module, stage)
 
 

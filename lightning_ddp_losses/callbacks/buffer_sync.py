@@ -117,15 +117,6 @@ def plain_norms(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def hidden_norms(module: nn.Module) -> dict[str, nn.Module]:
-    """Return batch norm in modules that are held in a list, a dict or a partial, where no conversion finds it."""
-    found: dict[str, nn.Module] = {}
-    for path, outer in unregistered_modules(module, {}):
-        for name, norm in plain_norms(outer).items():
-            found[f"{path}.{name}".rstrip(".")] = norm
-    return found
-
-
 def norm_statistics(norms: Mapping[str, Any]) -> list[float]:
     """Return means, then variances, of channels spread evenly over all layers."""
     tracked = [norm for norm in norms.values() if norm.running_mean is not None and norm.running_var is not None]
@@ -365,8 +356,10 @@ class BufferSyncCheck(LocalCheck, default=True):
         self.local.found = []
         if not compat.has_layer_sync(trainer.strategy):
             return
-        for path in [*plain_norms(module), *hidden_norms(module)]:
-            self.local.add("F60", name=path)
+        # also in modules that are held in a list, a dict or a partial, where no conversion finds it
+        for path, outer in [("", module), *unregistered_modules(module, {})]:
+            for name in plain_norms(outer):
+                self.local.add("F60", name=f"{path}.{name}".strip("."))
 
     # ------------------------------------------------------------------ judge
 

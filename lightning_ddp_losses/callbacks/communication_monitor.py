@@ -40,17 +40,15 @@ class CommunicationMonitor(RankCheck, default=True):
 
     def __init__(self, *, every_n_steps: int = 50, action: Action = None) -> None:
         super().__init__(every_n_steps=every_n_steps, action=action)
-        self._watch: CollectiveWatch | None = None
-        self._forget()
 
     def _forget(self) -> None:
+        self._watch: CollectiveWatch | None = None
         self._calls: list[CollectiveCall] = []
         self._step_seconds: list[float] = []
         self._busy_seconds: list[float] = []
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Forget an earlier fit."""
-        self._forget()
+        """Remember what DDP knows now."""
         self.runner.shared(DDPSnapshot)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -92,12 +90,10 @@ class CommunicationMonitor(RankCheck, default=True):
 
     def figures(self) -> dict[str, float]:
         """Return means over the steps looked at."""
-        steps = len(self._step_seconds)
-        if not steps:
+        if not self._step_seconds:
             return {}
-        found = _figures(self._calls, steps)
-        found["comm/share_of_step"] = sum(self._busy_seconds) / sum(self._step_seconds)
-        return found
+        share = sum(self._busy_seconds) / sum(self._step_seconds)
+        return _figures(self._calls, len(self._step_seconds)) | {"comm/share_of_step": share}
 
     def remarks(self) -> list[str]:
         """Return what a step sends, and the largest collective by name."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice, dense_gradients
+from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice, by_name, dense_gradients
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.faults import FAULTS
@@ -93,14 +93,9 @@ class DDPSnapshot:
         if self._handle is not None:
             self._handle.remove()
 
-    @property
-    def tolerates_absence(self) -> bool:
-        """Whether a backward without some of DDP's parameters ends well."""
-        return self.ddp is None or bool(self.ddp.find_unused_parameters or self.ddp.static_graph)
-
     def expected_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters for whose gradients DDP waits in every backward."""
-        if self.tolerates_absence:
+        """Return the parameters for whose gradients DDP waits in every backward; none if a backward ends well without some of them."""
+        if self.ddp is None or self.ddp.find_unused_parameters or self.ddp.static_graph:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
@@ -122,11 +117,10 @@ class DDPSnapshot:
         self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]
     ) -> dict[str, list[StartedFingerprint]]:
         """Return fingerprints of the gradients that the optimizer used: those that are known, and of these slices those that are not."""
-        found = dict(self._of_step)
-        for each, piece in dense_gradients(slices, parameters):
-            if each.name not in self._of_step:
-                found.setdefault(each.name, []).append(start_fingerprint(piece))
-        return found
+        others = [each for each in slices if each.name not in self._of_step]
+        pieces = list(dense_gradients(others, parameters))
+        started = [start_fingerprint(piece) for _, piece in pieces]
+        return self._of_step | by_name([each for each, _ in pieces], started)
 
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
         """Return the fault through which DDP does not reduce this parameter's gradient, as far as this rank can tell; else empty.
@@ -260,12 +254,9 @@ class StepState:
 
     def _unreduced_faults(self) -> dict[str, str]:
         """Return ``unreduced_fault`` of each parameter that has one."""
-        faults: dict[str, str] = {}
-        for name, parameter in self._parameters.items():
-            fault = self._snapshot.unreduced_fault(name, parameter, backwards=self._backwards, forwards=self._forwards)
-            if fault:
-                faults[name] = fault
-        return faults
+        seen = {"backwards": self._backwards, "forwards": self._forwards}
+        faults = {name: self._snapshot.unreduced_fault(name, p, **seen) for name, p in self._parameters.items()}
+        return {name: fault for name, fault in faults.items() if fault}
 
 
 def _finished(gradients: Mapping[str, list[StartedFingerprint]]) -> dict[str, list[int]]:

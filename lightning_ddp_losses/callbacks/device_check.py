@@ -127,7 +127,7 @@ class DeviceCheck(LocalCheck, default=True):
             metrics = metrics_of(inner).values()
             used = {tensor.device for tensor in [*inner.parameters(), *inner.buffers()]}
             used |= {metric.device for metric in metrics}
-            wrong = {str(other) for other in used if other.type != device.type or _has_other_index(other, device)}
+            wrong = {str(other) for other in used if not _is_same(other, device)}
             if wrong:
                 self.local.add("F50", name=name, wrong=", ".join(sorted(wrong)), device=device)
             computes_on_cpu = any(getattr(metric, "compute_on_cpu", False) for metric in metrics)
@@ -190,8 +190,9 @@ def _span(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _has_other_index(used: torch.device, device: torch.device) -> bool:
-    return used.index is not None and device.index is not None and used.index != device.index
+def _is_same(used: torch.device, device: torch.device) -> bool:
+    """Return whether two devices are one; a device without an index is any of its type."""
+    return used.type == device.type and (used.index == device.index or None in (used.index, device.index))
 
 
 def _has_only_nccl() -> bool:

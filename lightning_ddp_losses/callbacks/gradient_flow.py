@@ -177,7 +177,7 @@ class GradientFlowCheck(RankCheck, default=True):
         if not self._is_due():
             return
         parameters = self._parameters_of([optimizer])
-        self._gradients.add_absent(parameters)
+        self._gradients.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         slices = [piece for piece in self._due_slices() if piece.name in parameters]
         self._gradients.add(slices, parameters, largest=self._looks_for_zeros)
         if is_replicated(trainer):
@@ -226,10 +226,8 @@ class GradientFlowCheck(RankCheck, default=True):
         gradients.send_(self._loss)
         if self._looks_for_zeros:
             gradients.zero_step = self.runner.steps
-        expected = 0
-        if gradients.absent:
-            waited_for = self.runner.shared(DDPSnapshot).expected_parameters()
-            expected = sum(name in waited_for for name in gradients.absent)
+        waited_for = self.runner.shared(DDPSnapshot).expected_parameters() if gradients.absent else {}
+        expected = sum(name in waited_for for name in gradients.absent)
         # all gradients that are compared have been looked at
         gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared=[])
         known = GradientRow(self.runner.stepped, absent=0, expected=expected, values=0, not_finite=0, detached=0)
@@ -407,10 +405,6 @@ class StepGradients:
             self.slices.append(each)
             self._fingerprints.append(start_fingerprint(piece))
             self._sizes.append(_size_of(piece, largest=largest))
-
-    def add_absent(self, parameters: Mapping[str, Tensor]) -> None:
-        """Add the names of those that take part in training and have no gradient."""
-        self.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
 
     def add_part(self, name: str, piece: Tensor) -> None:
         """Add a piece of the gradient of a part of a parameter: is it finite?"""

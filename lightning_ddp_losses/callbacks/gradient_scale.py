@@ -141,7 +141,8 @@ def measure_gradient_scales(
     # all that a rank does by itself; one that cannot says so before the others wait for it
     prepared = trial.prepare(value, world)
     if not _on_all_ranks(row_exchange, prepared is not None) or prepared is None:
-        trial.raise_own_error()
+        if trial.own_error is not None:  # now that the peers know that this rank does not go on
+            raise trial.own_error
         return None
     parts = []
     for name, members in _trained_parts(module).items():
@@ -212,9 +213,10 @@ class _Trial:
 
     Attributes:
         is_ready: Whether it could be made.
+        own_error: Error of the probe itself on this rank.
     """
 
-    _own_error: Exception | None = None
+    own_error: Exception | None = None
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
         self._trainer, self._index, self._device = trainer, index, module.device
@@ -272,13 +274,8 @@ class _Trial:
                 along[name] = _inner_product(gradients, directions[name])
             return _Prepared(directions, along, gathered, is_multiplied)
         except Exception as error:  # a fault of this probe
-            self._own_error = error
+            self.own_error = error
             return None
-
-    def raise_own_error(self) -> None:
-        """Raise what went wrong in the probe itself on this rank, now that its peers know that it does not go on."""
-        if self._own_error is not None:
-            raise self._own_error
 
     def _direction(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Draw this rank's own random direction, in proportion to each parameter's size."""

@@ -31,18 +31,6 @@ _EQUAL = 1e-6  # relative
 _ROUNDING = 1e-5  # relative to the mean of absolute values; ranks add float32 sums
 
 
-class EpochSum(NamedTuple):
-    """Holds one rank's sum of one name in an epoch.
-
-    Attributes:
-        total: Sum of the values, each times its rows.
-        rows: Number of rows.
-    """
-
-    total: float
-    rows: float
-
-
 class TrueMean(NamedTuple):
     """Holds the mean over the rows of all ranks.
 
@@ -98,7 +86,8 @@ class LoggedValues:
             measured += each
         return measured
 
-    def _sums(self, results: Any) -> Iterator[tuple[str, EpochSum]]:
+    def _sums(self, results: Any) -> Iterator[tuple[str, tuple[float, float]]]:
+        """Yield names with the sum of their values, each times its rows, and the number of rows."""
         for key, result in results.items():
             rows = self._rows_before.pop(key, None)
             if not _is_global_mean(result):
@@ -107,7 +96,7 @@ class LoggedValues:
                 rows = result.cumulated_batch_size
             elif rows is None or "batch_end" in result.meta.fx:  # more was logged since it was remembered
                 continue
-            yield compat.epoch_name(results, result), EpochSum(float(result.value), float(rows))
+            yield compat.epoch_name(results, result), (float(result.value), float(rows))
 
     def judge_epoch(self, table: Sequence[Sequence[float]]) -> list[Finding]:
         """Report other names, and remember the true means of names with rows that the number of ranks does not divide."""
@@ -116,13 +105,11 @@ class LoggedValues:
         if len({row[1] for row in table}) > 1:  # other names per rank: they cannot be lined up
             return found
         for place, name in enumerate(self._names):
-            sums = [EpochSum(*row[2 + 2 * place : 4 + 2 * place]) for row in table]
-            rows = sum(each.rows for each in sums)
-            if rows % len(table) == 0:
-                continue
-            mean = sum(each.total for each in sums) / rows
-            scale = sum(abs(each.total) for each in sums) / rows
-            self._true_means[name] = TrueMean(mean, scale, tuple(each.rows for each in sums))
+            totals = [row[2 + 2 * place] for row in table]
+            rows = tuple(row[3 + 2 * place] for row in table)
+            if sum(rows) % len(table):
+                mean, scale = sum(totals) / sum(rows), sum(map(abs, totals)) / sum(rows)
+                self._true_means[name] = TrueMean(mean, scale, rows)
         return found
 
     def measure_logged(self, trainer: Trainer) -> list[float]:

@@ -162,7 +162,7 @@ class LossCheck(RankCheck, default=True):
 
     def _last_row(self, trainer: Trainer) -> list[float]:
         """Return the row of the losses that have not been read yet; empty if there are none."""
-        if not self._reader.is_pending:
+        if not self._reader.pending:
             return []
         self._reader.read(math.inf)
         return self._step_row(self._values.hash_keys(trainer))

@@ -245,21 +245,19 @@ class LossReader:
     Args:
         compares_rows: Whether the module has a loss that compares rows of this rank.
         has_windows: Whether micro-batches are compared: a loss that compares rows is no mean over those of several.
+
+    Attributes:
+        pending: Losses that have not been read yet.
     """
 
     def __init__(self, *, compares_rows: bool = False, has_windows: bool = False) -> None:
-        self._seen: list[_SeenLoss] = []  # not read yet
+        self.pending: list[_SeenLoss] = []
         self._batch_idx, self._begins_window = 0, False
         # read since the last row
         self._loss, self._bad_batch, self._step, self._zero_steps = math.nan, -1, -1, 0
         self._weights: list[ElementWeight] = []
         self._compares_rows = compares_rows
         self._micro_batches = MicroBatches() if has_windows else None
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether a loss has not been read yet."""
-        return bool(self._seen)
 
     def see_batch(self, trainer: Trainer, batch_idx: int) -> None:
         """Remember which batch it is."""
@@ -290,7 +288,7 @@ class LossReader:
             weights=element_weights(loss),
         )
         self._begins_window = False
-        self._seen.append(seen)
+        self.pending.append(seen)
 
     def read(self, before: float) -> None:
         """Read the losses of steps before this one, which have long arrived.
@@ -298,8 +296,8 @@ class LossReader:
         Args:
             before: Number of the step; infinity: all losses.
         """
-        while self._seen and self._seen[0].step < before:
-            self._read(self._seen.pop(0))
+        while self.pending and self.pending[0].step < before:
+            self._read(self.pending.pop(0))
 
     def _read(self, seen: _SeenLoss) -> None:
         factor = seen.factor

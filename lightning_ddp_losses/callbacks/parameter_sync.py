@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -320,14 +320,9 @@ def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]])
     positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
     values = [_lines_at(lines, positions[:MOST_NAMES]) for lines in padded]
     first_names = dict.fromkeys(lines[positions[0]].split(" ")[0] for lines in padded)
-    return finding.refine(
-        "F12",
-        ranks=finding.ranks,
-        name=", ".join(first_names),
-        values=tuple(values),
-        number=len(positions),
-        longest=longest,
-    )
+    name = ", ".join(first_names)
+    numbers: dict[str, Any] = {"number": len(positions), "longest": longest}
+    return finding.refine("F12", ranks=finding.ranks, name=name, values=tuple(values), **numbers)
 
 
 def _lines_at(lines: Sequence[str], positions: Sequence[int]) -> str:

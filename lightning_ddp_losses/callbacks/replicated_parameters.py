@@ -103,12 +103,8 @@ def optimizer_parameters(trainer: Trainer) -> Iterator[tuple[str, nn.Parameter]]
 
 def class_shards(module: nn.Module) -> dict[str, ClassShard]:
     """Return the class shards of a module, by the name of their parameter."""
-    shards: dict[str, ClassShard] = {}
-    for name, parameter in module.named_parameters():
-        shard = shard_of(parameter)
-        if shard is not None:
-            shards[name] = shard
-    return shards
+    shards = {name: shard_of(parameter) for name, parameter in module.named_parameters()}
+    return {name: shard for name, shard in shards.items() if shard is not None}
 
 
 def _is_comparable(parameter: Tensor) -> bool:

@@ -194,11 +194,6 @@ class Report:
             rank_zero_info(f"{file.name} cannot be written, findings are not kept in it: {error}")
             self._folder = None
 
-    @property
-    def count(self) -> int:
-        """The number of errors and warnings seen, each once; notes are no faults."""
-        return sum(counts["error"] + counts["warning"] for counts in self.by_check.values())
-
     def log(self, trainer: Trainer, more: Mapping[str, float] | None = None) -> None:
         """Send the counters, and other figures where they are wanted, to the trainer's loggers."""
         # of all checks together
@@ -223,16 +218,17 @@ class Report:
         """
         if not self._settings.summary or process_groups.rank():
             return
-        notes = sum(counts["note"] for counts in self.by_check.values())
-        totals = [counted(len(checks), "check"), counted(steps, "step"), counted(self.count, "finding")]
-        totals += [counted(notes, "note"), f"{share:.1%} of the time"]
+        found: Counter[str] = sum(self.by_check.values(), Counter())
+        findings = found["error"] + found["warning"]  # notes are no faults
+        totals = [counted(len(checks), "check"), counted(steps, "step"), counted(findings, "finding")]
+        totals += [counted(found["note"], "note"), f"{share:.1%} of the time"]
         table = Table()
         for column in ("check", "found", "seen"):
             table.add_column(column)
         for check in checks:
             counts = self.by_check.get(check.title, Counter())
-            found = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
-            table.add_row(check.title, ", ".join(found) or "-", escape(_seen_by(check)))
+            texts = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
+            table.add_row(check.title, ", ".join(texts) or "-", escape(_seen_by(check)))
         console = Console()
         console.print(f"DDPChecks: {', '.join(totals)}", soft_wrap=True, highlight=False)
         console.print(table)

@@ -24,7 +24,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -259,18 +259,6 @@ def _class_overrides(cls: type[Check], method: str) -> bool:
 # ---------------------------------------------------------------------- rows between ranks
 
 
-class _Waiting(NamedTuple):
-    """A row that has not been exchanged yet.
-
-    Attributes:
-        row: The numbers as they travel, or a function that returns them.
-        step: Optimizer steps before the row was measured.
-    """
-
-    row: bytes | Callable[[], Measured]
-    step: int
-
-
 class RowExchange:
     """Exchanges the rows of checks between the ranks of the world, and makes findings of them.
 
@@ -299,10 +287,9 @@ class RowExchange:
         self.watch, self.report = watch, report
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
         self.gathers = self.bytes = 0
-        # by the id of a check, and the stage
-        self._waiting: dict[tuple[int, CheckStage], _Waiting] = {}
-        self._steps: dict[tuple[int, CheckStage], int] = {}  # of the rows that were exchanged last
-        self._begun: set[tuple[int, CheckStage]] = set()
+        # by the id of a check, and the stage: rows that have not been exchanged yet, and the step of the last row measured
+        self._waiting: dict[tuple[int, CheckStage], bytes | Callable[[], Measured]] = {}
+        self._steps: dict[tuple[int, CheckStage], int] = {}
         self._failures: dict[int, str] = {}  # sent in place of the next row
         self._switched_off: set[int] = set()
         self._explained: dict[tuple[str, str, str], list[Finding]] = {}
@@ -380,7 +367,7 @@ class RowExchange:
 
     def has_begun(self, check: Check, stage: CheckStage) -> bool:
         """Return whether a check has measured a row at this stage; the same on every rank."""
-        return (id(check), stage) in self._begun
+        return (id(check), stage) in self._steps
 
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
         """Remember the error of a check on this rank alone; all ranks report it at the next exchange of the check.
@@ -396,15 +383,14 @@ class RowExchange:
     def measure(self, due: Sequence[Check], stage: CheckStage, step: int) -> None:
         """Measure this rank's rows, which travel at the next exchange of their checks."""
         for check in due:
-            self._begun.add((id(check), stage))
+            self._steps[id(check), stage] = step
             if id(check) in self._failures:
                 continue
             try:
                 row = check.measure(self._trainer, self._module, stage)
                 if isinstance(row, Tensor):
                     row = HostCopy(row).read
-                waiting = row if callable(row) else encode(row, check.title)
-                self._waiting[id(check), stage] = _Waiting(waiting, step)
+                self._waiting[id(check), stage] = row if callable(row) else encode(row, check.title)
             except Exception as error:
                 self.note_failure(check, "measure", error)
 
@@ -413,14 +399,11 @@ class RowExchange:
         return b"".join([self._pack_one(check, stage) for check in checks])
 
     def _pack_one(self, check: Check, stage: CheckStage) -> bytes:
-        waiting = self._waiting.pop((id(check), stage), None)
-        part = _part(_NOTHING)
-        if waiting is not None:
-            self._steps[id(check), stage] = waiting.step
-            try:
-                part = waiting.row if isinstance(waiting.row, bytes) else encode(waiting.row(), check.title)
-            except Exception as error:
-                self.note_failure(check, "measure", error)
+        row = self._waiting.pop((id(check), stage), _part(_NOTHING))
+        try:
+            part = row if isinstance(row, bytes) else encode(row(), check.title)
+        except Exception as error:
+            self.note_failure(check, "measure", error)
         if id(check) in self._failures:
             return encode_failure(self._failures.pop(id(check)))
         return part

@@ -24,7 +24,7 @@ from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
 from tests.rank_pool import RankPool
 
 CASES = [*training_cases.CASES, *data_cases.CASES]
-Runs = Callable[[int, int, bool], list[Outcome]]
+Runs = Callable[[Case, int, bool, list[Case]], list[Outcome]]
 # in one task of the pool run cases that are on three ranks in the suite proper, or cases that are not
 _AT_ONCE, _ON_THREE = 12, 4
 TASKS = [
@@ -48,20 +48,24 @@ def runs(pool: RankPool) -> Runs:
     """A case on that many ranks, sick or healthy, run once with the others of its task: the outcome of each rank."""
     done: dict[tuple[int, int, bool], list[Outcome]] = {}
 
-    def ask(index: int, world_size: int, sick: bool) -> list[Outcome]:
-        if (index, world_size, sick) not in done:
-            task = TASK_OF[index]
-            per_rank = pool.run(world_size, run_all, [CASES[i] for i in task], sick, seconds=600.0)
-            for i, outcomes in zip(task, zip(*per_rank, strict=True), strict=True):
-                done[i, world_size, sick] = list(outcomes)
-        return done[index, world_size, sick]
+    def ask(case: Case, world_size: int, sick: bool, task: list[Case]) -> list[Outcome]:
+        key = id(case), world_size, sick
+        if key not in done:
+            per_rank = pool.run(world_size, run_all, task, sick, seconds=600.0)
+            for each, outcomes in zip(task, zip(*per_rank, strict=True), strict=True):
+                done[id(each), world_size, sick] = list(outcomes)
+        return done[key]
 
     return ask
 
 
+def task_of(index: int) -> list[Case]:
+    return [CASES[i] for i in TASK_OF[index]]
+
+
 @pytest.mark.parametrize(("world_size", "index"), [each for index in ORDER for each in on_two_and_three_ranks(index)])
 def test_a_sick_run_is_reported_on_every_rank(runs: Runs, index: int, world_size: int) -> None:
-    case, outcomes = CASES[index], runs(index, world_size, True)
+    case, outcomes = CASES[index], runs(CASES[index], world_size, True, task_of(index))
     for outcome in outcomes:
         mine = [f for f in outcome.findings if f["fault"] == case.fault and f["check"] == case.check]
         assert mine, f"expected {case.fault} of {case.check}, got {outcome}"
@@ -75,7 +79,7 @@ def test_a_sick_run_is_reported_on_every_rank(runs: Runs, index: int, world_size
 
 @pytest.mark.parametrize("index", ORDER, ids=[IDS[index] for index in ORDER])
 def test_its_healthy_twin_is_silent(runs: Runs, index: int) -> None:
-    assert_silent(runs(index, 2, False))
+    assert_silent(runs(CASES[index], 2, False, task_of(index)))
 
 
 def test_each_check_has_a_case_on_three_ranks() -> None:
@@ -285,20 +289,9 @@ TRIED = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes(pool: RankPool) -> dict[tuple[int, int], list[Outcome]]:
-    """By world size and case, the outcome of each rank."""
-    found = {}
-    for world_size, indices in TRIED.items():
-        per_rank = pool.run(world_size, run_all, [HEALTHY[i] for i in indices], False, seconds=600.0)
-        for index, outcomes in zip(indices, zip(*per_rank, strict=True), strict=True):
-            found[world_size, index] = list(outcomes)
-    return found
-
-
 @pytest.mark.parametrize(
     ("world_size", "index"),
     [pytest.param(W, index, id=f"{HEALTHY_IDS[index]}-{W}") for W, indices in TRIED.items() for index in indices],
 )
-def test_healthy_runs_are_silent(outcomes: dict[tuple[int, int], list[Outcome]], world_size: int, index: int) -> None:
-    assert_silent(outcomes[world_size, index])
+def test_healthy_runs_are_silent(runs: Runs, world_size: int, index: int) -> None:
+    assert_silent(runs(HEALTHY[index], world_size, False, [HEALTHY[i] for i in TRIED[world_size]]))

@@ -23,11 +23,8 @@ EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
 
 def test_rows_come_back_as_they_were_measured() -> None:
-    tensors = [
-        torch.tensor(EXTREMES),
-        torch.tensor([0.1, -math.inf], dtype=torch.float64),
-        torch.arange(5, dtype=torch.uint8),
-    ]
+    floats = torch.tensor([0.1, -math.inf], dtype=torch.float64)
+    tensors = [torch.tensor(EXTREMES), floats, torch.arange(5, dtype=torch.uint8)]
     measured = [EXTREMES, [], [1, 2.5, math.inf], *tensors]
     sent = b"".join(row_exchange.encode(each, "Check") for each in measured)
     back = row_exchange.decode_tables([sent, sent], len(measured))
@@ -44,9 +41,8 @@ def test_rows_that_do_not_fit_together() -> None:
     assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
     assert table([1], [1.5]) == [[1], [1.5]]
     assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
-    assert row_exchange.decode_tables([row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")], 1) == [
-        {1: "broke"}
-    ]
+    sent = [row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")]
+    assert row_exchange.decode_tables(sent, 1) == [{1: "broke"}]
 
 
 @pytest.mark.parametrize("shards", [(), (0, 5, 10), (0, 5, 10, 5, 10, 10)])
@@ -135,32 +131,8 @@ def test_graphs_are_counted_as_graphs(batch: Any, samples: int) -> None:
     assert batches.samples == samples
 
 
-def replace(module: Any, trainer: Any) -> None:
-    module.a.weight = nn.Parameter(module.a.weight.detach().clone())
-
-
 def move(module: Any, trainer: Any) -> None:
     module.b.weight, module.a.weight = module.a.weight, module.b.weight
-
-
-def cast(module: Any, trainer: Any) -> None:
-    module.a.weight.data = module.a.weight.data.double()
-
-
-def reshape(module: Any, trainer: Any) -> None:
-    module.a.weight.data = module.a.weight.data.reshape(-1)
-
-
-def freeze(module: Any, trainer: Any) -> None:
-    module.a.bias.requires_grad_(False)
-
-
-def add_module(module: Any, trainer: Any) -> None:
-    module.b.more = nn.Linear(1, 1)
-
-
-def add_to_optimizer(module: Any, trainer: Any) -> None:
-    trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
 def hand_on(module: Any, trainer: Any) -> None:
@@ -169,10 +141,22 @@ def hand_on(module: Any, trainer: Any) -> None:
     module.b._parameters = {"bias": bias, **module.b._parameters}
 
 
-@pytest.mark.parametrize(
-    "change", [replace, move, cast, reshape, freeze, add_module, add_to_optimizer, hand_on], ids=lambda c: c.__name__
-)
-def test_parameters_are_looked_up_again_when_something_changed(change: Callable[[Any, Any], None]) -> None:
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "move": move,
+    "hand on": hand_on,
+    "replace": lambda module, _: setattr(module.a, "weight", nn.Parameter(module.a.weight.detach().clone())),
+    "cast": lambda module, _: setattr(module.a.weight, "data", module.a.weight.data.double()),
+    "reshape": lambda module, _: setattr(module.a.weight, "data", module.a.weight.data.reshape(-1)),
+    "freeze": lambda module, _: module.a.bias.requires_grad_(False),
+    "add a module": lambda module, _: setattr(module.b, "more", nn.Linear(1, 1)),
+    "add to an optimizer": lambda _, trainer: trainer.optimizers[0].add_param_group(
+        {"params": [nn.Parameter(torch.zeros(2))]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_parameters_are_looked_up_again_when_something_changed(name: str) -> None:
     module: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2, bias=False)})
     trainer = SimpleNamespace(optimizers=[torch.optim.SGD(module.parameters(), lr=0.1)], strategy=None)
     parameters = ReplicatedParameters(trainer, module)  # type: ignore[arg-type]
@@ -180,7 +164,7 @@ def test_parameters_are_looked_up_again_when_something_changed(change: Callable[
     with torch.no_grad():
         module.a.weight.add_(1.0)
     assert parameters.current() is before, "new values are no reason"
-    change(module, trainer)
+    CHANGES[name](module, trainer)
     after = parameters.current()
     assert after is not before
     assert all(after[name] is parameter for name, parameter in module.named_parameters())
