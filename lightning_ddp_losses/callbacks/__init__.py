@@ -15,8 +15,7 @@ checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
-loss_check                 `LossCheck`; loss_reader reads the losses of a rank and their graphs; logged_values compares names that are
-                           reduced, values that decide, epoch means
+loss_check                 `LossCheck`, and logged values; loss_reader reads the losses of a rank and their graphs
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
 replicated_parameters      parameters that ranks must hold alike, slices of them, and fingerprints of slices

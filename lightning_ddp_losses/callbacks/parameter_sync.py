@@ -199,14 +199,13 @@ class ParameterSyncCheck(RankCheck, default=True):
             row = row._replace(shards=tuple(shards))
         choose = partial(self._due_slices, is_full=self._is_full(stage))
         slices = choose(self._slices)
+        gradients_of = slices if is_step else None  # those of a step are gone when it is judged
         compared = ComparedParameters(
             parameters,
             row,
             SentFingerprints.of(slices, parameters),
             self._parts.measure(choose),
-            StepState(
-                self.runner, parameters, slices if is_step else None
-            ),  # gradients of a step are gone when it is judged
+            StepState(self.runner, parameters, gradients_of),
         )
         if is_step:
             return partial(self._read, compared)
