@@ -64,7 +64,9 @@ def validated_actions(action: Action, title: str) -> dict[str, str]:
     Raises:
         ConfigurationError: for anything else.
     """
-    given = {"error": action, "warning": action} if isinstance(action, str) else action or {}
+    given = {"error": action, "warning": action} if isinstance(action, str) else action
+    if given is None:
+        given = {}
     is_known = isinstance(given, Mapping) and given.keys() <= DEFAULT_ACTION.keys()
     expect(
         is_known and all(word in _ACTIONS for word in given.values()),
