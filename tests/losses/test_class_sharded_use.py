@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -113,58 +114,41 @@ class Other(pml.ArcFaceLoss):
     """Might compute anything."""
 
 
+def sharded(name: str = "ArcFaceLoss", options: dict[str, Any] | None = None, **ours: Any) -> Callable[[], Any]:
+    return lambda: ClassShardedLoss(make(Case(name, options or {})), **ours)
+
+
+def regularized(regularizer: Any, **ours: Any) -> Callable[[], Any]:
+    return sharded(options={"weight_regularizer": regularizer}, **ours)
+
+
+def built(loss: Any = pml.ArcFaceLoss, **options: Any) -> Callable[[], Any]:
+    return lambda: ClassShardedLoss.build(loss, num_classes=9, embedding_size=4, **options)
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a loss without classes": (lambda: ClassShardedLoss(pml.SupConLoss()), "SupConLoss"),
     "a subclass": (lambda: ClassShardedLoss(Other(num_classes=3, embedding_size=2)), "Other"),
     "no loss": (lambda: ClassShardedLoss("ArcFaceLoss"), "str"),  # type: ignore[arg-type]
-    "chunk 0": (lambda: ClassShardedLoss(make(ARC), chunk_size=0), "chunk_size"),
-    "chunk beyond the classes": (lambda: ClassShardedLoss(make(ARC), chunk_size=CLASSES + 1), "1 to 7"),
-    "sample rate 0": (lambda: ClassShardedLoss(make(ARC), sample_rate=0.0), "sample_rate"),
-    "a regulariser between classes": (
-        lambda: ClassShardedLoss(
-            make(Case("ArcFaceLoss", {"weight_regularizer": regularizers.RegularFaceRegularizer()}))
-        ),
-        "RegularFaceRegularizer",
-    ),
+    "chunk 0": (sharded(chunk_size=0), "chunk_size"),
+    "chunk beyond the classes": (sharded(chunk_size=CLASSES + 1), "1 to 7"),
+    "sample rate 0": (sharded(sample_rate=0.0), "sample_rate"),
+    "a regulariser between classes": (regularized(regularizers.RegularFaceRegularizer()), "RegularFaceRegularizer"),
     "a regulariser that needs a mean": (
-        lambda: ClassShardedLoss(
-            make(Case("ArcFaceLoss", {"weight_regularizer": regularizers.CenterInvariantRegularizer()}))
-        ),
+        regularized(regularizers.CenterInvariantRegularizer()),
         "CenterInvariantRegularizer",
     ),
-    "a distance": (
-        lambda: ClassShardedLoss(make(Case("NormalizedSoftmaxLoss", {"distance": distances.SNRDistance()}))),
-        "SNRDistance",
-    ),
-    "orthogonal classes": (
-        lambda: ClassShardedLoss.build(
-            pml.ArcFaceLoss, num_classes=9, embedding_size=4, weight_init_func=torch.nn.init.orthogonal_
-        ),
-        "orthogonal_",
-    ),
-    "an option that the loss has not": (
-        lambda: ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=9, embedding_size=4, margins=1),
-        "margins",
-    ),
-    "a loss that cannot be built": (
-        lambda: ClassShardedLoss.build(pml.SupConLoss, num_classes=9, embedding_size=4),
-        "SupConLoss",
-    ),
+    "a distance": (sharded("NormalizedSoftmaxLoss", {"distance": distances.SNRDistance()}), "SNRDistance"),
+    "orthogonal classes": (built(weight_init_func=torch.nn.init.orthogonal_), "orthogonal_"),
+    "an option that the loss has not": (built(margins=1), "margins"),
+    "a loss that cannot be built": (built(pml.SupConLoss), "SupConLoss"),
     "sampling with a regulariser": (
-        lambda: ClassShardedLoss(
-            make(Case("ArcFaceLoss", {"weight_regularizer": regularizers.LpRegularizer()})), sample_rate=0.5
-        ),
+        regularized(regularizers.LpRegularizer(), sample_rate=0.5),
         "weight_regularizer",
     ),
-    "a reducer that reduces later": (
-        lambda: ClassShardedLoss(make(Case("ArcFaceLoss", {"reducer": reducers.DoNothingReducer()}))),
-        "DoNothingReducer",
-    ),
+    "a reducer that reduces later": (sharded(options={"reducer": reducers.DoNothingReducer()}), "DoNothingReducer"),
     "sampling with an optimizer that looks at all rows": (factored_step, "Adafactor"),
-    "sampling with any optimizer": (
-        lambda: ClassShardedLoss(make(ARC), sample_rate=0.5)(rows(), LABELS),
-        "attach",
-    ),
+    "sampling with any optimizer": (lambda: ask(rows(), LABELS, sample_rate=0.5), "attach"),
 }
 
 
@@ -289,10 +273,32 @@ def by_hand(
     return {"values": values, **found}
 
 
-def assert_sampled(
-    pool: RankPool, world_size: int, name: str, unbiased: bool, schedule: str, optimizer: str, set_to_none: bool
+SAMPLED = [  # loss, unbiased, schedule, optimizer, gradients set to None
+    ("ArcFaceLoss", False, "ssssss", "sgd", True),
+    ("CosFaceLoss", True, "ssssss", "sgd", True),
+    ("CosFaceLoss, scale 2", True, "ssssss", "sgd", True),
+    ("SubCenterArcFaceLoss", False, "cscscs", "sgd", True),
+    ("SoftTripleLoss", False, "ccsccs", "sgd", True),
+    ("NormalizedSoftmaxLoss", False, "cscscs", "sgd", True),
+    ("ArcFaceLoss", False, "ssssss", "adam", True),
+    ("SubCenterArcFaceLoss", False, "cscscs", "adam", True),
+    ("CosFaceLoss", True, "ssssss", "adamw, amsgrad", True),
+    ("ArcFaceLoss", False, "ssssss", "rprop", True),
+    # rows without a gradient stay where they are
+    *(
+        ("ArcFaceLoss", False, *schedule_and_optimizer, to_none)
+        for to_none in (True, False)
+        for schedule_and_optimizer in itertools.product(["sis", "sksi", "skics", "ksiiks"], ["sgd", "adam", "rprop"])
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "unbiased", "schedule", "optimizer", "to_none"), SAMPLED)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sampled_classes(
+    pool: RankPool, world_size: int, name: str, unbiased: bool, schedule: str, optimizer: str, to_none: bool
 ) -> None:
-    results = pool.run(world_size, sampled, name, unbiased, schedule, optimizer, set_to_none)
+    results = pool.run(world_size, sampled, name, unbiased, schedule, optimizer, to_none)
     sizes = [min(-(-CLASSES // world_size), CLASSES - r * -(-CLASSES // world_size)) for r in range(world_size)]
     truth = by_hand(name, [r["drawn"] for r in results], unbiased, schedule, optimizer, sizes)
     assert any(len(d) < size for r, size in zip(results, sizes, strict=True) for d in r["drawn"]), "nothing was sampled"
@@ -302,101 +308,66 @@ def assert_sampled(
     assert_close({k: torch.cat([r[k] for r in results], 1) for k in keys}, {k: truth[k] for k in keys})
 
 
-@pytest.mark.parametrize(
-    ("name", "unbiased", "schedule", "optimizer"),
-    [
-        ("ArcFaceLoss", False, "ssssss", "sgd"),
-        ("CosFaceLoss", True, "ssssss", "sgd"),
-        ("CosFaceLoss, scale 2", True, "ssssss", "sgd"),
-        ("SubCenterArcFaceLoss", False, "cscscs", "sgd"),
-        ("SoftTripleLoss", False, "ccsccs", "sgd"),
-        ("NormalizedSoftmaxLoss", False, "cscscs", "sgd"),
-        ("ArcFaceLoss", False, "ssssss", "adam"),
-        ("SubCenterArcFaceLoss", False, "cscscs", "adam"),
-        ("CosFaceLoss", True, "ssssss", "adamw, amsgrad"),
-        ("ArcFaceLoss", False, "ssssss", "rprop"),
-    ],
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_sampled_classes(
-    pool: RankPool, world_size: int, name: str, unbiased: bool, schedule: str, optimizer: str
-) -> None:
-    assert_sampled(pool, world_size, name, unbiased, schedule, optimizer, True)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "rprop"])
-@pytest.mark.parametrize("schedule", ["sis", "sksi", "skics", "ksiiks"])
-@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zeros"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_rows_without_a_gradient_stay_where_they_are(
-    pool: RankPool, world_size: int, set_to_none: bool, schedule: str, optimizer: str
-) -> None:
-    assert_sampled(pool, world_size, "ArcFaceLoss", False, schedule, optimizer, set_to_none)
-
-
-def two_views() -> list[int]:
-    """Two calls before one backward; a gradient that is dropped without a step."""
-    loss = ClassShardedLoss(make(ARC), sample_rate=0.1)  # the batch's own class alone
+def sampling(rate: float) -> tuple[ClassShardedLoss, torch.optim.Optimizer]:
+    loss = ClassShardedLoss(make(ARC), sample_rate=rate)
     stepper = make_optimizer("sgd", [loss.weight])
     loss.attach(stepper)
-    one, six = torch.zeros(3, dtype=torch.long) + 1, torch.zeros(3, dtype=torch.long) + 6
-    loss(rows(), torch.zeros(3, dtype=torch.long)).backward()
+    return loss, stepper
+
+
+def changed_classes(loss: ClassShardedLoss, before: Tensor) -> list[int]:
+    return ((loss.weight.detach() - before).abs().sum(0) > 0).nonzero().flatten().tolist()
+
+
+def of_class(label: int) -> Tensor:
+    return torch.full((3,), label)
+
+
+def test_touched_rows_follow_the_gradient() -> None:
+    """Two calls before one backward; a gradient that is dropped without a step."""
+    loss, stepper = sampling(0.1)  # the batch's own class alone
+    loss(rows(), of_class(0)).backward()
     stepper.zero_grad()  # nothing was stepped
     before = loss.weight.detach().clone()
-    (loss(rows(), one) + loss(rows(), six)).backward()
+    (loss(rows(), of_class(1)) + loss(rows(), of_class(6))).backward()
     stepper.step()
-    changed = (loss.weight.detach() - before).abs().sum(0) > 0
-    return [c for c in (0, 1, 6) if changed[c]]
+    assert changed_classes(loss, before) == [1, 6]
 
 
-def test_touched_rows_follow_the_gradient(pool: RankPool) -> None:
-    assert pool.run(1, two_views) == [[1, 6]]
-
-
-def in_evaluation() -> list[bool]:
+def test_sampling_in_evaluation_and_in_a_second_fit() -> None:
     """Without gradient all classes count, and an optimizer of a second fit is attached too."""
-    loss = ClassShardedLoss(make(ARC), sample_rate=0.1)
+    loss, stepper = sampling(0.1)
     with torch.no_grad():
-        same = [torch.equal(loss(rows(), LABELS), ClassShardedLoss(make(ARC))(rows(), LABELS))]
+        assert torch.equal(loss(rows(), LABELS), ClassShardedLoss(make(ARC))(rows(), LABELS))
     for _ in range(2):
-        stepper = make_optimizer("sgd", [loss.weight])
-        loss.attach(stepper)
         loss.attach(stepper)
         before = loss.weight.detach().clone()
-        loss(rows(), torch.zeros(3, dtype=torch.long)).backward()
+        loss(rows(), of_class(0)).backward()
         stepper.step()
         stepper.zero_grad()
-        same.append(bool(((loss.weight.detach() - before).abs().sum(0) > 0).tolist() == [True] + [False] * 6))
-    return same
+        assert changed_classes(loss, before) == [0]
+        stepper = make_optimizer("sgd", [loss.weight])
+        loss.attach(stepper)
 
 
-def test_sampling_in_evaluation_and_in_a_second_fit(pool: RankPool) -> None:
-    assert pool.run(1, in_evaluation) == [[True, True, True]]
-
-
-def closure_step() -> bool:
+def test_sampling_with_a_closure() -> None:
     """Lightning runs forward and backward inside the optimizer's step."""
-    loss = ClassShardedLoss(make(ARC), sample_rate=0.3)
-    stepper = make_optimizer("sgd", [loss.weight])
-    loss.attach(stepper)
+    loss, stepper = sampling(0.3)
     before, still = loss.weight.detach().clone(), []
 
     def closure() -> Tensor:
         stepper.zero_grad()
-        value = loss(rows(), torch.zeros(3, dtype=torch.long))
+        value = loss(rows(), of_class(0))
         value.backward()
-        still.append([c for c in range(CLASSES) if c not in loss.sampler.sampled])
+        still.append({c for c in range(CLASSES) if c not in loss.sampler.sampled})
         return value
 
     for _ in range(2):
         stepper.step(closure)
-    changed = (loss.weight.detach() - before).abs().sum(0) > 0
-    never = set(still[0]) & set(still[1])
-    return bool(changed[0]) and bool(never) and not bool(changed[sorted(never)].any())
-
-
-def test_sampling_with_a_closure(pool: RankPool) -> None:
-    assert pool.run(1, closure_step) == [True]
+    changed = changed_classes(loss, before)
+    assert 0 in changed
+    assert still[0] & still[1]
+    assert not still[0] & still[1] & set(changed)
 
 
 # ---------------------------------------------------------------------- replicas, copies, states
@@ -455,11 +426,10 @@ def test_parts_of_one_rank_in_one_world_after_another(pool: RankPool) -> None:
 
 def in_parts_with(option: str) -> None:
     part, _ = dist.new_subgroups(2)
-    regularised = Case("ArcFaceLoss", {"embedding_regularizer": regularizers.LpRegularizer()})
     if option == "sample_rate":
-        ClassShardedLoss(make(ARC), sample_rate=0.5, group=part)
+        sharded(sample_rate=0.5, group=part)()
     else:
-        ClassShardedLoss(make(regularised), group=part)
+        sharded(options={option: regularizers.LpRegularizer()}, group=part)()
 
 
 def test_no_rows_in_any_part_are_refused(pool: RankPool) -> None:
