@@ -147,7 +147,7 @@ class Head:
         return product.view(len(product), product.shape[1] // self.per_class, self.per_class).max(2).values
 
     def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
-        """Compute the logits of the target classes, with their margin; for heads that have one.
+        """Compute the logits of the target classes, with their margin: that of the best center's cosine, times the scale.
 
         Args:
             rows: (n, D) from ``prepare``.
@@ -157,20 +157,27 @@ class Head:
         Returns:
             (n,).
         """
+        logit = self.with_margin(self.cosines(rows, weight))
+        if isinstance(scale, Tensor):
+            scale = scale.squeeze(1)
+        return logit * scale
+
+    def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Compute the cosine (n,) of each row with each center of its target class; the best one counts."""
+        flat = self.normalized(weight.reshape(-1, weight.shape[2]))
+        cosine = (rows.unsqueeze(1) * flat.view_as(weight)).sum(2)
+        if self._loss.distance.power != 1:
+            cosine = cosine**self._loss.distance.power
+        return cosine.squeeze(1) if self.per_class == 1 else cosine.max(1).values
+
+    def with_margin(self, cosines: Tensor) -> Tensor:
+        """Put the margin into (n,) cosines of rows with their target classes; for heads that have one."""
         raise NotImplementedError
 
     @property
     def collects_angles(self) -> bool:
         """Whether PML keeps the mean angle of the rows that ``targets`` was given last."""
         return bool(self._loss.collect_stats)
-
-    def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Compute the products (n,) of rows with their target classes, which the margin is put into; for heads that have one."""
-        raise NotImplementedError
-
-    def with_margin(self, cosines: Tensor) -> Tensor:
-        """Put the margin into (n,) products of rows with their target classes."""
-        raise NotImplementedError
 
     def angle_sum(self, count: int) -> float:
         """Return the sum of the angles, in degrees, between ``count`` rows and their targets; 0 unless the loss collects statistics."""
@@ -184,21 +191,6 @@ class MarginHead(Head):
     """ArcFace, CosFace, SubCenterArcFace: PML puts a margin between a row and its own class."""
 
     has_margin = True
-
-    def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
-        """Compute the cosine with the target's best center, PML's margin, the scale."""
-        logit = self.with_margin(self.cosines(rows, weight))
-        if isinstance(scale, Tensor):
-            scale = scale.squeeze(1)
-        return logit * scale
-
-    def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Compute the cosine with each center of the target class; the best one counts."""
-        flat = self.normalized(weight.reshape(-1, weight.shape[2]))
-        cosine = (rows.unsqueeze(1) * flat.view_as(weight)).sum(2)
-        if self._loss.distance.power != 1:
-            cosine = cosine**self._loss.distance.power
-        return cosine.squeeze(1) if self.per_class == 1 else cosine.max(1).values
 
     def with_margin(self, cosines: Tensor) -> Tensor:
         """Put PML's margin into cosines."""

@@ -60,30 +60,16 @@ class RowLosses(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What the logits are made of, or the gradients of that.
+    """Rows, scale and weight rows that make the logits; or their gradients, to which every chunk adds.
 
     Attributes:
         rows: (G, D) as ``Head.prepare`` gives them.
-        scale: (G, 1) or one number, likewise.
+        scale: (G, 1) or one number, from there too; one number has the gradient 0.
         weight: (c * K, D), this rank's.
     """
 
     rows: Tensor
     scale: Scale
-    weight: Tensor
-
-
-class Grads(NamedTuple):
-    """The gradients of ``Operands``, to which every chunk adds.
-
-    Attributes:
-        rows: (G, D).
-        scale: (G, 1); None: of one number there is none.
-        weight: (c * K, D).
-    """
-
-    rows: Tensor
-    scale: Tensor | None
     weight: Tensor
 
 
@@ -263,10 +249,10 @@ class _SoftmaxFunction(torch.autograd.Function):
         _, wants_rows, wants_scale, wants_weight = ctx.needs_input_grad
         # 1. chunks write their rows of the weight's gradient, all of them where nothing is sampled
         empty = torch.empty_like if classes.sampled is None else torch.zeros_like
-        grad_scale = torch.zeros_like(row_scale[0]) if row_scale else None
+        grad_scale = torch.zeros_like(row_scale[0]) if row_scale else 0.0
         # those of the rows are overwritten by the first chunk of cosines, if there is one
         empty_rows = torch.empty_like if call.by_hand and classes.number(weight) else torch.zeros_like
-        grads = Grads(empty_rows(rows), grad_scale, empty(weight))
+        grads = Operands(empty_rows(rows), grad_scale, empty(weight))
         # 2. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
         if head.has_margin and not targets.are_none:
@@ -293,10 +279,10 @@ class _SoftmaxFunction(torch.autograd.Function):
             call.on_backward(classes.sampled, grads.weight)
         # 6. DDP takes the mean over ranks of what goes on to the encoder
         grad_rows = for_mean_over_ranks(grads.rows, call.group) if wants_rows else None
-        if grad_scale is not None:
-            grad_scale = for_mean_over_ranks(grad_scale, call.group) if wants_scale else None
-        grad_weight = grads.weight if wants_weight else None
-        return None, grad_rows, grad_scale, grad_weight
+        scale_grad = None
+        if isinstance(grad_scale, Tensor) and wants_scale:
+            scale_grad = for_mean_over_ranks(grad_scale, call.group)
+        return None, grad_rows, scale_grad, grads.weight if wants_weight else None
 
 
 @dataclass(frozen=True)
@@ -321,7 +307,7 @@ class _Backward:
     grad: Tensor
     grad_penalty: Tensor | None
 
-    def add_chunk_grads_(self, grads: Grads) -> None:
+    def add_chunk_grads_(self, grads: Operands) -> None:
         """Add the gradients through the logits of all classes: for any head, by autograd on each chunk."""
         head, (rows, scale, weight) = self.call.head, self.operands
         for start, stop, block in self.call.classes.chunks(weight):
@@ -332,11 +318,11 @@ class _Backward:
 
             found = _vjp(head.logits, Operands(rows, scale, block), grad_of)
             grads.rows.add_(found.rows)
-            if grads.scale is not None and found.scale is not None:
+            if isinstance(grads.scale, Tensor):
                 grads.scale.add_(found.scale)
             self._put_block_(grads, start, stop, block, found.weight)
 
-    def add_product_grads_(self, grads: Grads, weight_lengths: Tensor) -> None:
+    def add_product_grads_(self, grads: Operands, weight_lengths: Tensor) -> None:
         """Add the same for cosines, by hand: half the passes over memory.
 
         Args:
@@ -370,11 +356,11 @@ class _Backward:
                 self._put_block_(grads, start, stop, block, out)
         if not is_bf16:
             grads.rows.mul_(column)
-        if grads.scale is not None and isinstance(scale, Tensor):
+        if isinstance(grads.scale, Tensor) and isinstance(scale, Tensor):
             grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
             grads.rows.mul_(scale)
 
-    def add_target_grads_(self, grads: Grads, grad_target: Tensor) -> None:
+    def add_target_grads_(self, grads: Operands, grad_target: Tensor) -> None:
         """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""
         head, targets, (rows, scale, weight) = self.call.head, self.targets, self.operands
         index, grad = targets.weight_rows(), targets.silence(targets.of(grad_target))
@@ -382,7 +368,7 @@ class _Backward:
         picked_scale = targets.of(scale) if isinstance(scale, Tensor) else scale
         found = _vjp(head.targets, Operands(targets.of(rows), picked_scale, picked), lambda _: grad)
         targets.add_to_(grads.rows, found.rows)
-        if grads.scale is not None and found.scale is not None:
+        if isinstance(grads.scale, Tensor) and isinstance(found.scale, Tensor):
             targets.add_to_(grads.scale, found.scale)
         grads.weight.index_add_(0, index, targets.silence(found.weight).reshape(-1, rows.shape[1]))
 
@@ -405,7 +391,7 @@ class _Backward:
             inside.put_(logits, self.at_targets)
         return logits
 
-    def _put_block_(self, grads: Grads, start: int, stop: int, block: Tensor, grad_block: Tensor) -> None:
+    def _put_block_(self, grads: Operands, start: int, stop: int, block: Tensor, grad_block: Tensor) -> None:
         """Write the gradient of a block of weight rows, that of the regulariser added."""
         penalty, place = self.call.penalty, self.call.classes.weight_rows(start, stop)
         if penalty is not None:
@@ -416,7 +402,7 @@ class _Backward:
         grads.weight[place] = grad_block
 
 
-def _vjp(logits_of: Callable[..., Tensor], operands: Operands, grad_of: Callable[[Tensor], Tensor]) -> Grads:
+def _vjp(logits_of: Callable[..., Tensor], operands: Operands, grad_of: Callable[[Tensor], Tensor]) -> Operands:
     """Return the gradients of the operands of logits, by autograd.
 
     Args:
@@ -429,7 +415,7 @@ def _vjp(logits_of: Callable[..., Tensor], operands: Operands, grad_of: Callable
         logits = logits_of(*leaves)
     trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     rows, *scale, weight = torch.autograd.grad(logits, trained, grad_of(logits.detach()))
-    return Grads(rows, scale[0] if scale else None, weight)
+    return Operands(rows, scale[0] if scale else 0.0, weight)
 
 
 def _as_tensor(value: Number, like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,17 @@ from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
 COUNT = 4  # micro-batches of the window
+
+
+def grads_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def mean_over_ranks_(grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    for grad in grads.values():
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+    return grads
 
 
 class Step(nn.Module):
@@ -42,11 +54,7 @@ def gradients(case: str, *, wrapped: bool) -> dict[str, Tensor]:
             waits = wrapped and i + 1 < COUNT
             with model.no_sync() if waits else contextlib.nullcontext():
                 model(*batch).backward()
-    found = {name: p.grad for name, p in step.named_parameters() if p.grad is not None}
-    if not wrapped:
-        for grad in found.values():
-            dist.all_reduce(grad)
-            grad /= dist.get_world_size()
+    found = grads_of(step) if wrapped else mean_over_ranks_(grads_of(step))
     return {name.replace("loss.loss.", "loss.").removeprefix("job."): grad for name, grad in found.items()}
 
 
@@ -54,7 +62,7 @@ def gradients_alone(case: str) -> dict[str, Tensor]:
     job = Job(case, alone=True)
     rows, labels = zip(*job.global_batches(COUNT, COUNT), strict=True)
     (CASES[case].value_alone or CASES[case].value)(job, torch.cat(rows), torch.cat(labels)).backward()
-    return {name: p.grad for name, p in job.named_parameters() if p.grad is not None}
+    return grads_of(job)
 
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["DDP", "all-reduce"])
@@ -77,11 +85,7 @@ def two_heads() -> dict[str, Tensor]:
             first = job.loss(job.net.head(job.net(rows)), torch.zeros(n, dtype=torch.int64))
             second = job.loss(job.net.head(job.net(-rows)), torch.ones(n, dtype=torch.int64))
             (first + second).backward()
-    grads = {name: p.grad for name, p in job.named_parameters() if p.grad is not None}
-    for grad in grads.values():
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    return grads
+    return mean_over_ranks_(grads_of(job))
 
 
 def two_heads_alone() -> dict[str, Tensor]:
@@ -89,7 +93,7 @@ def two_heads_alone() -> dict[str, Tensor]:
     rows = torch.cat([torch.ones(n, 5, dtype=torch.float64) * n for n in (4, 6, 2, 3, 5, 1)])
     zeros = torch.zeros(len(rows), dtype=torch.int64)
     (job.loss(job.net.head(job.net(rows)), zeros) + job.loss(job.net.head(job.net(-rows)), zeros + 1)).backward()
-    return {name: p.grad for name, p in job.named_parameters() if p.grad is not None}
+    return grads_of(job)
 
 
 def test_a_loss_that_is_called_twice_has_two_divisors(pool: RankPool) -> None:
@@ -101,52 +105,52 @@ def test_a_loss_that_is_called_twice_has_two_divisors(pool: RankPool) -> None:
 # ---------------------------------------------------------------------- errors
 
 
-def stepping() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def mean_of(model: nn.Module) -> Tensor:
+    return global_mean(model(torch.ones(3, 2)).sum(), 3)
+
+
+def stepping(model: nn.Linear) -> None:
+    mean_of(model).backward()
+    if dist.get_rank() == 1:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def nested(model: nn.Linear) -> None:
     with accumulation_window(model):
-        global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
-        if dist.get_rank() == 1:
-            optimizer.step()
-
-
-def nested() -> None:
-    model = nn.Linear(2, 1)
-    with accumulation_window(model), accumulation_window(model):
         pass
 
 
-def foreign() -> None:
-    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
-    with accumulation_window(model):
-        global_mean((model(torch.ones(3, 2)) + other(torch.ones(3, 2))).sum(), 3).backward()
+def foreign(model: nn.Linear) -> None:
+    other = nn.Linear(2, 1)
+    global_mean((model(torch.ones(3, 2)) + other(torch.ones(3, 2))).sum(), 3).backward()
 
 
-def other_term() -> None:
+def other_term(model: nn.Linear) -> None:
+    (mean_of(model) + model.weight.square().mean()).backward()
+
+
+def other_numbers(model: nn.Linear) -> None:
+    for _ in range(1 + dist.get_rank()):
+        mean_of(model).backward()
+
+
+def once(model: nn.Linear) -> None:
+    mean_of(model).backward()
+
+
+def in_a_window(loop: Callable[[nn.Linear], None]) -> None:
+    """Run a loop inside a window; before ``once``, a rank has gradients already."""
     model = nn.Linear(2, 1)
-    with accumulation_window(model):
-        (global_mean(model(torch.ones(3, 2)).sum(), 3) + model.weight.square().mean()).backward()
-
-
-def other_numbers() -> None:
-    model = nn.Linear(2, 1)
-    with accumulation_window(model):
-        for _ in range(1 + dist.get_rank()):
-            global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
-
-
-def left_gradients() -> None:
-    model = nn.Linear(2, 1)
-    if dist.get_rank() == 1:
+    if loop is once and dist.get_rank() == 1:
         model(torch.ones(3, 2)).sum().backward()
     with accumulation_window(model):
-        global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
+        loop(model)
 
 
 @pytest.mark.parametrize(
     ("loop", "text"),
     [
-        (left_gradients, "Call optimizer.zero_grad() before the window"),
+        (once, "Call optimizer.zero_grad() before the window"),
         (stepping, "step of SGD"),
         (nested, "no window around it"),
         (foreign, "hand in the module that holds it"),
@@ -156,7 +160,7 @@ def left_gradients() -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_errors_on_every_rank(pool: RankPool, loop: Any, text: str) -> None:
-    for error in pool.errors(2, loop):
+    for error in pool.errors(2, in_a_window, loop):
         assert error.is_a("DDPLossError"), error
         assert text in error.message, error.message
         assert not error.timed_out
@@ -164,7 +168,7 @@ def test_errors_on_every_rank(pool: RankPool, loop: Any, text: str) -> None:
 
 def fail_inside(model: nn.Module) -> None:
     with accumulation_window(model):
-        global_mean(model(torch.ones(3, 2)).sum(), 3).backward()
+        mean_of(model).backward()
         raise ZeroDivisionError
 
 

@@ -21,6 +21,7 @@ from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
+Alone = Callable[[str, int], dict[str, Any]]
 SCALE = 256.0  # of fp16 losses
 COUNT = 7  # micro-batches: the last window is shorter for 2, 3 and 4
 
@@ -50,7 +51,7 @@ def _only(tensors: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained_alone(pool: RankPool) -> Callable[[str, int], dict[str, Any]]:
+def trained_alone(pool: RankPool) -> Alone:
     """What one process trains with windows of a size, once for each case."""
     return functools.cache(lambda case, size: pool.run(1, fit_alone, case, size, COUNT, distributed=False)[0])
 
@@ -69,25 +70,30 @@ def sizes_of_windows() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "world_size", "size"), sizes_of_windows())
 def test_a_window_is_one_process_on_all_its_rows(
-    pool: RankPool, trained_alone: Callable[[str, int], dict[str, Any]], case: str, world_size: int, size: int
+    pool: RankPool, trained_alone: Alone, case: str, world_size: int, size: int
 ) -> None:
     compare(pool.run(world_size, fit, case, size, COUNT), trained_alone(case, size))
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the trainer, of the strategy
-    "clipped by norm": ({"gradient_clip_val": 0.02}, {}),
-    "find_unused_parameters": ({}, {"find_unused_parameters": True}),
-    "buckets as views": ({}, {"gradient_as_bucket_view": True}),
-    "without call check": ({}, {"check_calls": False}),
+REGULARISED = "ArcFace, non-zero, regularised"
+# case, ranks, windows, options of the trainer, of the strategy
+OPTIONS: dict[str, tuple[str, int, int | list[int], dict[str, Any], dict[str, Any]]] = {
+    "clipped by norm": (REGULARISED, 2, 3, {"gradient_clip_val": 0.02}, {}),
+    "find_unused_parameters": (REGULARISED, 2, 3, {}, {"find_unused_parameters": True}),
+    "buckets as views": (REGULARISED, 2, 3, {}, {"gradient_as_bucket_view": True}),
+    "without call check": (REGULARISED, 2, 3, {}, {"check_calls": False}),
+    "a loss that the strategy makes global": ("ArcFace, plain", 2, 3, {}, {"global_batch": "auto"}),
+    "windows that change from epoch to epoch": ("cross entropy, ignored", 2, [2, 3, 4], {}, {}),
+    "four ranks": ("cross entropy, ignored", 4, 4, {}, {}),
+    "four ranks, two divisors": ("global_mean, two divisors", 4, 4, {}, {}),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_options(pool: RankPool, name: str) -> None:
-    trainer, strategy = OPTIONS[name]
-    case = "ArcFace, non-zero, regularised"
-    alone = pool.run(1, fit_alone, case, 3, COUNT, trainer, distributed=False)[0]
-    compare(pool.run(2, fit, case, 3, COUNT, trainer, **strategy), alone)
+    case, world_size, windows, trainer, strategy = OPTIONS[name]
+    alone = pool.run(1, fit_alone, case, windows, COUNT, trainer, distributed=False)[0]
+    compare(pool.run(world_size, fit, case, windows, COUNT, trainer, **strategy), alone)
 
 
 class Hooked(Callback):
@@ -120,10 +126,9 @@ def fit_hooked(kind: str, case: str, window: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize(("kind", "rounding"), [("all-reduce", 1e-9), ("fp16", 2e-2), ("PowerSGD", 1e-9)])
-def test_a_communication_hook(pool: RankPool, kind: str, rounding: float, window: int) -> None:
-    case = "ArcFace, non-zero, regularised"
-    alone = pool.run(1, fit_alone, case, window, COUNT, distributed=False)[0]
-    found = pool.run(2, fit_hooked, kind, case, window)
+def test_a_communication_hook(pool: RankPool, trained_alone: Alone, kind: str, rounding: float, window: int) -> None:
+    alone = trained_alone(REGULARISED, window)
+    found = pool.run(2, fit_hooked, kind, REGULARISED, window)
     for of_rank in found:
         assert of_rank["calls"] == -(-COUNT // window)  # one bucket
         assert (of_rank["compressed"] > 0) == (kind == "PowerSGD")
@@ -133,27 +138,10 @@ def test_a_communication_hook(pool: RankPool, kind: str, rounding: float, window
     compare(found, alone, rounding)
 
 
-def test_a_loss_that_the_strategy_makes_global(pool: RankPool) -> None:
-    alone = pool.run(1, fit_alone, "ArcFace, plain", 3, COUNT, distributed=False)[0]
-    compare(pool.run(2, fit, "ArcFace, plain", 3, COUNT, global_batch="auto"), alone)
-
-
-def test_windows_change_from_epoch_to_epoch(pool: RankPool) -> None:
-    case, windows = "cross entropy, ignored", [2, 3, 4]
-    alone = pool.run(1, fit_alone, case, windows, COUNT, distributed=False)[0]
-    compare(pool.run(2, fit, case, windows, COUNT), alone)
-
-
-def test_four_ranks(pool: RankPool) -> None:
-    for case in ("cross entropy, ignored", "global_mean, two divisors"):
-        alone = pool.run(1, fit_alone, case, 4, COUNT, distributed=False)[0]
-        compare(pool.run(4, fit, case, 4, COUNT), alone)
-
-
-def test_the_mean_of_means_is_another_gradient(pool: RankPool) -> None:
+def test_the_mean_of_means_is_another_gradient(pool: RankPool, trained_alone: Alone) -> None:
     """What the window corrects: plain accumulation is off by more than any rounding."""
     case = "cross entropy, ignored"
-    alone = pool.run(1, fit_alone, case, 3, COUNT, distributed=False)[0]["gradients"][0]
+    alone = trained_alone(case, 3)["gradients"][0]
     window = pool.run(2, fit, case, 3, COUNT)[0]["gradients"][0]
     mean = pool.run(2, fit, case, 3, COUNT, accumulation="mean")[0]["gradients"][0]
     off = {kind: distance(found, alone) for kind, found in {"window": window, "mean": mean}.items()}
@@ -169,8 +157,8 @@ def distance(found: dict[str, Tensor], true: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision(pool: RankPool, precision: str) -> None:
-    alone = pool.run(1, fit_alone, "ArcFace", 3, COUNT, distributed=False)[0]["gradients"]
+def test_half_precision(pool: RankPool, trained_alone: Alone, precision: str) -> None:
+    alone = trained_alone("ArcFace", 3)["gradients"]
     for of_rank in pool.run(2, fit_in_halves, precision):
         assert of_rank["scale"] in (None, SCALE)  # no overflow
         for found, true in zip(of_rank["gradients"], alone, strict=True):

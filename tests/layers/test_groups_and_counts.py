@@ -165,7 +165,7 @@ def copies() -> None:
 
 
 def test_copies_pickles_and_compiled_modules(pool: RankPool) -> None:
-    pool.run(2, copied_plugins)
+    pool.run(2, copies)
 
 
 def copied_plugins() -> list[bool]:

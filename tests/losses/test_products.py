@@ -1,4 +1,4 @@
-"""Products of rows on tensor cores: how far loss and gradients are from float64, and what is refused.
+"""Products of rows on tensor cores: how far loss and gradients are from float64, and refusals; unit rows and sums of exponentials.
 
 ``VALUES`` says what rows are: float32, or float32 that holds values of bfloat16, whose gradient then shows what the cast back would hide.
 """
@@ -21,6 +21,7 @@ from torch.nn import functional
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.losses.products import RunningLogSumExp, divide_by_length, unit_rows
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
@@ -92,57 +93,33 @@ def textbook(name: str, loss: Any, images: Tensor, texts: Tensor) -> Tensor:
     return sum(functional.cross_entropy(z, target, label_smoothing=smoothing) for z in (logits, logits.t())) / 2
 
 
-def truth_of(name: str, values: str) -> dict[str, Tensor]:
-    images, texts = (tensor.double().requires_grad_() for tensor in towers_of_all_ranks(values))
-    if name == "ArcFace":
-        loss: Any = pml.ArcFaceLoss(CLASSES, DIM).double()
-        loss.W.data = weight_of_all_classes(values).double()
-        value = loss(images, labels_of_all_ranks())
-        value.backward()
-        return {"value": value.detach(), "images": images.grad, "weight": loss.W.grad}
-    if name.partition(",")[0] in TILED:
-        value = TILED[name.partition(",")[0]]()(images, labels_of_all_ranks())
-        value.backward()
-        return {"value": value.detach(), "images": images.grad}
-    loss = make(name, "float32").double()
-    value = textbook(name, loss, images, texts)
+def evaluate(name: str, values: str, choice: str | None, part: slice = slice(None)) -> dict[str, Tensor]:
+    """Value and gradients of some rows: of our loss with a choice of products, or (None) of one process in float64 without our code."""
+    rows = (tensor[part] if choice else tensor.double() for tensor in towers_of_all_ranks(values))
+    images, texts = (tensor.clone().requires_grad_() for tensor in rows)
+    given, kind = (images, labels_of_all_ranks()[part]), name.partition(",")[0]
+    if kind == "ArcFace":
+        loss: Any = pml.ArcFaceLoss(CLASSES, DIM)
+        loss.W.data = weight_of_all_classes(values)
+        loss = ClassShardedLoss(loss, products=choice, chunk_size=2) if choice else loss.double()
+    elif kind in TILED:
+        loss = TILED[kind]()
+        loss = GlobalBatchLoss(loss, mode="rows", products=choice, tile_bytes=4096) if choice else loss
+    else:
+        given, loss = (images, texts), make(name, choice) if choice else make(name, "float32").double()
+    value = loss(*given) if choice or given[1] is not texts else textbook(name, loss, images, texts)
     value.backward()
-    return {"value": value.detach(), "images": images.grad, "texts": texts.grad, "scale": loss.logit_scale.grad}
-
-
-def own_part(values: str) -> tuple[Tensor, Tensor, slice]:
-    sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    images, texts = (tensor[part].clone().requires_grad_() for tensor in towers_of_all_ranks(values))
-    return images, texts, part
+    found = {"value": value.detach(), "images": images.grad, "texts": texts.grad}
+    found |= {parameter: getattr(getattr(loss, parameter, None), "grad", None) for parameter in ("W", "logit_scale")}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
 
 
 def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
     """Value and gradients by case; those of rows are W times the rank's share of one process's."""
-    found = {}
-    for choice, values in LIMITS:
-        for name in names:
-            images, texts, part = own_part(values)
-            if name == "ArcFace":
-                inner = pml.ArcFaceLoss(CLASSES, DIM)
-                inner.W.data = weight_of_all_classes(values)
-                loss: Any = ClassShardedLoss(inner, products=choice, chunk_size=2)
-                value = loss(images, labels_of_all_ranks()[part])
-                value.backward()
-                own = {"images": images.grad, "weight": loss.weight.grad}
-            elif name.partition(",")[0] in TILED:
-                inner = TILED[name.partition(",")[0]]()
-                loss = GlobalBatchLoss(inner, mode="rows", products=choice, tile_bytes=4096)
-                value = loss(images, labels_of_all_ranks()[part])
-                value.backward()
-                own = {"images": images.grad}
-            else:
-                loss = make(name, choice)
-                value = loss(images, texts)
-                value.backward()
-                own = {"images": images.grad, "texts": texts.grad, "scale": loss.logit_scale.grad}
-            found[f"{name}; {choice}; {values}"] = {"value": value.detach(), **own}
-    return found
+    sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
+    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    cases = [(name, *limit) for limit in LIMITS for name in names]
+    return {f"{name}; {choice}; {values}": evaluate(name, values, choice, part) for name, choice, values in cases}
 
 
 def off(got: Tensor, expected: Tensor) -> float:
@@ -155,9 +132,9 @@ def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     whole = {"value": results[0]["value"]}
     for name in results[0].keys() - {"value"}:
         parts = [result[name] for result in results]
-        if name == "scale":
+        if name == "logit_scale":
             whole[name] = torch.stack(parts).mean(0)
-        elif name == "weight":
+        elif name == "W":
             whole[name] = torch.cat(parts, 1)
         else:
             whole[name] = torch.cat(parts) / world
@@ -171,7 +148,7 @@ def test_rounding(pool: RankPool, world_size: int) -> None:
     problems = []
     for key in results[0]:
         name, choice, values = key.split("; ")
-        found, truth = joined([result[key] for result in results]), truth_of(name, values)
+        found, truth = joined([result[key] for result in results]), evaluate(name, values, None)
         of_value, of_gradient = LIMITS[choice, values]
         for what, expected in truth.items():
             limit = of_value if what == "value" else of_gradient
@@ -254,23 +231,22 @@ def test_a_device_without_bf16(pool: RankPool) -> None:
     assert all("which has none" in error.message for error in errors)
 
 
-def other_choice() -> None:
-    SigLipLoss(products=["float32", "bf16"][dist.get_rank()])(*towers_of_all_ranks("bf16"))
+OTHER_CHOICE: dict[str, Callable[[int], nn.Module]] = {
+    "towers": lambda rank: SigLipLoss(products=["float32", "bf16"][rank]),
+    "class shards": lambda rank: ClassShardedLoss(pml.ArcFaceLoss(CLASSES, DIM), products=["auto", "float32"][rank]),
+    "tiles": lambda rank: GlobalBatchLoss(pml.SupConLoss(), mode="rows", products=["bf16", "float32"][rank]),
+}
 
 
-def other_choice_of_class_shards() -> None:
-    loss = ClassShardedLoss(pml.ArcFaceLoss(CLASSES, DIM), products=["auto", "float32"][dist.get_rank()])
-    loss(towers_of_all_ranks("bf16")[dist.get_rank()], labels_of_all_ranks())
+def other_choice(name: str) -> None:
+    rank = dist.get_rank()
+    images, texts = towers_of_all_ranks("bf16")
+    OTHER_CHOICE[name](rank)(images, texts if name == "towers" else labels_of_all_ranks())
 
 
-def other_choice_of_tiles() -> None:
-    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", products=["bf16", "float32"][dist.get_rank()])
-    loss(towers_of_all_ranks("bf16")[dist.get_rank()], labels_of_all_ranks())
-
-
-@pytest.mark.parametrize("job", [other_choice, other_choice_of_class_shards, other_choice_of_tiles])
-def test_another_choice_on_one_rank(pool: RankPool, job: Callable[[], None]) -> None:
-    for error in pool.errors(2, job):
+@pytest.mark.parametrize("name", OTHER_CHOICE)
+def test_another_choice_on_one_rank(pool: RankPool, name: str) -> None:
+    for error in pool.errors(2, other_choice, name):
         assert error.is_a("RankMismatchError")
         assert "products" in error.message
 
@@ -304,3 +280,97 @@ def test_the_audit_knows_the_rounding() -> None:
     assert unit_roundoff(rough, "32-true") == 2.0**-9
     assert unit_roundoff(rough.double(), "32-true") == 2.0**-53
     assert product_choices(rough) == ["auto", "bf16"]
+
+
+# ---------------------------------------------------------------------- rows of unit length
+
+
+def test_rows_and_gradient_are_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(2, 6, 5, generator=generator, dtype=torch.float64)
+    rows[1], rows[2], rows[3] = 0, 1e-14 * rows[2], 1e-11 * rows[3]  # none, shorter than 1e-12, longer
+    expected, got = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    unit, theirs = unit_rows(got), nn.functional.normalize(expected, dim=1)
+    assert torch.equal(unit.rows, theirs)
+    (unit.rows * weight).sum().backward()
+    (theirs * weight).sum().backward()
+    torch.testing.assert_close(got.grad, expected.grad, rtol=1e-12, atol=1e-12)
+    assert not unit.lengths.requires_grad
+
+
+def test_without_gradient_there_is_no_graph() -> None:
+    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    assert unit_rows(rows).rows.grad_fn is None
+    with torch.no_grad():
+        assert torch.equal(unit_rows(rows.requires_grad_()).rows, divide_by_length(rows).rows)
+
+
+# ---------------------------------------------------------------------- running log-sum-exp: torch's, however the entries arrive
+
+
+FEW, COLUMNS = 5, 12
+
+
+def entries(dtype: torch.dtype, size: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(FEW, COLUMNS, generator=generator, dtype=dtype) * size
+    values[2, :7] = torch.finfo(dtype).min  # a row whose first pieces count nothing
+    return values
+
+
+def log_sum_exp(running: RunningLogSumExp) -> Tensor:
+    return running.maximum + running.above_maximum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1.0, 1e4])
+@pytest.mark.parametrize("width", [1, 5, COLUMNS])
+def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int) -> None:
+    values, running = entries(dtype, size), RunningLogSumExp.empty(FEW, torch.zeros((), dtype=dtype))
+    running.accumulate_(values[:, :0].clone())
+    for piece in values.split(width, 1):
+        for rows in (slice(0, 2), slice(2, FEW)):
+            running.accumulate_(piece[rows].clone(), rows=rows)
+    torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1))
+    assert (running.sum_exp > 0).all()
+
+
+def test_rows_without_entries_have_a_sum_of_nothing() -> None:
+    running = RunningLogSumExp.empty(FEW, torch.zeros(()))
+    assert not running.sum_exp.any()
+    assert running.maximum.isfinite().all()
+
+
+def test_merged_parts_are_the_whole() -> None:
+    values, parts = entries(torch.float64), []
+    for piece in values.split(5, 1):
+        parts.append(RunningLogSumExp.empty(FEW, values))
+        parts[-1].accumulate_(piece.clone())
+    merged = RunningLogSumExp.merged(
+        torch.stack([part.maximum for part in parts]), torch.stack([part.sum_exp for part in parts])
+    )
+    torch.testing.assert_close(log_sum_exp(merged), values.logsumexp(1))
+
+
+def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -> None:
+    running = RunningLogSumExp.empty(1, torch.zeros(()))
+    running.accumulate_(torch.tensor([[0.0, -1000.0]]))
+    running.accumulate_(torch.tensor([[500.0, 100.0]]))
+    assert running.above_maximum().item() == 0.0
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_pieces_that_are_kept(pieces: int) -> None:
+    values = entries(torch.float64)
+    before, running = values.clone(), RunningLogSumExp.empty(FEW, values)
+    for piece in values.chunk(pieces, 1):
+        running.accumulate_(piece, keep=True)
+    torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1), rtol=1e-12, atol=0)
+    assert torch.equal(values, before)
+
+
+def test_relative_to_an_entry_that_outweighs_all() -> None:
+    """What is added to the difference does not round it."""
+    running = RunningLogSumExp.empty(1, torch.zeros(()))
+    running.accumulate_(torch.tensor([[100.0, 80.0]]))
+    assert float(running.relative_to(torch.tensor([99.5]))) == 0.5
