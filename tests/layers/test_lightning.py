@@ -80,19 +80,11 @@ class TwoBackwards(Normed):
 
 
 class OfPairs(Normed):
-    """A loss over all rows of all ranks: right on uneven ranks too."""
-
-    wrapped = False
+    """A loss over all rows of all ranks, alone or wrapped for them: right on uneven ranks too."""
 
     def build(self, loss: str) -> None:
         super().build(loss)
-        self.loss = GlobalBatchLoss(pml.SupConLoss()) if self.wrapped else pml.SupConLoss()
-
-
-class OfPairsWrapped(OfPairs):
-    """The same over ranks."""
-
-    wrapped = True
+        self.loss = GlobalBatchLoss(pml.SupConLoss()) if dist.is_initialized() else pml.SupConLoss()
 
 
 class Shared(Normed):
@@ -127,6 +119,27 @@ class Frozen(Normed):
         self.encoder[1].eval()
 
 
+class Hidden(Normed):
+    """A batch norm in a list, which the module does not see."""
+
+    where = "list"
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.kept = [nn.Sequential(nn.BatchNorm1d(TASK.features, affine=False).double())]
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return super().objective(self.kept[0](features), labels, index)
+
+
+class HiddenInEvaluation(Hidden):
+    """As somebody keeps a teacher."""
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        self.kept[0].eval()
+
+
 # a name of torch 2.13
 BUFFERS = (
     "forward_sync_buffers"
@@ -148,6 +161,7 @@ PARITY: dict[str, tuple[type[Job], Any, dict[str, Any], dict[str, Any]]] = {
     "checkpointed": (Checkpointed, {}, OURS, {}),
     "compiled": (Compiled, {}, OURS, {}),
     "frozen": (Frozen, {"static_graph": True}, OURS, {}),
+    "unregistered, in evaluation mode": (HiddenInEvaluation, {}, OURS, {}),
 }
 
 
@@ -172,7 +186,7 @@ def test_a_fit_equals_one_process(pool: RankPool, case: str, world_size: int) ->
 def test_uneven_ranks_with_a_global_loss(pool: RankPool) -> None:
     expected = fit_alone(OfPairs)
     for world_size in (2, 3):
-        for state in pool.run(world_size, fit, OfPairsWrapped, {}, even=False, **OURS):
+        for state in pool.run(world_size, fit, OfPairs, {}, even=False, **OURS):
             assert_close(state, expected)
 
 
@@ -212,27 +226,6 @@ def test_the_module_comes_back_as_it_was_and_trains_again(pool: RankPool) -> Non
     first, second = pool.run(2, fitted_twice)
     assert_close(first, second, rtol=0)
     Normed().load_state_dict(first)
-
-
-class Hidden(Normed):
-    """A batch norm in a list, which the module does not see."""
-
-    where = "list"
-
-    def build(self, loss: str) -> None:
-        super().build(loss)
-        self.kept = [nn.Sequential(nn.BatchNorm1d(TASK.features, affine=False).double())]
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return super().objective(self.kept[0](features), labels, index)
-
-
-class HiddenInEvaluation(Hidden):
-    """As somebody keeps a teacher."""
-
-    def build(self, loss: str) -> None:
-        super().build(loss)
-        self.kept[0].eval()
 
 
 class HiddenLoss(Normed):
@@ -303,12 +296,6 @@ def test_ranks_that_part_get_the_same_error(pool: RankPool, case: str) -> None:
     if strategy == "ddp":  # no strategy of ours passes on what one rank alone meets, but here all meet it
         assert len({error.message for error in errors}) == 1
     assert_same_error(errors, *words)
-
-
-def test_an_unregistered_norm_in_evaluation_mode_is_left_alone(pool: RankPool) -> None:
-    expected = fit_alone(HiddenInEvaluation)
-    for state in pool.run(2, fit, HiddenInEvaluation, {}, **OURS):
-        assert_close(state, expected)
 
 
 def test_an_adopted_loss_is_synchronised(pool: RankPool) -> None:

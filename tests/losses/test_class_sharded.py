@@ -218,92 +218,83 @@ def test_backward_inside_autocast_is_as_wide_as_forward(pool: RankPool, name: st
     assert pool.run(3, backward_of_halves, name) == [True] * 3
 
 
-def with_four_classes() -> dict[str, torch.Tensor]:
+def step(loss: torch.nn.Module, features: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Value and gradients of some rows of the net."""
+    features = features.detach().requires_grad_()
+    value = loss(features, labels)
+    value.backward()
+    return {"value": value.detach(), "x": features.grad, "weight": next(iter(loss.parameters())).grad}
+
+
+def joined(results: list[dict[str, torch.Tensor]], name: str) -> dict[str, torch.Tensor]:
+    """The ranks' numbers as one process has them."""
+    x = torch.cat([result["x"] for result in results]) / len(results)
+    return {"value": results[0]["value"], "x": x, "weight": whole([result["weight"] for result in results], name)}
+
+
+def four_classes(**options: Any) -> Any:
     """Four classes on three ranks: two, two and none."""
     torch.manual_seed(0)
-    loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double())
+    loss = pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double()
+    return ClassShardedLoss(loss, **options) if dist.is_initialized() else loss
+
+
+def with_four_classes() -> dict[str, torch.Tensor]:
+    loss, rows = four_classes(), global_rows([4, 4, 4], dist.get_rank())
     optimizer = torch.optim.SGD(loss.parameters(), lr=0.1, momentum=0.9)
     loss.attach(optimizer)
-    rows = global_rows([4, 4, 4], dist.get_rank())
-    features = net()(rows["features"]).detach().requires_grad_()
-    value = loss(features, rows["labels"] % 4)
-    value.backward()
+    found = step(loss, net()(rows["features"]), rows["labels"] % 4)
     optimizer.step()
-    best = loss.predict(features, k=2)[1]
-    return {"value": value.detach(), "x": features.grad, "weight": loss.weight.grad, "best": best}
+    return found | {"best": loss.predict(net()(rows["features"]), k=2)[1]}
 
 
 def test_a_rank_without_classes(pool: RankPool) -> None:
     results = pool.run(3, with_four_classes)
-    torch.manual_seed(0)
-    plain, rows = pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double(), global_rows()
-    features = net()(rows["features"]).detach().requires_grad_()
-    value = plain(features, rows["labels"] % 4)
-    value.backward()
+    plain, rows = four_classes(), global_rows()
+    truth = step(plain, net()(rows["features"]), rows["labels"] % 4)
     assert [r["weight"].shape[1] for r in results] == [2, 2, 0]
-    ours = {
-        "x": torch.cat([r["x"] for r in results]) / 3,
-        "weight": torch.cat([r["weight"] for r in results], 1),
-        "value": results[0]["value"],
-    }
-    assert_close(ours, {"x": features.grad, "weight": plain.W.grad, "value": value})
+    assert_close(joined(results, "ArcFaceLoss"), truth)
     with torch.no_grad():
         plain.W -= 0.1 * plain.W.grad
-        assert torch.equal(torch.cat([r["best"] for r in results]), plain.get_logits(features).topk(2, 1).indices)
+        best = plain.get_logits(net()(rows["features"])).topk(2, 1).indices
+    assert torch.equal(torch.cat([r["best"] for r in results]), best)
 
 
 def with_one_row(name: str) -> dict[str, torch.Tensor]:
     """The first rank has one row, the others none."""
-    loss, rows = ClassShardedLoss(make(Case(name))), global_rows()
-    own = slice(0, 1 if dist.get_rank() == 0 else 0)
-    features = net()(rows["features"])[own].detach().requires_grad_()
-    value = loss(features, rows["labels"][own])
-    value.backward()
-    return {"value": value.detach(), "x": features.grad, "weight": loss.weight.grad}
+    rows, own = global_rows(), slice(0, 1 if dist.get_rank() == 0 else 0)
+    return step(ClassShardedLoss(make(Case(name))), net()(rows["features"])[own], rows["labels"][own])
 
 
 @pytest.mark.parametrize("name", CLASS_LOSSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_one_row_over_all_ranks(pool: RankPool, world_size: int, name: str) -> None:
-    results = pool.run(world_size, with_one_row, name)
-    plain, rows = make(Case(name)), global_rows()
-    features = net()(rows["features"])[:1].detach().requires_grad_()
-    value = plain(features, rows["labels"][:1])
-    value.backward()
-    truth = {"value": value, "x": features.grad, "weight": next(iter(plain.parameters())).grad}
-    ours = {
-        "value": results[0]["value"],
-        "x": torch.cat([result["x"] for result in results]) / world_size,
-        "weight": whole([result["weight"] for result in results], name),
-    }
-    assert_close(ours, truth)
+    results, rows = pool.run(world_size, with_one_row, name), global_rows()
+    assert_close(joined(results, name), step(make(Case(name)), net()(rows["features"])[:1], rows["labels"][:1]))
+
+
+def two_steps(loss: Any, optimizer: str, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    stepper = getattr(torch.optim, optimizer)(loss.parameters(), lr=0.1)
+    if isinstance(loss, ClassShardedLoss):
+        loss.attach(stepper)
+    for _ in range(2):
+        loss(net()(features).detach(), labels).backward()
+        stepper.step()
+        stepper.zero_grad()
+    return next(iter(loss.parameters())).detach()
 
 
 def sampled_with_four_classes(optimizer: str) -> torch.Tensor:
-    """Four classes on three ranks; every class is in the batch, so that all are sampled."""
-    torch.manual_seed(0)
-    loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double(), sample_rate=0.5)
-    stepper = getattr(torch.optim, optimizer)(loss.parameters(), lr=0.1)
-    loss.attach(stepper)
-    rows = global_rows([4, 4, 4], dist.get_rank())
-    for _ in range(2):
-        loss(net()(rows["features"]).detach(), torch.arange(4)).backward()
-        stepper.step()
-        stepper.zero_grad()
-    return loss.weight.detach()
+    """Every class is in the batch, so that all are sampled."""
+    features = global_rows([4, 4, 4], dist.get_rank())["features"]
+    return two_steps(four_classes(sample_rate=0.5), optimizer, features, torch.arange(4))
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Rprop"])
 def test_sampling_on_a_rank_without_classes(pool: RankPool, optimizer: str) -> None:
     parts = pool.run(3, sampled_with_four_classes, optimizer)
-    torch.manual_seed(0)
-    plain, rows = pml.ArcFaceLoss(num_classes=4, embedding_size=DIM).double(), global_rows()
-    stepper = getattr(torch.optim, optimizer)(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        plain(net()(rows["features"]).detach(), torch.arange(12) % 4).backward()
-        stepper.step()
-        stepper.zero_grad()
-    assert_close({"weight": torch.cat(parts, 1)}, {"weight": plain.W.detach()})
+    truth = two_steps(four_classes(), optimizer, global_rows()["features"], torch.arange(12) % 4)
+    assert_close({"weight": torch.cat(parts, 1)}, {"weight": truth})
 
 
 def nearly_certain() -> tuple[pml.CosFaceLoss, torch.Tensor, torch.Tensor]:
