@@ -265,13 +265,9 @@ class DifferentiableCollection(Composite):
 
     def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
         for name, member in self._by_name().items():
-            expect(
-                isinstance(member, (DifferentiableMetric, Composite)),
-                f"{type(self).__name__}: `{name}`",
-                expected="a differentiable metric",
-                got=f"a plain {type(member).__name__}, added later",
-                fix="Add differentiable(metric).",
-            )
+            what, got = f"{type(self).__name__}: `{name}`", f"a plain {type(member).__name__}, added later"
+            is_ours, fix = isinstance(member, (DifferentiableMetric, Composite)), "Add differentiable(metric)."
+            expect(is_ours, what, expected="a differentiable metric", got=got, fix=fix)
         return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
 
     def _joined(self, values: list[Any]) -> Any:

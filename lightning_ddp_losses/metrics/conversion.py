@@ -129,28 +129,20 @@ def _refuse_class(cls: type, keep: bool) -> None:
     if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
         return
     reason = _reason_against(cls)  # type: ignore[arg-type]
-    expect(
-        reason is None or keep,
-        f"differentiable: {cls.__name__}",
-        expected="a metric with a gradient",
-        got=f"none, in one process either: {reason}",
-        fix="To log it next to others: differentiable(metric, without_gradient='keep').",
-    )
+    what, got = f"differentiable: {cls.__name__}", f"none, in one process either: {reason}"
+    fix = "To log it next to others: differentiable(metric, without_gradient='keep')."
+    expect(reason is None or keep, what, expected="a metric with a gradient", got=got, fix=fix)
     own = next((c for c in cls.__mro__ if "forward" in vars(c)), Metric)
-    expect(
-        own is Metric,
-        f"differentiable: {cls.__name__}",
-        expected="torchmetrics' own forward, or a wrapper that is known here",
-        got=f"the forward of {own.__name__}",
-        fix="Make the metric inside differentiable, or subclass DifferentiableMetric.",
-    )
+    expected = "torchmetrics' own forward, or a wrapper that is known here"
+    fix = "Make the metric inside differentiable, or subclass DifferentiableMetric."
+    expect(own is Metric, what, expected=expected, got=f"the forward of {own.__name__}", fix=fix)
 
 
 def _reason_against(cls: type[Metric]) -> str | None:
-    """Return why metrics of a class have no gradient, None where nothing is known against them."""
-    for name in torchmetrics_names(cls):
-        if name in WITHOUT_GRADIENT:
-            return WITHOUT_GRADIENT[name]
+    """Return why metrics of a class have no gradient, None if nothing is known against them."""
+    known = [WITHOUT_GRADIENT[name] for name in torchmetrics_names(cls) if name in WITHOUT_GRADIENT]
+    if known:
+        return known[0]
     if cls.is_differentiable is False:
         return "torchmetrics says is_differentiable=False: it counts, ranks or decides"
     return None
@@ -229,10 +221,8 @@ def _word_for(keep: bool) -> WithoutGradient:
 
 
 def _base_for(original: type) -> type:
-    for kind, composite in COMPOSITES.items():
-        if issubclass(original, kind):
-            return composite
-    return DifferentiableMetric
+    found = (composite for kind, composite in COMPOSITES.items() if issubclass(original, kind))
+    return next(found, DifferentiableMetric)
 
 
 def _composite_init(original: type, keep: bool) -> Any:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -47,7 +46,6 @@ Kind = Literal["stack", "rows", "list"]
 Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a tensor."""
 
-_HEAD = struct.Struct("<?II")  # whether the tensors' bytes are inline, bytes of the contents, number of weights
 _ALIGN = 16  # bytes; a tensor of any dtype may start there
 
 
@@ -174,14 +172,12 @@ def _exchange_in_group(title: str, packets: Sequence[Packet], group: Group) -> I
         "configuration": "; ".join(packet.configuration for packet in packets),
     }
     states = list(itertools.chain.from_iterable(packet.states for packet in packets))
-    by_device: dict[str, list[int]] = {}
-    for index, state in enumerate(states):
-        by_device.setdefault(state.device.type, []).append(index)
-    if len(by_device) <= 1:
-        return iter(_exchange_states(title, states, must_match, group))
+    devices = list(dict.fromkeys(state.device.type for state in states)) or ["cpu"]
     found: dict[int, Any] = {}
-    for device, indices in by_device.items():
-        values = _exchange_states(f"{title}, on {device}", [states[index] for index in indices], must_match, group)
+    for device in devices:
+        indices = [index for index, state in enumerate(states) if state.device.type == device]
+        name = title if len(devices) == 1 else f"{title}, on {device}"
+        values = _exchange_states(name, [states[index] for index in indices], must_match, group)
         found.update(zip(indices, values, strict=True))
     return (found[index] for index in range(len(states)))
 
@@ -193,29 +189,28 @@ def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, 
     own = list(itertools.chain.from_iterable(tensors))
     # handshake: shapes and row counts, and the bytes themselves if they fit
     weights = [state.weight for state in states if state.reduce is dim_zero_mean]
-    contents = pack_contents(states, tensors).encode()
-    payload = contents + struct.pack(f"<{len(weights)}d", *weights)
-    is_inline = _HEAD.size + len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
+    contents = pack_contents(states, tensors)
+    payload = _head(True, weights, contents)
+    is_inline = len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
         is_inline = False  # to bring them to the host would wait for the device
-    payload = _HEAD.pack(is_inline, len(contents), len(weights)) + payload
-    if is_inline:
-        payload += _joined_bytes(own, device)
+    payload = payload + _joined_bytes(own, device) if is_inline else _head(False, weights, contents)
     described = ", ".join(state.description() for state in states)
     must_match = {**must_match, "device": device.type, "states": described}
-    received = [_Message.unpack(sent) for sent in handshake.all_gather(title, must_match, payload, group=group)]
+    received = [sent.partition(b"\n") for sent in handshake.all_gather(title, must_match, payload, group=group)]
+    inline, weights_by_rank, all_contents = zip(*(json.loads(head) for head, _, _ in received), strict=True)
 
     # gather: the tensors of all ranks in one buffer, in the order of one process
     names, kinds = tuple(state.name for state in states), tuple(state.kind for state in states)
-    plan = plan_buffer(title, names, kinds, tuple(message.contents for message in received))
-    if all(message.is_inline for message in received):
-        buffer = _buffer_from_messages(plan, received).to(device)
+    plan = plan_buffer(title, names, kinds, all_contents)
+    if all(inline):
+        buffer = _buffer_from_bytes(plan, [data for _, _, data in received]).to(device)
     else:
         buffer = _gather_buffer(plan, own, device, group)
 
     # read: this rank's own slices with their graph, then reduce
     gathered = _read_with_grad(plan, buffer, own, group)
-    by_rank = zip(*(message.weights for message in received), strict=True)
+    by_rank = zip(*weights_by_rank, strict=True)
     rows = [next(by_rank) if state.reduce is dim_zero_mean else () for state in states]
     return [state.reduced(values, of_ranks) for state, values, of_ranks in zip(states, gathered, rows, strict=True)]
 
@@ -227,28 +222,9 @@ def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     return b"".join(map(host_bytes, tensors))
 
 
-class _Message(NamedTuple):
-    """What one rank sent in the handshake.
-
-    Attributes:
-        is_inline: Whether its tensors' bytes are in it.
-        contents: Shapes and dtypes of its tensors.
-        weights: The number of its rows, for each mean.
-        data: The bytes of its tensors, one after the other, if they are inline.
-    """
-
-    is_inline: bool
-    contents: str
-    weights: tuple[float, ...]
-    data: memoryview
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> _Message:
-        """Read the payload of a handshake."""
-        is_inline, length, count = _HEAD.unpack_from(payload)
-        end = _HEAD.size + length
-        weights = struct.unpack_from(f"<{count}d", payload, end)
-        return cls(is_inline, payload[_HEAD.size : end].decode(), weights, memoryview(payload)[end + 8 * count :])
+def _head(is_inline: bool, weights: Sequence[float], contents: str) -> bytes:
+    """Return the first line of a message: whether the bytes of the tensors follow it, and what they are."""
+    return json.dumps([is_inline, weights, contents], separators=(",", ":")).encode() + b"\n"
 
 
 # ---------------------------------------------------------------------- the plan of the buffer
@@ -290,8 +266,7 @@ class Region(NamedTuple):
         """Return the tensor, in the buffer's memory; not a view to autograd, so that it may be changed in place."""
         offset = self.start // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        strides = [math.prod(max(size, 1) for size in self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        return empty.set_(buffer.untyped_storage(), offset, self.shape, strides)
+        return empty.set_(buffer.untyped_storage(), offset, self.shape)
 
 
 class Slot(NamedTuple):
@@ -344,8 +319,9 @@ class BufferPlan:
         regions: list[Region] = []
         # by update, then by rank: the order in which one process would have appended them
         longest = max(map(len, entries))
-        order = [(rank, k) for k in range(longest) for rank, of_rank in enumerate(entries) if k < len(of_rank)]
-        for rank, k in order:
+        for k, rank in itertools.product(range(longest), range(len(entries))):
+            if k >= len(entries[rank]):
+                continue
             own_dtype, shape = entries[rank][k]
             if kind == "rows":  # one after the other, in one tensor
                 rows = shape[0] if shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
@@ -459,15 +435,15 @@ def _aligned(size: int) -> int:
 # ---------------------------------------------------------------------- filling and reading the buffer
 
 
-def _buffer_from_messages(plan: BufferPlan, received: Sequence[_Message]) -> Tensor:
+def _buffer_from_bytes(plan: BufferPlan, received: Sequence[bytes]) -> Tensor:
     """Put the bytes that came inline in their places."""
     if plan.size == 0:
         return torch.empty(0, dtype=torch.uint8)
     gathered = bytearray(plan.size)
-    for message, slots in zip(received, plan.slots, strict=True):
+    for data, slots in zip(received, plan.slots, strict=True):
         cursor = 0
         for slot in slots:
-            gathered[slot.start : slot.start + slot.length] = message.data[cursor : cursor + slot.length]
+            gathered[slot.start : slot.start + slot.length] = data[cursor : cursor + slot.length]
             cursor += slot.length
     return torch.frombuffer(gathered, dtype=torch.uint8)
 

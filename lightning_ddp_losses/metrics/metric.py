@@ -30,6 +30,7 @@ from lightning_ddp_losses.metrics.states import (
     MetricRecord,
     MetricStates,
     Progress,
+    Seen,
     States,
     detached,
     has_no_rows,
@@ -170,11 +171,9 @@ class DifferentiableMetric(MetricStates):
             is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
         finally:
             self._enable_grad, record.in_forward = False, False
-        record.rows += rows
-        record.skipped_updates += is_skipped
+        record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
         if is_skipped and record.keep_graph:
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
-        record.update_ends = self._ends_after_update(record.update_ends, self._states())
         if not record.keep_graph:  # what is appended to a list brings its own
             self._assign(detached(self._states()))
             self._drop_graphs()
@@ -240,8 +239,7 @@ class DifferentiableMetric(MetricStates):
         """Go back to the defaults."""
         super().reset()
         if "_record" in self.__dict__:
-            self._record.rows, self._record.update_ends = 0, {}
-            self._record.skipped_updates, self._record.inputs_without_rows = 0, []
+            self._record.seen, self._record.inputs_without_rows = Seen(), []
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
@@ -249,7 +247,8 @@ class DifferentiableMetric(MetricStates):
         if kind is Metric:
             kind = type(self)
         if isinstance(incoming_state, DifferentiableMetric):
-            self._record.rows += incoming_state._record.rows
+            seen = self._record.seen
+            self._record.seen = seen._replace(rows=seen.rows + incoming_state._record.seen.rows)
         if isinstance(incoming_state, Metric) and isinstance(incoming_state, kind):
             incoming_state = incoming_state.metric_state
         self.dist_sync_on_step = False  # torchmetrics asks; what is accumulated here is not synced
@@ -268,8 +267,7 @@ class DifferentiableMetric(MetricStates):
 
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
-        record = self._record
-        return self._packet(self._states_to_send(record.rows, skipped_updates=record.skipped_updates))
+        return self._packet(self._states_to_send(self._record.seen))
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
@@ -328,7 +326,7 @@ class ForwardCall:
             self.packet = metric._packet(_input_states(metric, self._args, self._kwargs))
         else:
             self._update()
-            self.packet = metric._packet(metric._states_to_send(self._rows, skipped_updates=int(self._is_skipped)))
+            self.packet = metric._packet(metric._states_to_send(Seen(self._rows, int(self._is_skipped))))
 
     def _update(self) -> None:
         """Put what is accumulated aside, and update from the defaults."""
@@ -399,13 +397,8 @@ class ForwardCall:
             metric._assign(detached(self._batch))
             metric._reduce_states(aside.states)
             states = metric._states()
-        self._aside = Progress(
-            states,
-            update_count=aside.update_count + 1,
-            rows=aside.rows + self._rows,
-            update_ends=metric._ends_after_update(aside.update_ends, states),
-            skipped_updates=aside.skipped_updates + self._is_skipped,
-        )
+        seen = metric._seen_after(aside.seen, self._rows, self._is_skipped, states)
+        self._aside = Progress(states, aside.update_count + 1, seen)
 
     def end(self) -> None:
         """Put back what is accumulated; a second call does nothing."""
@@ -483,13 +476,9 @@ def run(owner: Any, title: str, function: Callable[..., Any], args: tuple[Any, .
         args: Its arguments.
         kwargs: Its keyword arguments.
     """
-
-    def eager(*args: Any, **kwargs: Any) -> Any:
-        refuse_capture(title)
-        return function(*args, **kwargs)
-
     try:
-        return autograd_graph.run_full_precision(owner, eager, args, kwargs)
+        refuse_capture(title)
+        return autograd_graph.run_full_precision(owner, function, args, kwargs)
     except Exception as error:  # what all ranks raise alike passes through
         if not owner._has_peers:
             raise
@@ -502,16 +491,10 @@ def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: d
     Raises:
         InputError: for inputs that cannot be gathered.
     """
+    what, got = f"{metric._title()}: inputs", "a list of str, which would stay on this rank"
     for value in (*args, *kwargs.values()):
         has_text = isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value)
-        expect(
-            not has_text,
-            f"{metric._title()}: inputs",
-            expected="tensors",
-            got="a list of str, which would stay on this rank",
-            fix="Use gather='states'.",
-            error=InputError,
-        )
+        expect(not has_text, what, expected="tensors", got=got, fix="Use gather='states'.", error=InputError)
     batches = [tensor for tensor in nests.tensors_in((args, kwargs)) if tensor.ndim]
     name = type(metric).__name__
     return [State(f"{name}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
@@ -537,29 +520,22 @@ def check_options(
     what = f"differentiable {type(metric).__name__}"
     expect_option(f"{what}: gather", gather, ("auto", "states", "inputs"))
     check_on_step(type(metric), on_step)
-    expect(
-        not metric.compute_on_cpu,
-        f"{what}: compute_on_cpu",
-        expected="False, with dist_sync_on_step as a loss",
-        got="True, which takes the states of each step from their device",
-        fix="Leave it out, or call differentiable on a metric that is made without it.",
+    expected, got = (
+        "False, with dist_sync_on_step as a loss",
+        "True, which takes the states of each step from their device",
     )
+    fix = "Leave it out, or call differentiable on a metric that is made without it."
+    expect(not metric.compute_on_cpu, f"{what}: compute_on_cpu", expected=expected, got=got, fix=fix)
     dist_sync_fn = metric.dist_sync_fn or dist_sync_fn
-    expect(
-        dist_sync_fn is None,
-        f"{what}: dist_sync_fn",
-        expected="None",
-        got=repr(dist_sync_fn),
-        fix="Leave it out: the states of all ranks travel in one exchange; process_group= says among whom.",
-    )
+    fix = "Leave it out: the states of all ranks travel in one exchange; process_group= says among whom."
+    expect(dist_sync_fn is None, f"{what}: dist_sync_fn", expected="None", got=repr(dist_sync_fn), fix=fix)
     foreign = [cls for cls in type(metric).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC)]
-    expect(
+    is_known, got = (
         not any("_sync_dist" in vars(cls) for cls in foreign),
-        f"{what}: _sync_dist",
-        expected="torchmetrics' own",
-        got="an override, whose exchange is not known here",
-        fix="Declare the states with add_state and a reduction.",
+        "an override, whose exchange is not known here",
     )
+    fix = "Declare the states with add_state and a reduction."
+    expect(is_known, f"{what}: _sync_dist", expected="torchmetrics' own", got=got, fix=fix)
 
 
 def check_on_step(cls: type, on_step: object) -> None:
@@ -568,13 +544,9 @@ def check_on_step(cls: type, on_step: object) -> None:
     Raises:
         ConfigurationError: quoting it.
     """
-    got = repr(on_step)
-    if on_step is False:
-        got = "False, which gives the gradient of this rank's rows alone"
-    expect(
-        on_step is True,
+    what, fix = (
         f"differentiable {cls.__name__}: dist_sync_on_step",
-        expected="True",
-        got=got,
-        fix="Leave it out; use torchmetrics' own class for a value per rank.",
+        "Leave it out; use torchmetrics' own class for a value per rank.",
     )
+    got = "False, which gives the gradient of this rank's rows alone" if on_step is False else repr(on_step)
+    expect(on_step is True, what, expected="True", got=got, fix=fix)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -29,21 +29,33 @@ States = dict[str, Any]
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
 
 
+class Seen(NamedTuple):
+    """Updates since the last reset.
+
+    Attributes:
+        rows: Number of their rows.
+        skipped: Number of updates that had no rows and counted for nothing.
+        ends: For each tensor that grows by "cat", its length after each update.
+    """
+
+    rows: int = 0
+    skipped: int = 0
+    ends: Mapping[str, list[int]] = {}  # never changed
+
+
 @dataclass
 class MetricRecord:
-    """What a metric keeps beside torchmetrics' own attributes.
+    """State of a differentiable metric next to torchmetrics' own attributes.
 
     Attributes:
         gather: ``"states"`` or ``"inputs"``.
         keep_graph: Whether ``update`` keeps its graph for ``compute``.
         expects_gradient: Whether a value without a graph is an error.
-        upstream_grads: What came back into its values.
+        upstream_grads: Gradients that came back into its values.
         configuration: As text; made once, before the first update.
-        rows: Seen since the last reset.
-        update_ends: Of each tensor that grows by "cat", its length after each update.
+        seen: Updates since the last reset.
         in_forward: A forward is under way: calls of ``update`` and ``compute`` are its own.
-        skipped_updates: Of those since the last reset, how many had no rows and counted for nothing.
-        inputs_without_rows: Inputs of skipped updates that ask for a gradient, where ``update`` keeps its graph.
+        inputs_without_rows: Inputs of skipped updates that ask for a gradient, if ``update`` keeps its graph.
     """
 
     gather: Gather = "states"
@@ -51,21 +63,17 @@ class MetricRecord:
     expects_gradient: bool = True
     upstream_grads: UpstreamGradWatch = field(default_factory=UpstreamGradWatch)
     configuration: str = ""
-    rows: int = 0
-    update_ends: dict[str, list[int]] = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
     in_forward: bool = False
-    skipped_updates: int = 0
     inputs_without_rows: list[Tensor] = field(default_factory=list)
 
 
 class Progress(NamedTuple):
-    """Everything that a metric has accumulated since the last reset; the fields but for the states are those of ``MetricRecord``."""
+    """Everything that a metric has accumulated since the last reset."""
 
     states: States
     update_count: int
-    rows: int
-    update_ends: dict[str, list[int]]
-    skipped_updates: int
+    seen: Seen
 
 
 class MetricStates(Metric):
@@ -92,15 +100,11 @@ class MetricStates(Metric):
 
     def _progress(self) -> Progress:
         """Return all that is accumulated, to be put back later."""
-        record = self._record
-        ends = dict(record.update_ends)
-        return Progress(self._states(), self._update_count, record.rows, ends, record.skipped_updates)
+        return Progress(self._states(), self._update_count, self._record.seen)
 
     def _put_back(self, progress: Progress) -> None:
-        record = self._record
         self._assign({**progress.states, "_update_count": progress.update_count})
-        record.rows, record.update_ends = progress.rows, progress.update_ends
-        record.skipped_updates = progress.skipped_updates
+        self._record.seen = progress.seen
 
     def _clear(self) -> None:
         """Reset, without emptying lists that others hold (members of a collection share theirs)."""
@@ -131,19 +135,14 @@ class MetricStates(Metric):
 
     # ------------------------------------------------------------------ send and receive
 
-    def _states_to_send(self, rows: int, *, skipped_updates: int) -> list[State]:
-        """Return the states with what the other ranks must know of them.
-
-        Args:
-            rows: That are in them.
-            skipped_updates: How many of the updates since the last reset counted for nothing.
-        """
-        title, untouched = type(self).__name__, self._update_count == skipped_updates
+    def _states_to_send(self, seen: Seen) -> list[State]:
+        """Return the states of some updates with all that the other ranks must know of them."""
+        title, untouched = type(self).__name__, self._update_count == seen.skipped
         reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
         found = []
         for name, reduce in reductions.items():
             value = self._split_by_update(name)
-            found.append(State(f"{title}.{name}", value, self.device, reduce, float(rows), untouched))
+            found.append(State(f"{title}.{name}", value, self.device, reduce, float(seen.rows), untouched))
         return found
 
     def _receive(self, values: Sequence[Any]) -> States:
@@ -156,20 +155,20 @@ class MetricStates(Metric):
 
     def _split_by_update(self, name: str) -> Any:
         """Return a state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
-        value, ends = getattr(self, name), self._record.update_ends.get(name, [0])
+        value, ends = getattr(self, name), self._record.seen.ends.get(name, [0])
         grew = isinstance(value, Tensor) and len(ends) > 1 and ends[-1] == len(value)
         if self._record.in_forward or not grew:
             return value
         sizes = [after - before for before, after in pairwise([0, *ends])]
         return list(torch.split(value, sizes))
 
-    def _ends_after_update(self, ends: dict[str, list[int]], states: States) -> dict[str, list[int]]:
-        """Return ``update_ends`` with the lengths that tensors reduced by "cat" have now."""
-        found = {}
+    def _seen_after(self, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
+        """Return ``seen`` with one more update, with the lengths that tensors reduced by "cat" have now."""
+        ends = {}
         for name, value in states.items():
             if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim:
-                found[name] = [*ends.get(name, ()), len(value)]
-        return found
+                ends[name] = [*seen.ends.get(name, ()), len(value)]
+        return Seen(seen.rows + rows, seen.skipped + is_skipped, ends)
 
     # ------------------------------------------------------------------ add up
 
