@@ -266,7 +266,8 @@ class Region(NamedTuple):
         """Return the tensor, in the buffer's memory; not a view to autograd, so that it may be changed in place."""
         offset = self.start // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        return empty.set_(buffer.untyped_storage(), offset, self.shape)
+        strides = torch.empty(self.shape, device="meta").stride()
+        return empty.set_(buffer.untyped_storage(), offset, self.shape, strides)
 
 
 class Slot(NamedTuple):
