@@ -36,12 +36,19 @@ class Point(NamedTuple):
     x: torch.Tensor
 
 
-class RunsSomething:
+class Plants:
+    """Makes a folder where a pickle of it is read."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, ("was-run",)
+        return os.mkdir, (self.folder,)
 
 
-@pytest.mark.parametrize("value", [[RunsSomething()], np.array([RunsSomething()], dtype=object)], ids=["list", "array"])
+@pytest.mark.parametrize(
+    "value", [[Plants("was-run")], np.array([Plants("was-run")], dtype=object)], ids=["list", "array"]
+)
 def test_a_message_with_a_program_in_it_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
 ) -> None:
@@ -79,16 +86,6 @@ def test_a_users_own_value_is_refused_where_it_is_made_and_can_be_allowed() -> N
     with torch.serialization.safe_globals([OfTheUser]):
         payload = safe_payload.pack_readable([OfTheUser()], "the batch")
         assert type(safe_payload.unpack_from(payload, "the batch", 1)[0]) is OfTheUser
-
-
-class Plants:
-    """Makes a folder where a pickle of it is read."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (self.folder,)
 
 
 def receive_planted(folder: str, fit: Callable[..., Any], *args: Any) -> None:

@@ -408,10 +408,8 @@ def mark_sigterm_(trainer: Any) -> None:
 
 def requeues_on_signal(trainer: Any) -> bool:
     """Say whether Lightning saves and queues the job again when SLURM sends a signal (``SLURMEnvironment(auto_requeue=True)``)."""
-    environment = trainer._accelerator_connector.cluster_environment
-    return (
-        bool(getattr(environment, "auto_requeue", False)) and getattr(environment, "requeue_signal", None) is not None
-    )
+    cluster = trainer._accelerator_connector.cluster_environment
+    return bool(getattr(cluster, "auto_requeue", False)) and getattr(cluster, "requeue_signal", None) is not None
 
 
 def replace_requeue_handler(trainer: Any, notice: Callable[[], None]) -> Callable[[], None]:
