@@ -20,7 +20,7 @@ from lightning_ddp_losses.metrics import differentiable
 from tests.metrics.cases import Case
 from tests.oracle import cuts
 
-__all__ = ["alone", "compare", "difference", "flat", "on_ranks", "own_part", "rows_of", "splits"]
+__all__ = ["alone", "compare", "difference", "flat", "on_ranks", "own_part", "rows_of", "splits", "step_on_rank"]
 
 STEPS = 2
 
@@ -73,6 +73,15 @@ def alone(case: Case) -> list[list[Tensor]]:
         return [*found, flat(metric.compute())]
 
 
+def step_on_rank(metric: Any, case: Case, step: int, part: slice) -> list[Tensor]:
+    """Value of a step on this rank, and the gradient of its rows over W."""
+    first, *rest = own_part(case.global_batch(step), part)
+    leaf = first.requires_grad_()
+    value = metric(leaf, *rest)
+    case.quantity(value).backward()
+    return [*flat(value), leaf.grad / dist.get_world_size()]
+
+
 def on_ranks(case: Case, even: bool) -> tuple[list[list[Tensor]], slice]:
     """The same on this rank; gradients are of its own rows."""
     with warnings.catch_warnings():
@@ -80,13 +89,8 @@ def on_ranks(case: Case, even: bool) -> tuple[list[list[Tensor]], slice]:
         world, found = dist.get_world_size(), []
         metric = differentiable(case.make())
         for step in range(STEPS):
-            batch = case.global_batch(step)
-            part = splits(world, even)(rows_of(batch))
-            first, *rest = own_part(batch, part)
-            leaf = first.requires_grad_()
-            value = metric(leaf, *rest)
-            case.quantity(value).backward()
-            found.append([*flat(value), leaf.grad / world])
+            part = splits(world, even)(rows_of(case.global_batch(step)))
+            found.append(step_on_rank(metric, case, step, part))
         return [*found, flat(metric.compute())], part
 
 

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,11 +110,6 @@ def test_no_class_with_a_task_gives_a_plain_metric(cls: type[tm.Metric]) -> None
     if type(metric).is_differentiable is False:
         with pytest.raises(ConfigurationError, match="is_differentiable=False"):
             refusing(task="multiclass", **arguments)
-
-
-def test_a_class_with_a_task_refuses_options_that_cannot_work() -> None:
-    with pytest.raises(ConfigurationError, match="dist_sync_on_step"):
-        differentiable(tm.HingeLoss)(task="binary", dist_sync_on_step=False)  # type: ignore[call-arg]
 
 
 def by_class() -> tm.MetricCollection:
@@ -298,50 +294,48 @@ class OwnForward(tm.MeanSquaredError):
         return super().forward(*args) * 2
 
 
+class Synced(DifferentiableMetric):
+    update = compute = lambda self: None  # type: ignore[assignment]
+
+    def _sync_dist(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def refused(make: Callable[[], Any], *words: str, **options: Any) -> tuple[Callable[[], Any], tuple[str, ...]]:
+    return lambda: differentiable(make(), **options), words
+
+
+squared, on_cpu = tm.MeanSquaredError, partial(tm.MeanSquaredError, compute_on_cpu=True)
 REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "ranks": (tm.SpearmanCorrCoef, ("SpearmanCorrCoef", "is_differentiable=False", "without_gradient='keep'")),
-    "labels": (RandScore, ("RandScore", "integers")),
-    "subclass": (lambda: type("Mine", (MutualInfoScore,), {})(), ("Mine", "integers")),
-    "inside": (lambda: tm.MeanSquaredError() + tm.SpearmanCorrCoef(), ("SpearmanCorrCoef",)),
-    "random": (lambda: BootStrapper(tm.MeanSquaredError()), ("BootStrapper", "forward")),
-    "own forward": (OwnForward, ("OwnForward", "the forward of OwnForward")),
-    "compute_on_cpu": (lambda: tm.MeanSquaredError(compute_on_cpu=True), ("compute_on_cpu", "MeanSquaredError")),
-    "dist_sync_fn": (lambda: tm.MeanSquaredError(dist_sync_fn=print), ("dist_sync_fn", "process_group=")),
-    "a loss": (lambda: nn.MSELoss(), ("MSELoss",)),
+    "ranks": refused(tm.SpearmanCorrCoef, "SpearmanCorrCoef", "is_differentiable=False", "without_gradient='keep'"),
+    "labels": refused(RandScore, "RandScore", "integers"),
+    "subclass": refused(lambda: type("Mine", (MutualInfoScore,), {})(), "Mine", "integers"),
+    "inside": refused(lambda: squared() + tm.SpearmanCorrCoef(), "SpearmanCorrCoef"),
+    "random": refused(lambda: BootStrapper(squared()), "BootStrapper", "forward"),
+    "own forward": refused(OwnForward, "OwnForward", "the forward of OwnForward"),
+    "compute_on_cpu": refused(on_cpu, "compute_on_cpu", "MeanSquaredError"),
+    "dist_sync_fn": refused(partial(squared, dist_sync_fn=print), "dist_sync_fn", "process_group="),
+    "a loss": refused(nn.MSELoss, "MSELoss"),
+    "gather": refused(squared, "gather", gather="rows"),
+    "without_gradient": refused(squared, "without_gradient", without_gradient="no"),
+    "own sync": (Synced, ("_sync_dist",)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals_say_the_name_and_the_reason(name: str) -> None:
-    make, words = REFUSED[name]
+    call_it, words = REFUSED[name]
     with pytest.raises(ConfigurationError) as refusal:
-        differentiable(make())
+        call_it()
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
-def test_options_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="dist_sync_on_step"):
-        differentiable(tm.MeanSquaredError)(dist_sync_on_step=False)
-    with pytest.raises(ConfigurationError, match="gather"):
-        differentiable(tm.MeanSquaredError(), gather="rows")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="without_gradient"):
-        differentiable(tm.MeanSquaredError(), without_gradient="no")  # type: ignore[arg-type]
-
-    class Synced(DifferentiableMetric):
-        update = compute = lambda self: None  # type: ignore[assignment]
-
-        def _sync_dist(self, *args: Any, **kwargs: Any) -> None: ...
-
-    with pytest.raises(ConfigurationError, match="_sync_dist"):
-        Synced()
-
-
-@pytest.mark.parametrize("value", [None, "yes", 0, 1])
+@pytest.mark.parametrize("value", [None, "yes", 0, 1, False])
 @pytest.mark.parametrize("cls", [tm.MeanSquaredError, tm.HingeLoss])
 def test_what_is_no_answer_is_quoted(cls: Any, value: Any) -> None:
     task = {"task": "binary"} if cls is tm.HingeLoss else {}
-    with pytest.raises(ConfigurationError, match=f"dist_sync_on_step: expected True, got {value!r}\n"):
+    end = ", which gives the gradient" if value is False else "\n"
+    with pytest.raises(ConfigurationError, match=f"dist_sync_on_step: expected True, got {value!r}{end}"):
         differentiable(cls)(**task, dist_sync_on_step=value)
 
 

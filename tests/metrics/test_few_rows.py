@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
-from lightning_ddp_losses.core.nests import map_tensors
 from lightning_ddp_losses.metrics import differentiable
-from tests.metrics.cases import CASES, Case, differentiable_classes
-from tests.metrics.harness import difference, flat
+from tests.metrics.cases import CASES, differentiable_classes
+from tests.metrics.harness import alone, difference, rows_of, step_on_rank
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
@@ -122,31 +119,16 @@ def without_rows(family: str) -> dict[str, float]:
         if name not in CASES or cls.__module__.split(".")[1] != family:
             continue
         for index, case in enumerate(CASES[name]):
-            batch = case.global_batch(0)
-            number = len(batch[0])
+            number = rows_of(case.global_batch(0))
             if number < 2 * (world - 1):
                 continue
             step = number // (world - 1)
             ends = [step * (r + 1) for r in range(world - 2)] + [number, number]
             own = slice(ends[rank - 1] if rank else 0, ends[rank])
-            found[f"{name} {index}"] = _off(case, batch, own, world)
+            *values, grad = alone(case)[0]
+            ours = step_on_rank(differentiable(case.make()), case, 0, own)
+            found[f"{name} {index}"] = difference(ours, [*values, grad[own]]) / case.rtol
     return found
-
-
-def _off(case: Case, batch: tuple[Any, ...], own: slice, world: int) -> float:
-    stock = case.make().set_dtype(torch.float64)
-    stock.distributed_available_fn = lambda: False
-    first, *rest = batch
-    whole = first.clone().requires_grad_()
-    expected = stock(whole, *rest)
-    case.quantity(expected).backward()
-    first, *rest = map_tensors(lambda t: t[own].clone(), batch)
-    leaf = first.requires_grad_()
-    value = differentiable(case.make())(leaf, *rest)
-    case.quantity(value).backward()
-    assert leaf.grad is not None
-    assert whole.grad is not None
-    return difference([*flat(value), leaf.grad / world], [*flat(expected), whole.grad[own]]) / case.rtol
 
 
 FAMILIES = sorted({cls.__module__.split(".")[1] for name, cls in differentiable_classes().items() if name in CASES})
