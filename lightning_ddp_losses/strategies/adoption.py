@@ -73,6 +73,7 @@ class Adoption(FitPart):
         keeper.restore()
         adopted.to(strategy.root_device)
         self.fit.module.add_module(ADOPTED, adopted)
+        self.undo.callback(delattr, self.fit.module, ADOPTED)
         ddp = strategy.wrapped_model
         if ddp is not None:  # it reads the buffers of the live module anew each step
             ddp.parameters_to_ignore |= {f"{ADOPTED}.{name}" for name, _ in adopted.named_buffers()}
@@ -102,12 +103,6 @@ class Adoption(FitPart):
         if hasattr(module, ADOPTED):
             return dict(state)
         return {key: value for key, value in state.items() if not key.startswith(f"{ADOPTED}.")}
-
-    def teardown(self) -> None:
-        """Take adopted losses out of the module again."""
-        module = self.fit.strategy.lightning_module
-        if module is not None and hasattr(module, ADOPTED):
-            delattr(module, ADOPTED)
 
 
 def _key(path: str) -> str:

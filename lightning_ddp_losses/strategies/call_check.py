@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -24,22 +24,10 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.handshake import read_sized, sized
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradRecorder
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
+from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
-
-
-class CallCounter(Protocol):
-    """What the call check needs of a loss's forward patch."""
-
-    loss: FoundLoss
-    sees_global_batch: bool
-    calls: int
-    rows: int
-
-    def reset(self) -> None:
-        """Forget the calls so far."""
 
 
 class AttachedPayload(NamedTuple):
@@ -104,7 +92,7 @@ class CallCheck:
     Communication: one handshake per synchronising backward, one more in a step in which parameters appeared.
     """
 
-    def __init__(self, reducer: LossReducer, counters: Sequence[CallCounter]) -> None:
+    def __init__(self, reducer: LossReducer, counters: Sequence[LossForwardPatch]) -> None:
         self._parameters, self._reducer = reducer.parameters, reducer
         self._counters = list(counters)
         self._attached: list[AttachedPayload] = []

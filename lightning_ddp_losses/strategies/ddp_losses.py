@@ -9,7 +9,6 @@ Here is what is particular to DDP: the wrap, the start of the world, checkpoints
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
@@ -152,22 +150,6 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = ddp_setup.WholeStateLauncher(self, start_method=self._start_method)
-
-    def setup_environment(self) -> None:
-        """Start the process group; ours follow its time-out."""
-        external = process_groups.is_distributed()
-        super().setup_environment()
-        process_groups.set_timeout(self._timeout)
-        if not external:
-            atexit.register(process_groups.close, world=True)
-        self._losses.call("setup_environment")
-
-    def setup_distributed(self) -> None:
-        """Start the world over keys that no former attempt has written; Lightning finds it started."""
-        self.set_world_ranks()
-        if not process_groups.is_distributed() and self.world_size > 1:
-            ddp_setup.start_strategy_world(self, self._timeout)
-        super().setup_distributed()
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

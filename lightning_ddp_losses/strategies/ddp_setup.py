@@ -20,7 +20,6 @@ import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -28,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.forward_patch import MethodPatch
 from lightning_ddp_losses.core.precision import has_buffers
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -97,10 +95,9 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
 # ---------------------------------------------------------------------- the world
 
 
-def start_strategy_world(strategy: DDPStrategy | ModelParallelStrategy, timeout: timedelta | None) -> None:
+def start_strategy_world(strategy: Any, timeout: timedelta | None) -> None:
     """Start the default process group of a strategy's processes, as Lightning does, but over keys of its own (``rendezvous``)."""
     environment, device = strategy.cluster_environment, strategy.root_device
-    assert environment is not None
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     backend = strategy.process_group_backend or dist.get_default_backend_for_device(device)
@@ -343,23 +340,12 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
                 "them from a checkpoint."
             )
         # 3. Lightning asks the module
-        patch = _KnownState(trainer.lightning_module, state)
-        patch.install()
+        module = trainer.lightning_module
+        module.state_dict = lambda *args, **kwargs: state
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:
-            patch.remove()
-
-
-class _KnownState(MethodPatch):
-    """Answers for a module's ``state_dict``."""
-
-    def __init__(self, module: nn.Module, state: dict[str, Any]) -> None:
-        super().__init__(module, "state_dict")
-        self._state = state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._state
+            del module.state_dict
 
 
 class FabricRefusal(FabricDDPStrategy):

@@ -33,6 +33,8 @@ from typing import Any, ClassVar, Protocol
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
@@ -110,46 +112,31 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-class HostStrategy(Protocol):
-    """The properties that losses need of the strategy that parallelises the model.
-
-    Attributes:
-        kinds_of_parts: Features of this kind of strategy.
-    """
+class HostStrategy(ParallelStrategy):
+    """Lightning's strategy with the properties that losses need of the one that parallelises the model."""
 
     kinds_of_parts: ClassVar[tuple[type[FitPart], ...]]
-
-    @property
-    def lightning_module(self) -> pl.LightningModule | None:
-        """The module as the user sees it."""
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-
-    @property
-    def precision_plugin(self) -> Any:
-        """Lightning's precision plugin."""
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the fit."""
+    """Features of this kind of strategy."""
 
     @property
     def wrapped_model(self) -> Any:
         """The model's DDP; None without one."""
+        return None
 
     @property
     def exchanges_in_forward(self) -> bool:
         """Whether each forward of the model, in evaluation too, waits for all ranks."""
+        return False
 
     @property
     def divides_model(self) -> bool:
         """Whether a rank holds parts of the model only."""
+        return False
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the next backward reduces gradients."""
+        """Whether the next backward reduces gradients: not on a step that only accumulates."""
+        raise NotImplementedError
 
 
 class Fit(Protocol):
@@ -172,14 +159,19 @@ class Fit(Protocol):
     @property
     def module(self) -> pl.LightningModule:
         """The LightningModule."""
+        module = self.strategy.lightning_module
+        assert module is not None
+        return module
 
     @property
     def trainer(self) -> pl.Trainer:
         """The trainer of this run."""
+        return self.module.trainer
 
     @property
     def is_fitting(self) -> bool:
         """Whether this run trains, and does not only validate, test or predict."""
+        return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def is_divided(self) -> bool:

@@ -7,7 +7,6 @@ for losses is in ``loss_hooks`` and ``loss_parallelism``; what is particular to 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import parameters_of
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
@@ -145,18 +143,11 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
-        """Start the process group, and a mesh in which all ranks divide the model; our groups follow its time-out."""
-        external = process_groups.is_distributed()
+        """Start the process group, and a mesh in which all ranks divide the model."""
         self.set_world_ranks()
-        if not external and self.world_size > 1:
-            ddp_setup.start_strategy_world(self, self._timeout)
         if self._data_parallel_size == "auto":
             self._data_parallel_size = self.world_size
         super().setup_environment()
-        process_groups.set_timeout(self._timeout)
-        if not external:
-            atexit.register(process_groups.close, world=True)
-        self._losses.call("setup_environment")
 
     @with_losses
     @contextlib.contextmanager

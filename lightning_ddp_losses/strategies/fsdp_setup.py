@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
 from lightning_ddp_losses.distributed.shard import local_part, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.fit_part import FitPart
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, named_tensors
 
 _MAX_SHOWN = 6  # names shown in an error
@@ -83,7 +82,7 @@ def refuse_other_parallelism(module: nn.Module) -> None:
             got="no parameter that fully_shard has divided",
             fix='Write fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"]) in configure_model, or take "ddp_losses".',
         )
-    inside = _parameters_inside(sharded_roots(module))
+    inside = {id(p) for root in sharded_roots(module) for p in root.parameters()}  # type: ignore[attr-defined]
     wrong = {name: _placement(p) for name, p in found.items() if id(p) not in inside or not _is_over_all_ranks(p)}
     if wrong:
         shown = [f"{name} ({placement})" for name, placement in list(wrong.items())[:_MAX_SHOWN]]
@@ -156,14 +155,6 @@ def refuse_mixed_groups(module: nn.Module, optimizers: Iterable[Any]) -> None:
                     got=f"{', '.join(shown)} among such",
                     fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
                 )
-
-
-def _parameters_inside(roots: Iterable[FSDPModule]) -> set[int]:
-    inside: set[int] = set()
-    for root in roots:
-        assert isinstance(root, nn.Module)
-        inside.update(map(id, root.parameters()))
-    return inside
 
 
 def _is_over_all_ranks(parameter: DTensor) -> bool:
@@ -241,18 +232,12 @@ def broadcast_whole_tensors(module: nn.Module) -> None:
 class ShardedBackward(FitPart):
     """Exchanges the call check when backward reaches a sharded module, before anything is gathered and any gradient leaves."""
 
-    def __init__(self, fit: Fit) -> None:
-        super().__init__(fit)
-        self._hooks: list[RemovableHandle] = []
-
     def on_model_ready(self) -> None:
         """Watch each sharded module; backward may reach an inner one first."""
         # before fully_shard's own hook, which registers what gathers
-        self._hooks = [
-            inner.register_forward_hook(self._watch, prepend=True)
-            for inner in self.fit.module.modules()
-            if isinstance(inner, FSDPModule)
-        ]
+        for inner in self.fit.module.modules():
+            if isinstance(inner, FSDPModule):
+                self.undo.callback(inner.register_forward_hook(self._watch, prepend=True).remove)
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -267,30 +252,15 @@ class ShardedBackward(FitPart):
     def _reach(self, _: Tensor) -> None:
         self.fit.exchange_calls()
 
-    def teardown(self) -> None:
-        """Leave no hook behind."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
 
 class PartsOfScaledGradients(FitPart):
     """Lets a gradient scaler unscale parts of gradients."""
-
-    def __init__(self, fit: Fit) -> None:
-        super().__init__(fit)
-        self._undo: Callable[[], object] | None = None
 
     def on_model_ready(self) -> None:
         """Replace the scaler's function, if there is a scaler."""
         scaler = getattr(self.fit.strategy.precision_plugin, "scaler", None)
         if scaler is not None:
-            self._undo = compat.replace_unscaling(scaler, unscale_parts)
-
-    def teardown(self) -> None:
-        """Give the scaler its function back."""
-        if self._undo is not None:
-            self._undo()
+            self.undo.callback(compat.replace_unscaling(scaler, unscale_parts))
 
 
 def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]) -> dict[Any, Tensor]:

@@ -141,6 +141,7 @@ class LossCalls(FitPart):
             self.patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
         for patch in (*self.patches, *self._unregistered):
             patch.install()
+            self.undo.callback(patch.remove)
 
     def watch_unregistered(self, modules: Mapping[str, nn.Module]) -> None:
         """Watch those of some hidden modules, by path, that are losses; to be called before ``install``."""
@@ -155,11 +156,6 @@ class LossCalls(FitPart):
         self._in_training_step = on
         for patch in self.patches:
             patch.counting = on
-
-    def teardown(self) -> None:
-        """Remove the patches."""
-        for patch in (*self.patches, *self._unregistered):
-            patch.remove()
 
 
 # ---------------------------------------------------------------------- global_batch="auto"

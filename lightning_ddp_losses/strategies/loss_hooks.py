@@ -9,12 +9,13 @@ Both continue under any strategy and on any number of ranks. A file is whole or 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -25,13 +26,14 @@ from torch.distributed import ReduceOp
 
 from lightning_ddp_losses.core.compat import unwrapped_optimizer
 from lightning_ddp_losses.core.precision import without_autocast
-from lightning_ddp_losses.distributed import liveness
+from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.distributed.shard import tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.strategies import checkpoint_files, shards
 from lightning_ddp_losses.strategies.checkpoint_files import BLOCKS, METADATA, is_folder
-from lightning_ddp_losses.strategies.fit_part import FitPart
+from lightning_ddp_losses.strategies.ddp_setup import start_strategy_world
+from lightning_ddp_losses.strategies.fit_part import HostStrategy
 from lightning_ddp_losses.strategies.interruptions import refuse_alone
 from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
 from lightning_ddp_losses.strategies.windows import LightningWindows
@@ -51,15 +53,14 @@ def with_losses(hook: H) -> H:
     return cast(H, run)
 
 
-class LossHooks(ParallelStrategy):
+class LossHooks(HostStrategy):
     """Lightning's hooks around steps and checkpoints; to be named before Lightning's own strategy among the bases.
 
     Attributes:
         closure_loss: While its backward runs: what an attached check may look at.
     """
 
-    kinds_of_parts: ClassVar[tuple[type[FitPart], ...]] = PARTS
-    """Features of this kind of strategy."""
+    kinds_of_parts = PARTS
 
     _losses: LossParallelism
     closure_loss: Tensor | None = None
@@ -72,26 +73,6 @@ class LossHooks(ParallelStrategy):
         twin._losses = LossParallelism(twin, self._losses.options)
         return twin
 
-    @property
-    def wrapped_model(self) -> Any:
-        """The model's DDP; None without one."""
-        return None
-
-    @property
-    def exchanges_in_forward(self) -> bool:
-        """Whether each forward of the model, in evaluation too, waits for all ranks."""
-        return False
-
-    @property
-    def divides_model(self) -> bool:
-        """Whether a rank holds parts of the model only."""
-        return False
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        raise NotImplementedError
-
     def _broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, where nothing around the model does."""
         raise NotImplementedError
@@ -102,6 +83,18 @@ class LossHooks(ParallelStrategy):
         raise NotImplementedError
 
     # ------------------------------------------------------------------ set-up
+
+    def setup_environment(self) -> None:
+        """Start the world over keys that no former attempt has written. Lightning finds it started; our groups follow its time-out."""
+        is_external, timeout = process_groups.is_distributed(), self._timeout  # type: ignore[attr-defined]  # of both strategies
+        self.set_world_ranks()  # type: ignore[attr-defined]  # as above
+        if not is_external and self.world_size > 1:
+            start_strategy_world(self, timeout)
+        super().setup_environment()
+        process_groups.set_timeout(timeout)
+        if not is_external:
+            atexit.register(process_groups.close, world=True)
+        self._losses.call("setup_environment")
 
     def model_to_device(self) -> None:
         """Undo the precision plugin's conversion of the losses, then move the module."""

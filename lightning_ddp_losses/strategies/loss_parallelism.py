@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
@@ -30,7 +29,7 @@ from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_u
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
-from lightning_ddp_losses.strategies.fit_part import FitPart, HostStrategy, LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy, LossOptions
 from lightning_ddp_losses.strategies.interruptions import Interruptions
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossCalls
@@ -60,7 +59,7 @@ T = TypeVar("T")
 P = TypeVar("P", bound=FitPart)
 
 
-class LossParallelism:
+class LossParallelism(Fit):
     """Finds, synchronises and checks the learnable losses of a strategy's module.
 
     Args:
@@ -112,23 +111,6 @@ class LossParallelism:
     def part(self, kind: type[P]) -> P | None:
         """Return the part of this class; None if its option is off."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
-
-    @property
-    def module(self) -> pl.LightningModule:
-        """The LightningModule."""
-        module = self.strategy.lightning_module
-        assert module is not None
-        return module
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """The trainer of this run."""
-        return self.module.trainer
-
-    @property
-    def is_fitting(self) -> bool:
-        """Whether this run trains, and does not only validate, test or predict."""
-        return self.trainer.state.fn == TrainerFn.FITTING
 
     @property
     def is_divided(self) -> bool:

@@ -239,7 +239,8 @@ class LossReducer:
         small = [p.parameter for p, flag in zip(parameters, flags, strict=True) if flag == 1 and _is_small(p)]
         self._sent = _SentGradients(flags, small, [_SeenGradient.of(p.parameter) for p in parameters])
         payload = _packed(flags)
-        if small and len(payload) + self._num_bytes(small) <= handshake.inline_capacity():
+        num_bytes = sum(p.numel() for p in small) * self._dtype_of(small).itemsize
+        if small and len(payload) + num_bytes <= handshake.inline_capacity():
             payload += raw_collectives.host_bytes(_flat(small, self._dtype_of(small)))
         return payload
 
@@ -353,9 +354,6 @@ class LossReducer:
         if self._wire_dtype is not None and process_groups.world_size() <= _EXACT_WORLD:
             return self._wire_dtype
         return functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-
-    def _num_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
-        return sum(p.numel() for p in parameters) * self._dtype_of(parameters).itemsize
 
 
 def _are_on_host(parameters: Sequence[ReducedParameter]) -> bool:

@@ -7,7 +7,7 @@ mean over ranks of the ranks' means is the mean over the batch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,21 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy
 from tests.lightning_ranks import QUIET, make_trainer
-from tests.oracle import Encoder, Task, batches, cuts
+from tests.oracle import Encoder, Task, assert_close, batches, cuts
+from tests.rank_pool import RankPool
 
-__all__ = ["OPTIMIZERS", "TASK", "Job", "Saves", "fit", "fit_alone", "loader", "make_loss", "strategy_of"]
+__all__ = [
+    "OPTIMIZERS",
+    "TASK",
+    "Job",
+    "Saves",
+    "assert_as_alone",
+    "fit",
+    "fit_alone",
+    "loader",
+    "make_loss",
+    "strategy_of",
+]
 
 TASK = Task()
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -109,6 +121,37 @@ def fit_alone(
     if save is not None:
         trainer.save_checkpoint(save)
     return dict(module.state_dict())
+
+
+def assert_as_alone(
+    pool: RankPool,
+    make: Make,
+    strategy: Strategy | None = None,
+    *,
+    worlds: Sequence[int] = (2,),
+    run: Callable[..., list[Any] | dict[str, Tensor]] = fit,
+    alone: Make | None = None,
+    even: bool = True,
+    **options: Any,
+) -> None:
+    """On each number of ranks, every rank ends with the state of one process on the whole batches.
+
+    Args:
+        pool: The ranks.
+        make: The job.
+        strategy: See ``fit``.
+        worlds: Numbers of ranks.
+        run: What trains it there, as ``fit`` does.
+        alone: The job of the one process; None: the same.
+        even: Whether ranks have as many rows.
+        options: Of the trainer, or a task, in both.
+    """
+    expected = fit_alone(alone or make, **options)
+    if not even:
+        options["even"] = False
+    for world_size in worlds:
+        for state in pool.run(world_size, run, make, strategy or {}, **options):
+            assert_close(state, expected)
 
 
 def trainer_alone(**options: Any) -> Trainer:

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, fit, fit_alone
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit
 from tests.strategies.test_calls import assert_same_error
 
 Spoil = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -153,9 +152,7 @@ class ValuesDiffer(Job):
 
 
 def test_initial_values_come_from_rank_0(pool: RankPool) -> None:
-    expected = fit_alone(Job)
-    for state in pool.run(3, fit, ValuesDiffer):
-        assert_close(state, expected)
+    assert_as_alone(pool, ValuesDiffer, worlds=(3,), alone=Job)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
 from tests.oracle import assert_close, batches, cuts
 from tests.rank_pool import RankError, RankPool
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, make_loss
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import NeverCalled, TwoLosses
 
 
@@ -201,6 +201,4 @@ def test_a_zero_loss_keeps_its_parameters_in_the_graph(pool: RankPool, world_siz
     slices = [labels[part] for _, labels in batches(TASK) for part in cuts(TASK.rows, world_size)]
     assert {bool((labels >= 4).any()) for labels in slices} == {True, False}
     make = partial(ZeroOnSomeRanks, kind)
-    expected = fit_alone(make)
-    for state in pool.run(world_size, fit, make):
-        assert_close(state, expected)
+    assert_as_alone(pool, make, worlds=(world_size,))

@@ -15,9 +15,8 @@ from torchmetrics import MeanSquaredError
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit, fit_alone, loader, make_loss
+from tests.strategies.jobs import Job, assert_as_alone, fit, loader, make_loss
 from tests.strategies.test_calls import assert_same_error
 
 WRONG_AT = 2
@@ -107,10 +106,7 @@ class Summed(Weighs):
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_what_is_right_stays_silent(pool: RankPool, options: dict[str, Any]) -> None:
     for make in (Alike, Summed):
-        expected = fit_alone(partial(WithoutRanks, make), **options)
-        for world_size in (2, 3):
-            for state in pool.run(world_size, fit, make, **options):
-                assert_close(state, expected)
+        assert_as_alone(pool, make, worlds=(2, 3), alone=partial(WithoutRanks, make), **options)
 
 
 def WithoutRanks(make: type[Weighs]) -> Job:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses import DDPChecks
 from tests.oracle import assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, fit, fit_alone
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
 from tests.strategies.test_calls import assert_same_error
 
 
@@ -109,9 +109,7 @@ def test_freezing_inside_the_step_is_the_same_error(pool: RankPool, ranks: tuple
 
 def test_freezing_inside_the_step_is_exact_where_unused_parameters_are_searched(pool: RankPool) -> None:
     make = partial(FrozenInside, (0, 1), 1)
-    expected = fit_alone(make)
-    for state in pool.run(2, fit, make, {"find_unused_parameters": True}):
-        assert_close(state, expected)
+    assert_as_alone(pool, make, {"find_unused_parameters": True})
 
 
 class FrozenLayer(Job):

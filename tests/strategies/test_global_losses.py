@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ddp_losses import GlobalBatchLoss
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit, fit_alone, make_loss
+from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, make_loss
 
 
 class Both(Job):
@@ -116,10 +116,7 @@ class Views(Job):
 
 
 def test_two_views_under_global_batch_auto(pool: RankPool) -> None:
-    expected = fit_alone(Views)
-    for world_size in (2, 3):
-        for state in pool.run(world_size, fit, Views, {"global_batch": "auto"}, even=False):
-            assert_close(state, expected)
+    assert_as_alone(pool, Views, {"global_batch": "auto"}, worlds=(2, 3), even=False)
 
 
 def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:

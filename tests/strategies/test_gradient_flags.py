@@ -14,31 +14,27 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.strategies import loss_reducer
 from tests.counting import nothing_rides
-from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, make_loss
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, make_loss
 from tests.strategies.scenarios import Alternating, NoLossAtAll, OrderByRank
 
 
-def fit_as_on_an_accelerator(make: type[Job], **options: Any) -> dict[str, Tensor]:
+def fit_as_on_an_accelerator(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
     """Nothing is read back from the device there: flags travel from host to host."""
     with mock.patch.object(loss_reducer, "_are_on_host", return_value=False):
-        return fit(make, **options)
+        return fit(make, *args, **options)
 
 
-def fit_in_a_bucket(make: type[Job], **options: Any) -> dict[str, Tensor]:
+def fit_in_a_bucket(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
     """Gradients find no room in the call check, and leave right after it."""
     with nothing_rides():
-        return fit(make, **options)
+        return fit(make, *args, **options)
 
 
 @pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_flags_by_frame_change_nothing(pool: RankPool, job: type[Job], accumulate: int) -> None:
-    expected = fit_alone(job, accumulate_grad_batches=accumulate)
-    for world_size in (1, 2, 3):
-        for state in pool.run(world_size, fit_as_on_an_accelerator, job, accumulate_grad_batches=accumulate):
-            assert_close(state, expected)
+    assert_as_alone(pool, job, worlds=(1, 2, 3), run=fit_as_on_an_accelerator, accumulate_grad_batches=accumulate)
 
 
 class Partial(Job):
@@ -98,10 +94,7 @@ class UsedEarlier(Job):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_gradient_that_grows_after_its_loss(pool: RankPool, accumulate: int) -> None:
-    expected = fit_alone(UsedEarlier, accumulate_grad_batches=accumulate)
-    for world_size in (1, 2, 3):
-        for state in pool.run(world_size, fit, UsedEarlier, accumulate_grad_batches=accumulate):
-            assert_close(state, expected)
+    assert_as_alone(pool, UsedEarlier, worlds=(1, 2, 3), accumulate_grad_batches=accumulate)
 
 
 class UsedEarlierOnOneRank(UsedEarlier):
@@ -124,9 +117,7 @@ class HalfUsedEarlier(UsedEarlier):
 
 @pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
 def test_a_weight_that_is_used_earlier_on_one_rank_only(pool: RankPool, run: Any) -> None:
-    expected = fit_alone(HalfUsedEarlier)
-    for state in pool.run(2, run, UsedEarlierOnOneRank):
-        assert_close(state, expected)
+    assert_as_alone(pool, UsedEarlierOnOneRank, run=run, alone=HalfUsedEarlier)
 
 
 class GrowsByHook(Job):
@@ -145,10 +136,7 @@ class GrowsByHook(Job):
 
 @pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
 def test_a_gradient_that_grows_after_its_loss_on_all_ranks(pool: RankPool, run: Any) -> None:
-    expected = fit_alone(GrowsByHook)
-    for world_size in (2, 3):
-        for state in pool.run(world_size, run, GrowsByHook):
-            assert_close(state, expected)
+    assert_as_alone(pool, GrowsByHook, worlds=(2, 3), run=run)
 
 
 class GrowsByHookOnRankOne(GrowsByHook):
@@ -208,17 +196,17 @@ class MixedLosses(Job):
         return value + self.narrow(embeddings.bfloat16()).double().sum()
 
 
-def fit_late(make: type[Job], **options: Any) -> dict[str, Tensor]:
+def fit_late(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
     """No gradient is complete at the call check: all of them are reduced after backward."""
     with mock.patch.object(loss_reducer.LossReducer, "pack", return_value=b""):
-        return fit(make, **options)
+        return fit(make, *args, **options)
 
 
 @pytest.mark.parametrize("job", [Job, Alternating, MixedLosses, NoLossAtAll], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_way_of_travel_changes_no_bit(pool: RankPool, job: type[Job], world_size: int) -> None:
     strategy = {"losses": ["loss", "single", "narrow"]} if job is MixedLosses else {}
-    late = pool.run(world_size, fit_late, job, strategy=strategy)[0]
+    late = pool.run(world_size, fit_late, job, strategy)[0]
     for run in (fit, fit_in_a_bucket):
-        for state in pool.run(world_size, run, job, strategy=strategy):
+        for state in pool.run(world_size, run, job, strategy):
             assert all(torch.equal(value, late[name]) for name, value in state.items())

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import OPTIMIZERS, TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.jobs import (
+    OPTIMIZERS,
+    TASK,
+    Job,
+    assert_as_alone,
+    fit,
+    fit_alone,
+    loader,
+    make_loss,
+    strategy_of,
+)
 from tests.strategies.test_calls import assert_same_error
 
 
@@ -159,9 +169,7 @@ class KeepsCopies(Job):
 
 @pytest.mark.parametrize("adopt", [True, False])
 def test_copies_that_nobody_optimises_are_left_alone(pool: RankPool, adopt: bool) -> None:
-    expected = fit_alone(Job)
-    for state in pool.run(2, fit, KeepsCopies, {"adopt": adopt}):
-        assert_close(state, expected)
+    assert_as_alone(pool, KeepsCopies, {"adopt": adopt}, alone=Job)
 
 
 class HiddenLayer(Job):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import OPTIMIZERS, Job, fit, fit_alone
+from tests.strategies.jobs import OPTIMIZERS, Job, assert_as_alone
 from tests.strategies.scenarios import TwoLosses
 
 
@@ -110,7 +109,4 @@ MANUAL: list[type[Job]] = [
 
 @pytest.mark.parametrize("job", MANUAL, ids=lambda job: job.__name__)
 def test_manual_optimisation_equals_one_process(pool: RankPool, job: type[Job]) -> None:
-    expected = fit_alone(job)
-    for world_size in (1, 2, 3):
-        for state in pool.run(world_size, fit, job, {"find_unused_parameters": True}):
-            assert_close(state, expected)
+    assert_as_alone(pool, job, {"find_unused_parameters": True}, worlds=(1, 2, 3))

@@ -21,10 +21,9 @@ from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close
 from tests.processes import ROOT, run_python
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, strategy_of
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
 
 DDP_NAMES = sorted(name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] is DDPStrategy)
@@ -43,9 +42,7 @@ def test_every_name_of_ddp_has_its_twin() -> None:
 
 @pytest.mark.parametrize("name", ["ddp_losses", "ddp_losses_find_unused_parameters_true"])
 def test_the_names_train(pool: RankPool, name: str) -> None:
-    expected = fit_alone(Job)
-    for state in pool.run(2, fit, Job, name):
-        assert_close(state, expected)
+    assert_as_alone(pool, Job, name)
 
 
 def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:

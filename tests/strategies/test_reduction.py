@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, differences
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, fit, fit_alone, loader
+from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, loader
 from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot, CompiledInPlace, OrderByRank, Unreduced
 
 # what is frozen in batches 2 and 3 trains again in the last
@@ -38,9 +38,7 @@ def jobs_and_ranks() -> list[Any]:
 @pytest.mark.parametrize(("job", "accumulate", "world_size"), jobs_and_ranks())
 def test_ranks_equal_one_process(pool: RankPool, job: type[Job], accumulate: int, world_size: int) -> None:
     make = partial(job, "CosFaceLoss")
-    expected = fit_alone(make, task=LONG, accumulate_grad_batches=accumulate)
-    for state in pool.run(world_size, fit, make, task=LONG, accumulate_grad_batches=accumulate):
-        assert_close(state, expected)
+    assert_as_alone(pool, make, worlds=(world_size,), task=LONG, accumulate_grad_batches=accumulate)
 
 
 # torch's compiler looks at the gradient of every tensor it meets, here as in one process
@@ -81,17 +79,13 @@ DDP_OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("options", DDP_OPTIONS, ids=str)
 def test_options_of_ddp_change_nothing(pool: RankPool, options: dict[str, Any], accumulate: int) -> None:
-    expected = fit_alone(Job, accumulate_grad_batches=accumulate)
-    for state in pool.run(2, fit, Job, options, accumulate_grad_batches=accumulate):
-        assert_close(state, expected)
+    assert_as_alone(pool, Job, options, accumulate_grad_batches=accumulate)
 
 
 @pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
 def test_static_graph(pool: RankPool, job: type[Job]) -> None:
     """Without accumulation: torch's own DDP fails when its first backward under static_graph does not synchronise."""
-    expected = fit_alone(job)
-    for state in pool.run(3, fit, job, {"static_graph": True, "gradient_as_bucket_view": True}):
-        assert_close(state, expected)
+    assert_as_alone(pool, job, {"static_graph": True, "gradient_as_bucket_view": True}, worlds=(3,))
 
 
 TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
@@ -105,9 +99,7 @@ TRAINER_OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TRAINER_OPTIONS)
 def test_options_of_the_trainer(pool: RankPool, name: str) -> None:
     options = TRAINER_OPTIONS[name]
-    expected = fit_alone(Alternating, **options)
-    for state in pool.run(3, fit, Alternating, **options):
-        assert_close(state, expected)
+    assert_as_alone(pool, Alternating, worlds=(3,), **options)
 
 
 def averaged(make: Any, kind: str, world_size: int) -> dict[str, Tensor]:
@@ -129,6 +121,4 @@ def test_weight_averaging_callbacks(pool: RankPool, kind: str) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_module_that_is_a_loss_and_nothing_else(pool: RankPool, accumulate: int) -> None:
-    expected = fit_alone(Unreduced, accumulate_grad_batches=accumulate)
-    for state in pool.run(2, fit, Unreduced, accumulate_grad_batches=accumulate):
-        assert_close(state, expected)
+    assert_as_alone(pool, Unreduced, accumulate_grad_batches=accumulate)

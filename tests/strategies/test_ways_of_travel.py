@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ddp_losses.strategies import loss_reducer
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import Job, Strategy, fit, fit_alone
+from tests.strategies.jobs import Job, Strategy, assert_as_alone, fit, fit_alone
 from tests.strategies.scenarios import Alternating, OrderByRank
 from tests.strategies.test_gradient_flags import HalfUsedEarlier, Partial, Sparse, UsedEarlier, UsedEarlierOnOneRank
 from tests.strategies.test_manual import TwoForwardsThenTwoBackwards
@@ -43,9 +43,7 @@ def test_gradients_equal_one_process(pool: RankPool, job: type[Job], accumulate:
 
 
 def test_manual_optimisation(pool: RankPool) -> None:
-    expected = fit_alone(TwoForwardsThenTwoBackwards)
-    for state in pool.run(2, fit_large, TwoForwardsThenTwoBackwards):
-        assert_close(state, expected)
+    assert_as_alone(pool, TwoForwardsThenTwoBackwards, run=fit_large)
 
 
 @pytest.mark.parametrize("run", [fit_large, fit], ids=["large", "packed"])
@@ -69,9 +67,7 @@ def test_errors_leave_nothing_on_the_wire(
 
 
 def test_a_weight_that_is_used_earlier_on_one_rank_only(pool: RankPool) -> None:
-    expected = fit_alone(HalfUsedEarlier)
-    for state in pool.run(2, fit_large, UsedEarlierOnOneRank):
-        assert_close(state, expected)
+    assert_as_alone(pool, UsedEarlierOnOneRank, run=fit_large, alone=HalfUsedEarlier)
 
 
 def fail_then_fit(
