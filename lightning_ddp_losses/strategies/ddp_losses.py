@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
@@ -76,11 +77,11 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     Gradient: after backward, and before the hooks ``on_after_backward``, every parameter holds the mean over ranks, once per
         synchronising backward.
 
-    Communication: per synchronising backward, beside the model's DDP: one handshake (``check_calls``), one all-reduce for
-        all small gradients of losses together, one for each gradient over 1 MiB. None in a step of validation, test, predict; one handshake
-        when an evaluation loader is set up, and one after the last batch of an evaluation. For ``uneven``: one handshake at the start of
-        a training epoch; one per fetch where a training loader has no length. One handshake more for each checkpoint that is
-        saved, two for one that is loaded.
+    Communication: per synchronising backward, next to the model's DDP: one handshake (``check_calls``), one all-reduce for all small
+        gradients of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB. None in a step of
+        validation, test, predict; one handshake when an evaluation loader is set up, and one after the last batch of an evaluation. For
+        ``uneven``: one handshake at the start of a training epoch; one per fetch if a training loader has no length. One handshake more
+        for each checkpoint that is saved, two for one that is loaded.
 
     Raises:
         ConfigurationError: options or names that cannot work.
@@ -212,7 +213,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
         if not self._losses.options.check_calls:
             with self._losses.raise_on_all_ranks("on_train_batch_start"):
-                ddp_setup.compare_frozen(frozen)
+                what = "parameters frozen since the model was wrapped"
+                handshake.all_gather_between_steps(what, {"names": ", ".join(frozen)})
         self.model, wrapped = module, None  # the old one leaves its hooks with its last reference
         # what was equal stays so: to broadcast it again would hide a difference
         kwargs, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}

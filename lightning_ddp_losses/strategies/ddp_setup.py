@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import has_buffers
-from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives, rendezvous
+from lightning_ddp_losses.distributed import process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import ConfigurationError, expect
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, named_tensors
@@ -208,17 +208,6 @@ def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
     """Return the names of those parameters that DDP reduces and that do not train any more."""
     places = {id(tensor) for tensor in reduced if not tensor.requires_grad}
     return [name for name, parameter in module.named_parameters() if id(parameter) in places]
-
-
-def compare_frozen(names: Sequence[str]) -> None:
-    """Compare between ranks the names of parameters that were frozen.
-
-    Raises:
-        RankMismatchError: on every rank, where they differ.
-
-    Communication: one handshake.
-    """
-    handshake.all_gather_between_steps("parameters frozen since the model was wrapped", {"names": ", ".join(names)})
 
 
 def refuse_frozen(names: Sequence[str], comm_state: object) -> None:

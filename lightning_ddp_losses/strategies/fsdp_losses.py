@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import parameters_of
@@ -65,11 +66,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         process_group_backend: Of torch.distributed; None: by the device.
         timeout: Of collectives.
 
+    Attributes:
+        divided_parameters: Names of the parameters of which each rank holds a part.
+
     Gradient: as under ``DDPLossStrategy``: after backward every parameter holds the mean over ranks, a divided one its part of it. With
         ``accumulate_grad_batches`` nothing is reduced before the last micro-batch, and each rank keeps the whole gradient until then.
 
     Communication: per synchronising backward, beside FSDP2's own: one handshake (``check_calls``), one all-reduce for all small gradients
-        of losses together, one for each gradient over 1 MiB.
+        of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB.
 
     Raises:
         ConfigurationError: on every rank, for a module that shards nothing or shards otherwise, a loss inside a sharded module, and a
@@ -129,7 +133,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         self._losses = LossParallelism(self, options)
         self._roots: list[FSDPModule] = []
         self._sharded: list[FSDPModule] = []  # they, and those inside them
-        self._divided: list[str] = []
+        self.divided_parameters: frozenset[str] = frozenset()
         self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
         self._saves_folder = save_distributed_checkpoint
         self._sync_blocked = False
@@ -170,7 +174,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Undo what the precision plugin halved in the losses, move the module, and synchronise what every rank holds whole."""
         super().model_to_device()
         module = self._losses.module
-        self._divided, self._roots = fsdp_setup.sharded_names(module), list(fsdp_setup.sharded_roots(module))
+        self._roots = list(fsdp_setup.sharded_roots(module))
+        # none of them is gathered now
+        self.divided_parameters = frozenset(name for name, p in module.named_parameters() if isinstance(p, DTensor))
         self._sharded = fsdp_setup.sharded_modules(module)
         if not self._losses.parts:
             return
@@ -203,11 +209,6 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         if len(held) != len(self._parts) or not all(map(is_, held, self._parts)):
             fsdp_setup.reshard(self._sharded)
             self._parts = parameters_of(module)
-
-    @property
-    def divided_parameters(self) -> frozenset[str]:
-        """Names of the parameters of which each rank holds a part."""
-        return frozenset(self._divided)
 
     @property
     def exchanges_in_forward(self) -> bool:
@@ -284,4 +285,4 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             self._layer_sync.revert(self._losses.module)
         fsdp_setup.reshard(self._sharded)
         super().teardown()
-        self._roots, self._sharded, self._divided, self._parts = [], [], [], []
+        self._roots, self._sharded, self._parts, self.divided_parameters = [], [], [], frozenset()

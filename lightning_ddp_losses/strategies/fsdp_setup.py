@@ -45,11 +45,6 @@ def sharded_roots(module: nn.Module) -> Iterator[FSDPModule]:
         yield from sharded_roots(child)
 
 
-def sharded_names(module: nn.Module) -> list[str]:
-    """Return the names of the parameters that are divided; to be asked while none of them is gathered."""
-    return [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-
-
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     """Return all modules to which ``fully_shard`` was applied."""
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -82,10 +82,10 @@ class LossParallelism(Fit):
         self.strategy, self.options = strategy, options
         self.adoption = Adoption(self)
         self.sharding = Shards(self, self.adoption.parameters_with_adopted)
-        self._reset()
+        self.forget()
 
-    def _reset(self) -> None:
-        """Forget a fit, and make the parts of the next one."""
+    def forget(self) -> None:
+        """Forget a fit when Lightning has torn down its own part, and make the parts of the next one."""
         self.found: list[FoundLoss] = []
         self.reducer: LossReducer | None = None
         self.call_check: CallCheck | None = None
@@ -240,16 +240,12 @@ class LossParallelism(Fit):
         """
         self._calls.count(on=True)
         try:
-            broadcast_buffers()
-            for before_step in self._hooks["before_step"]:
-                before_step()
-            contexts = self._hooks["training_step"]
-            if not contexts:
-                return step()
-            with _all_of(context() for context in contexts):
-                return step()
-        except Exception as error:
-            self._raise_on_all_ranks(error, "training_step")
+            with self.raise_on_all_ranks("training_step"):
+                broadcast_buffers()
+                for before_step in self._hooks["before_step"]:
+                    before_step()
+                with _all_of(context() for context in self._hooks["training_step"]):
+                    return step()
         finally:
             self._calls.count(on=False)
 
@@ -382,30 +378,22 @@ class LossParallelism(Fit):
         for part in reversed(self.parts):
             part.teardown()
 
-    def forget(self) -> None:
-        """Forget the fit, when Lightning has torn down its own part."""
-        self._reset()
-
     # ------------------------------------------------------------------ help
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self, where: str) -> Iterator[None]:
-        """Raise on every rank any error that one of them has inside the block."""
+        """Raise on every rank any error that one of them has inside the block: the peers get it at their next handshake."""
         try:
             yield
         except Exception as error:
-            self._raise_on_all_ranks(error, where)
-
-    def _raise_on_all_ranks(self, error: Exception, where: str) -> NoReturn:
-        """Raise this rank's error, and let the peers have it at their next handshake."""
-        try:
-            liveness.raise_lost_peer(error, where)
-        except PeerError as named:
-            error = named
-        if where == "training_step" and not (self.options.check_calls or self.lacks_rows):
-            handshake.notify_subgroups(error, where)
-            raise error  # the world opens no handshake that could inform it
-        handshake.raise_in_all_groups(error, where)
+            try:
+                liveness.raise_lost_peer(error, where)
+            except PeerError as named:
+                error = named
+            if where == "training_step" and not (self.options.check_calls or self.lacks_rows):
+                handshake.notify_subgroups(error, where)
+                raise error  # the world opens no handshake that could inform it
+            handshake.raise_in_all_groups(error, where)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""How ranks agree on which parameters have gradients: in the call check, in the reduced buffer, or by handshake as on an accelerator.
+"""How gradients travel, and how ranks agree on which there are: the same comes of each way.
 
-Gradients that change after the call check are reduced then, or are an error on every rank.
+In the call check, in a buffer right after it, in one after backward, each in its own memory, or as on an accelerator. Gradients that change
+after the call check are reduced then, or are an error on every rank.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.strategies import loss_reducer
 from tests.counting import nothing_rides
+from tests.oracle import assert_close
 from tests.rank_pool import RankPool
-from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, make_loss
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import Alternating, NoLossAtAll, OrderByRank
+from tests.strategies.test_manual import TwoForwardsThenTwoBackwards
 
 
 def fit_as_on_an_accelerator(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
@@ -31,10 +35,19 @@ def fit_in_a_bucket(make: type[Job], *args: Any, **options: Any) -> dict[str, Te
         return fit(make, *args, **options)
 
 
-@pytest.mark.parametrize("job", [Job, Alternating, OrderByRank], ids=lambda job: job.__name__)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_flags_by_frame_change_nothing(pool: RankPool, job: type[Job], accumulate: int) -> None:
-    assert_as_alone(pool, job, worlds=(1, 2, 3), run=fit_as_on_an_accelerator, accumulate_grad_batches=accumulate)
+def fit_large(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
+    """Every gradient counts as large, and travels in its own memory."""
+    with mock.patch.object(loss_reducer, "LARGE_BYTES", 0):
+        return fit(make, *args, **options)
+
+
+def fit_late(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
+    """No gradient is complete at the call check: all of them are reduced after backward."""
+    with mock.patch.object(loss_reducer.LossReducer, "pack", return_value=b""):
+        return fit(make, *args, **options)
+
+
+WAYS = [fit, fit_in_a_bucket, fit_large, fit_as_on_an_accelerator]
 
 
 class Partial(Job):
@@ -44,17 +57,6 @@ class Partial(Job):
         embeddings = self.encoder(features)
         value = self.loss(embeddings, labels)
         return embeddings.sum() if index == 1 and self.global_rank == 1 else value + embeddings.sum()
-
-
-@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
-def test_a_gradient_on_some_ranks_only(pool: RankPool, run: Any) -> None:
-    errors = pool.errors(3, run, Partial)
-    assert len({error.message for error in errors}) == 1
-    for error in errors:
-        assert error.is_a("LossCallError"), error.message
-        assert "`loss.W`" in error.message
-        assert "rank 1: no gradient" in error.message
-        assert "rank 2: gradient" in error.message
 
 
 class Sparse(Job):
@@ -71,15 +73,37 @@ class Sparse(Job):
         return self.loss(self.encoder(features), labels) + self.centres(labels).sum()
 
 
-@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
-def test_a_sparse_gradient_is_named_on_every_rank(pool: RankPool, run: Any) -> None:
-    for error in pool.errors(2, run, Sparse, strategy={"losses": ["loss", "centres"]}):
-        assert error.is_a("LossCallError"), error.message
-        assert "`centres.weight`" in error.message
-        assert "rank 0: dense" in error.message
-        assert "rank 1: sparse" in error.message
-        assert error.message.endswith("averaged over the ranks as dense tensors."), "advice about something else"
-        assert "sparse=False" in error.message
+def fail_then_fit(run: Any, make: type[Job], strategy: Any) -> tuple[str, dict[str, Tensor]]:
+    """What the first fit says, and what a second one in the same processes and groups trains."""
+    try:
+        run(make, strategy)
+    except LossCallError as error:
+        return str(error), run(Job)
+    raise AssertionError("no error")
+
+
+DENSE = "averaged over the ranks as dense tensors."
+
+
+@pytest.mark.parametrize(
+    ("job", "losses", "words"),
+    [
+        (Partial, "auto", ["`loss.W`", "rank 1: no gradient", "rank 2: gradient"]),
+        (Sparse, ["loss", "centres"], ["`centres.weight`", "rank 0: dense", "rank 1: sparse", "sparse=False", DENSE]),
+    ],
+    ids=["partial", "sparse"],
+)
+@pytest.mark.parametrize("run", WAYS)
+def test_gradients_that_ranks_hold_differently_are_named_on_every_rank_and_leave_nothing_on_the_wire(
+    pool: RankPool, run: Any, job: type[Job], losses: Any, words: list[str]
+) -> None:
+    outcomes = pool.run(3, fail_then_fit, run, job, {"losses": losses})
+    assert len({message for message, _ in outcomes}) == 1
+    expected = fit_alone(Job)
+    for message, state in outcomes:
+        assert all(word in message for word in words), message
+        assert job is not Sparse or message.endswith(DENSE), "advice about something else"
+        assert_close(state, expected)
 
 
 class UsedEarlier(Job):
@@ -92,9 +116,27 @@ class UsedEarlier(Job):
         return 0.01 * self.loss.W.sum()
 
 
+@pytest.mark.parametrize("job", [Job, Alternating, OrderByRank, UsedEarlier], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("run", [fit_large, fit_as_on_an_accelerator])
+def test_gradients_equal_one_process(pool: RankPool, run: Any, job: type[Job], accumulate: int) -> None:
+    assert_as_alone(pool, job, worlds=(1, 2, 3), run=run, accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_without_the_call_check(pool: RankPool, run: Any, accumulate: int) -> None:
+    assert_as_alone(pool, UsedEarlier, {"check_calls": False}, run=run, accumulate_grad_batches=accumulate)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_gradient_that_grows_after_its_loss(pool: RankPool, accumulate: int) -> None:
     assert_as_alone(pool, UsedEarlier, worlds=(1, 2, 3), accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("run", WAYS)
+def test_manual_optimisation(pool: RankPool, run: Any) -> None:
+    assert_as_alone(pool, TwoForwardsThenTwoBackwards, run=run)
 
 
 class UsedEarlierOnOneRank(UsedEarlier):
@@ -115,7 +157,7 @@ class HalfUsedEarlier(UsedEarlier):
         return self.loss(self.encoder(rows), labels)
 
 
-@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
+@pytest.mark.parametrize("run", WAYS)
 def test_a_weight_that_is_used_earlier_on_one_rank_only(pool: RankPool, run: Any) -> None:
     assert_as_alone(pool, UsedEarlierOnOneRank, run=run, alone=HalfUsedEarlier)
 
@@ -134,7 +176,7 @@ class GrowsByHook(Job):
             self.loss.W.grad.add_(0.01)
 
 
-@pytest.mark.parametrize("run", [fit, fit_in_a_bucket, fit_as_on_an_accelerator])
+@pytest.mark.parametrize("run", WAYS)
 def test_a_gradient_that_grows_after_its_loss_on_all_ranks(pool: RankPool, run: Any) -> None:
     assert_as_alone(pool, GrowsByHook, worlds=(2, 3), run=run)
 
@@ -194,12 +236,6 @@ class MixedLosses(Job):
         embeddings = self.encoder(features)
         value = self.loss(embeddings, labels) + self.single(embeddings.float(), labels)
         return value + self.narrow(embeddings.bfloat16()).double().sum()
-
-
-def fit_late(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
-    """No gradient is complete at the call check: all of them are reduced after backward."""
-    with mock.patch.object(loss_reducer.LossReducer, "pack", return_value=b""):
-        return fit(make, *args, **options)
 
 
 @pytest.mark.parametrize("job", [Job, Alternating, MixedLosses, NoLossAtAll], ids=lambda job: job.__name__)
