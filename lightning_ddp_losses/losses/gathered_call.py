@@ -322,8 +322,12 @@ def _indexed_rows(number: int, references: str) -> tuple[str, ...]:
 def _counts_from_zero(labels: Tensor) -> bool:
     """Return whether labels are 0, 1, 2, ..., or that twice (two views)."""
     rows = len(labels)
+    if rows < 3:
+        return False
     numbers = torch.arange(rows, device=labels.device).to(labels)
-    return rows >= 3 and any(torch.equal(labels, each) for each in (numbers, numbers[: rows // 2].repeat(2)))
+    if torch.equal(labels, numbers):
+        return True
+    return rows % 2 == 0 and torch.equal(labels, numbers[: rows // 2].repeat(2))
 
 
 # ---------------------------------------------------------------------- a call of any other loss
