@@ -69,7 +69,8 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Rebuild a nest of tuples, lists and dicts with ``function`` of each tensor in its place."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if not isinstance(tree, (tuple, list, dict)):
+    # a class derived from these may hold more than its items, as a miner's tuples do
+    if type(tree) not in (tuple, list, dict) and not _is_named_tuple(tree):
         return tree
     items = tree.values() if isinstance(tree, dict) else tree
     return rebuild_nest(tree, [map_tensors(function, item) for item in items])
