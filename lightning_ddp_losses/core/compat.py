@@ -334,6 +334,11 @@ def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(dense, factor)
 
 
+def is_inside_backward() -> bool:
+    """Return whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def default_store() -> Any:
     """Return the store of the default process group; None where there is none, or torch does not show it."""
     try:

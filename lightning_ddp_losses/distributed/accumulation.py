@@ -1,10 +1,10 @@
 """The accumulation window: losses divided by what all its micro-batches hold, not by what each of them holds.
 
 The global loss of one micro-batch is ``S_m / N_m``, a sum over a count. The mean of those over M micro-batches is not the loss of one
-process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal; and ``sum(N_m)`` is known only when the last one has come. So
-each micro-batch back-propagates ``S_m / D``, where the estimated divisor ``D`` is the first count that is not zero times M, and when the
-window ends all gradients are multiplied by ``D / sum(N_m)``, once. The estimate keeps gradients in the range that a scaler of
-half-precision losses expects.
+process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal. The divisor ``sum(N_m)`` is known before the window if the user
+gives it (``counts``), else when the last micro-batch has come. Then each micro-batch back-propagates ``S_m / D``. The estimated divisor
+``D`` is the first count that is not zero times M, and when the window ends all gradients are multiplied by ``D / sum(N_m)``, once. The
+estimate keeps gradients in the range that a scaler of half-precision losses expects.
 
 | part of a loss | its count | micro-batch m back-propagates it times | at the end times |
 |---|---|---|---|
@@ -12,9 +12,13 @@ half-precision losses expects.
 | sum | none: nothing divides it | 1 | 1 |
 | once (a regulariser of a weight, which has no rows) | that of the mean beside it | ``N_m / D``, in all ``sum(N_m) / D`` | as the mean |
 
-One multiplication serves all parameters only if every path from what is back-propagated to a parameter passes exactly one such loss, and
-their factors at the end are equal. The graph is walked before each backward; anything else is an error that says what to do
-(``global_mean``, ``expect_counts``).
+A part counts when it is back-propagated, whatever was called before. One backward is one micro-batch. Three conditions make one
+multiplication right for all parameters, and each is checked:
+
+1. Every path from what is back-propagated to a parameter passes exactly one part. ``WindowGraph`` walks the graph before each backward.
+2. A part has the same upstream gradient in every micro-batch. A function that is not linear in a mean (a root, a product of two means)
+   has another slope in each. With ``totals`` the mean of the window is known before, and so is its slope.
+3. The factors at the end are equal. ``counts`` serve for losses whose counts are not in proportion.
 
 In a loop without Lightning, with the model's DistributedDataParallel, and ``cross_entropy`` a ``GlobalBatchLoss(CrossEntropyLoss())``::
 
@@ -30,8 +34,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -43,14 +49,24 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, window_call
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 
+Counts = float | Mapping[Any, float | Sequence[float]]
+"""This rank's counts in a whole window: one number for all losses, or by loss, its path in the module, or the name of a ``global_mean``."""
+
 
 @contextlib.contextmanager
-def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
+def accumulation_window(
+    model: nn.Module,
+    *losses: nn.Module,
+    micro_batches: int = 1,
+    counts: Counts | None = None,
+    totals: Mapping[str, float | Sequence[float]] | None = None,
+) -> Iterator[AccumulationWindow]:
     """Make the micro-batches inside the block one batch: after it, gradients are those of one process on all their rows.
 
     Equivalent to: in one process, ``loss(all rows of all ranks and micro-batches).backward()``.
@@ -60,21 +76,28 @@ def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int
         losses: Modules with further parameters.
         micro_batches: About how many there will be. Only the size of gradients inside the block depends on it, which matters for a
             scaler of half precision.
+        counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
+            in the model, or by the name of a ``global_mean``. Gradients are then divided by the right number from the start, and nothing
+            is corrected at the end. None: counts become known as micro-batches come.
+        totals: By name of a ``global_mean``, this rank's sums in all micro-batches together, for what is not linear in its mean. They
+            need their ``counts``.
 
     Yields:
-        The window; its ``expect_counts`` is for losses whose counts are not in proportion.
+        The window; its ``expect_counts`` takes ``counts`` later, before the first backward.
 
     A micro-batch ends with its ``backward``. Losses: ``GlobalBatchLoss`` in mode ``elements``, ``ClassShardedLoss``, ``global_mean``, and
     as differentiable metrics MeanSquaredError and MeanAbsoluteError.
 
     Gradient: inside the block in proportion to the true one; on leaving it all gradients of ``model`` and ``losses`` are corrected.
 
-    Communication: what the losses do, and one handshake on leaving. The host divides by what is counted: a loss whose count an
-        accelerator alone knows (targets that are ignored, what passes a reducer's limits) is waited for once a micro-batch.
+    Communication: what the losses do, one handshake on leaving, and one for ``counts``. The host divides by what is counted: a loss whose
+        count an accelerator alone knows (targets that are ignored, what passes a reducer's limits) is waited for once a micro-batch. On
+        an accelerator the host waits once at the end, to compare upstream gradients.
 
     Raises:
-        ConfigurationError: for another term in what is back-propagated, for losses with different divisors, an optimizer step inside the
-            block, or windows inside windows.
+        ConfigurationError: for another term in what is back-propagated, for losses with different divisors, for one whose upstream gradient
+            changes between micro-batches, an optimizer step inside the block, or windows inside windows.
+        InputError: on every rank, for counts that are not what was counted.
         RankMismatchError: on every rank, where ranks have different numbers of micro-batches.
 
     Example:
@@ -86,14 +109,16 @@ def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int
         ...         global_mean(model(rows).square().sum(), len(rows)).backward()
     """
     expect(not is_open(), "accumulation_window", expected="no window around it", got="one that is open")
+    modules = {(f"losses[{i - 1}]" if i else ""): module for i, module in enumerate((model, *losses))}
     parameters = {}
-    for i, module in enumerate((model, *losses)):
-        named = module.named_parameters(prefix=f"losses[{i - 1}]" if i else "")
-        parameters.update(dict(named))
-    window = AccumulationWindow(parameters, micro_batches)
+    for prefix, module in modules.items():
+        parameters.update(dict(module.named_parameters(prefix=prefix)))
+    window = AccumulationWindow(parameters, micro_batches, modules=modules)
     try:
         window.refuse_left_gradients()
-        with active(window), _backward_commits(window), _refuses_steps(window):
+        if counts is not None or totals is not None:
+            window.expect_counts(counts, totals)
+        with active(window), _refuses_steps():
             yield window
     except Exception as error:  # the peers are inside their blocks, or wait at the end of them
         handshake.raise_on_all_ranks(error, "accumulation_window")
@@ -103,25 +128,7 @@ def accumulation_window(model: nn.Module, *losses: nn.Module, micro_batches: int
 
 
 @contextlib.contextmanager
-def _backward_commits(window: AccumulationWindow) -> Iterator[None]:
-    """Look at what is back-propagated inside the block; ``Tensor.backward`` calls this function of torch too."""
-    plain = torch.autograd.backward
-
-    @functools.wraps(plain)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        window.commit(roots)
-        plain(roots, *args, **kwargs)
-
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = plain
-
-
-@contextlib.contextmanager
-def _refuses_steps(window: AccumulationWindow) -> Iterator[None]:
+def _refuses_steps() -> Iterator[None]:
     """Refuse a step of an optimizer inside the block."""
 
     def refuse(optimizer: Any, *_: Any) -> None:
@@ -137,6 +144,7 @@ def _refuses_steps(window: AccumulationWindow) -> Iterator[None]:
 _EQUAL = 1e-12  # relative difference of two factors that counts as rounding
 _PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
 _active: ContextVar[AccumulationWindow | None] = ContextVar("accumulation_window", default=None)
+_call_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -146,10 +154,12 @@ class WindowPart:
     Attributes:
         kind: As in the table above.
         count: N_m over all ranks, of a mean; outside a window perhaps still on its device.
+        total: S_m over all ranks, of a ``global_mean`` on the CPU. None: unknown.
     """
 
     kind: Literal["mean", "sum", "once"]
     count: Any = 0.0
+    total: float | None = None
 
 
 @dataclass
@@ -157,37 +167,49 @@ class _Divisor:
     """What one part of a loss is divided by, over a window.
 
     Attributes:
-        title: Of the loss.
-        expected: The sum over all ranks of what ``expect_counts`` was told.
+        title: Title of the loss.
+        expected: The sum over all ranks of the given ``counts``.
+        expected_total: The sum over all ranks of the given ``totals``.
         estimate: D; None until a count that is not zero was back-propagated.
-        total: Sum of the counts that were back-propagated.
+        counted: Sum of the counts that were back-propagated.
+        total: Sum of the totals that were back-propagated. None: one of them is unknown.
         is_sum: Nothing divides it.
+        slopes: Upstream gradient of each micro-batch in which it counts.
+        functions: Functions of it that are back-propagated, for messages.
     """
 
     title: str
     expected: float | None = None
+    expected_total: float | None = None
     estimate: float | None = None
-    total: float = 0.0
+    counted: float = 0.0
+    total: float | None = 0.0
     is_sum: bool = False
+    slopes: list[Tensor] = field(default_factory=list)
+    functions: str = ""
 
-    def estimate_for(self, count: float, micro_batches: int) -> float:
-        """Return D, as it is or as this count would make it."""
-        if self.expected is not None:
-            return self.expected
-        return self.estimate or count * micro_batches
-
-    def add_(self, part: WindowPart, micro_batches: int) -> None:
-        """Count a part that is back-propagated."""
+    def count_(self, part: WindowPart, micro_batches: int) -> float:
+        """Count a part that is back-propagated. Return its weight in this micro-batch."""
         if part.kind == "sum":
             self.is_sum = True
-        elif part.kind == "mean" and part.count:
-            self.estimate = self.estimate_for(part.count, micro_batches)
-            self.total += part.count
+            return 1.0
+        if part.kind == "once" or not part.count:
+            return 0.0
+        if self.estimate is None:
+            self.estimate = self.expected or part.count * micro_batches
+        self.counted += part.count
+        self.total = None if self.total is None or part.total is None else self.total + part.total
+        return float(part.count) / self.estimate
+
+    @property
+    def expected_mean(self) -> float | None:
+        """The mean of the whole window, if both its total and its count were given."""
+        return self.expected_total / self.expected if self.expected and self.expected_total is not None else None
 
     @property
     def is_used(self) -> bool:
         """Whether anything of it was back-propagated."""
-        return self.is_sum or self.total > 0
+        return self.is_sum or self.counted > 0
 
     @property
     def factor(self) -> float:
@@ -195,58 +217,73 @@ class _Divisor:
         if self.is_sum:
             return 1.0
         assert self.estimate is not None
-        return self.estimate / self.total
+        return self.estimate / self.counted
 
     def describe(self) -> str:
         """Return what it was divided by and what it should have been."""
         if self.is_sum:
             return f"{self.title}: a sum, not divided"
-        return f"{self.title}: divided by {self.estimate:.17g}, counted {self.total:.17g}"
+        return f"{self.title}: divided by {self.estimate:.17g}, counted {self.counted:.17g}"
 
 
-@dataclass
+@dataclass(eq=False)
 class WindowCall:
     """One call of a loss in a window.
 
     Attributes:
-        title: Of the loss.
-        weights: Of each part, what its gradient is multiplied with in this micro-batch.
+        key: Identity of the loss. Its calls in other micro-batches share their divisors.
+        title: Title of the loss in messages.
+        parts: Parts of its value, over all ranks.
+        values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
+        number: Calls of a window count up.
+        functions: Names of the functions of its value that are back-propagated, for messages.
+        divisors: By part, once the call is back-propagated.
+        weights: By part, the factor of its gradient in this micro-batch, once the call is back-propagated.
     """
 
+    key: object
     title: str
-    weights: list[float]
-    _parts: Sequence[WindowPart]
-    _divisors: Sequence[_Divisor]
-    _micro_batches: int
-    _is_committed: bool = field(default=False, init=False)
+    parts: Sequence[WindowPart]
+    values: list[float] | None = None
+    number: int = field(default_factory=lambda: next(_call_numbers))
+    functions: str = ""
+    divisors: Sequence[_Divisor] = ()
+    weights: list[float] = field(default_factory=list)
 
-    def mark(self, value: Tensor, weight: float = 1.0) -> Tensor:
-        """Return the value of the call, to be found again in the graph of what is back-propagated; its gradient times a weight."""
-        return _WindowValue.apply(value, self, weight)  # type: ignore[no-untyped-call, no-any-return]
+    def mark(self, value: Tensor, first: int = 0) -> Tensor:
+        """Return the value of a part, or of several parts from ``first`` on, whose gradient will be weighed."""
+        return _Part.apply(value, self, first)  # type: ignore[no-untyped-call, no-any-return]
 
     @property
     def counts_nothing(self) -> bool:
         """Whether one of its means counts nothing in this micro-batch: a value that may be no number, and no gradient."""
-        return any(part.kind == "mean" and not part.count for part in self._parts)
-
-    def commit_(self) -> None:
-        """Count the rows of the call, once: it is back-propagated."""
-        if self._is_committed:
-            return
-        self._is_committed = True
-        for part, divisor in zip(self._parts, self._divisors, strict=True):
-            divisor.add_(part, self._micro_batches)
+        return any(part.kind == "mean" and not part.count for part in self.parts)
 
 
-class _WindowValue(torch.autograd.Function):
+class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, call: WindowCall, weight: float) -> Tensor:
-        ctx.window_call, ctx.weight = call, weight
+    def forward(ctx: Any, value: Tensor, call: WindowCall, first: int) -> Tensor:
+        ctx.window_call, ctx.first = call, first
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad * ctx.weight, None, None
+        call: WindowCall = ctx.window_call
+        expect(
+            call.weights,
+            f"accumulation window: {call.title}",
+            expected="Tensor.backward or torch.autograd.backward inside the window",
+            got="another way to back-propagate it, or one outside of the window",
+        )
+        places = slice(ctx.first, ctx.first + grad.numel())
+        for divisor, part, slope in zip(
+            call.divisors[places], call.parts[places], grad.reshape(-1).unbind(), strict=True
+        ):
+            if part.kind == "mean" and part.count:
+                divisor.slopes.append(slope.detach())
+                divisor.functions = call.functions
+        weights = call.weights[places]
+        return grad * (weights[0] if grad.ndim == 0 else grad.new_tensor(weights)), None, None
 
 
 # ---------------------------------------------------------------------- one window
@@ -256,8 +293,9 @@ class AccumulationWindow:
     """The losses of one accumulation window.
 
     Args:
-        parameters: By name, those whose gradients will be corrected.
+        parameters: By name, those whose gradients will be corrected. One that has several names counts once.
         micro_batches: How many there will be, as far as is known; only the size of the estimate depends on it.
+        modules: Modules whose losses have a path, by prefix of that path.
         gathered: Returns by name what stands in graphs for parameters that ``fully_shard`` divides; their gradients go to the parts.
 
     Attributes:
@@ -268,15 +306,18 @@ class AccumulationWindow:
         self,
         parameters: Mapping[str, Tensor],
         micro_batches: int,
+        *,
+        modules: Mapping[str, nn.Module],
         gathered: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        self._parameters = dict(parameters)
+        self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters.items()}
         self._graph = WindowGraph(parameters, gathered)
+        self._modules = modules
         self._expected_micro_batches = max(micro_batches, 1)
         self._divisors: dict[tuple[object, int, int], _Divisor] = {}
+        self._expected_of_all: float | None = None
         self._without_rows: dict[object, str] = {}  # losses with a part without rows, beside which nothing counted yet
         self._sources: list[object] = []  # kept, so that an id stays theirs
-        self._calls: dict[object, int] = {}  # of each loss, in this micro-batch
         self._is_last: bool | None = None
         self.micro_batch = 1
 
@@ -293,7 +334,6 @@ class AccumulationWindow:
     def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
         """Say which micro-batch comes now and whether it is the last; where nobody says so, a micro-batch ends with each backward."""
         self.micro_batch, self._is_last = number, is_last
-        self._calls.clear()
 
     def refuse_left_gradients(self) -> None:
         """Refuse gradients that were there before the window, which would be corrected with it.
@@ -301,7 +341,7 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: naming a parameter.
         """
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._parameters.values():
             grad = parameter.grad
             if grad is None:
                 continue
@@ -317,7 +357,7 @@ class AccumulationWindow:
     # ------------------------------------------------------------------ forward
 
     def enter(self, source: object, title: str, parts: Sequence[WindowPart]) -> WindowCall:
-        """Say how much each part of a loss counts in this micro-batch.
+        """Return a call of a loss in this micro-batch.
 
         Args:
             source: The loss, or its name: calls with the same one in other micro-batches share their divisors.
@@ -325,100 +365,89 @@ class AccumulationWindow:
             parts: Over all ranks.
         """
         key = self._key(source)
-        number = self._calls.get(key, 0)
-        self._calls[key] = number + 1
-        if number:
-            title += f", call {number + 1}"
-        divisors = [self._divisors.setdefault((key, number, i), _Divisor(title)) for i in range(len(parts))]
-        weights = [self._weight(part, divisor) for part, divisor in zip(parts, divisors, strict=True)]
-        call = WindowCall(title, weights, parts, divisors, self._expected_micro_batches)
-        if any(part.kind == "once" for part in parts):
-            self._weigh_once_(call, (key, number), parts, divisors)
-        return call
-
-    def _weight(self, part: WindowPart, divisor: _Divisor) -> float:
-        if part.kind == "sum":
-            return 1.0
-        if not part.count:
-            return 0.0
-        return float(part.count) / divisor.estimate_for(part.count, self._expected_micro_batches)
-
-    def _weigh_once_(
-        self, call: WindowCall, place: object, parts: Sequence[WindowPart], divisors: Sequence[_Divisor]
-    ) -> None:
-        """Weigh what has no rows such that it counts once in the whole window."""
-        beside = next((i for i, part in enumerate(parts) if part.kind != "once"), None)
-        if beside is None or parts[beside].kind == "sum":
-            # its factor at the end is 1: in the first micro-batch
-            weight = float(beside is None or not divisors[beside].is_sum)
-        else:
-            # as the mean beside it, whose weights add up to one over the factor at the end
-            weight = call.weights[beside]
-            self._without_rows.pop(place, None)
-            if divisors[beside].total + parts[beside].count == 0:
-                if self._is_last:
-                    weight = 1.0
-                else:
-                    self._without_rows[place] = call.title
-        for i, part in enumerate(parts):
-            if part.kind == "once":
-                call.weights[i] = weight
+        divisors = [self._divisors.get((key, 0, i)) for i in range(len(parts))]
+        means = [divisor.expected_mean for divisor in divisors if divisor is not None]
+        values = [mean for mean in means if mean is not None]
+        return WindowCall(key, title, parts, values if len(values) == len(parts) else None)
 
     def _key(self, source: object) -> object:
         """Return by what a loss is known; the loss inside a global one is that one."""
         if isinstance(source, str):
             return source
-        if getattr(source, "sees_global_batch", False):
-            source = getattr(source, "loss", source)
+        source = _inner(source)
         if not any(known is source for known in self._sources):
             self._sources.append(source)
         return id(source)
 
+    @functools.cached_property
+    def _losses(self) -> dict[str, nn.Module]:
+        """The modules by path, outer ones first, without the prefixes of wraps."""
+        found: dict[str, nn.Module] = {}
+        for prefix, module in self._modules.items():
+            for name, inner in module.named_modules(prefix=prefix):
+                path = ".".join(part for part in name.split(".") if part not in ("", "module"))
+                found.setdefault(path, inner)
+        return found
+
     # ------------------------------------------------------------------ counts that are known before
 
-    def expect_counts(self, counts: Mapping[Any, float | Sequence[float]]) -> None:
-        """Say what losses count in the whole window, where their counts are not in the same proportion in each micro-batch.
+    def expect_counts(
+        self, counts: Counts | None = None, totals: Mapping[str, float | Sequence[float]] | None = None
+    ) -> None:
+        """Take what losses count in the whole window.
 
         Each of them is divided by that from the start, and nothing is corrected at the end.
 
         Args:
-            counts: By loss, or by the name of a ``global_mean``: this rank's own count in all micro-batches together. A list where a
-                loss is called several times in a micro-batch, or has several means.
+            counts: This rank's own count in all micro-batches together: one number for all losses, or by loss, by its path in the module,
+                or by the name of a ``global_mean``. A list where a loss is called several times in a micro-batch, or has several means.
+            totals: By name of a ``global_mean``, this rank's sums in all micro-batches together.
 
         Raises:
-            InputError: on every rank, for a count that is negative or not finite, or after the first backward.
+            InputError: on every rank, for a count that is negative or not finite, for an unknown path, or after the first backward.
             RankMismatchError: on every rank, for other losses on some ranks.
 
         Communication: one handshake.
         """
-        own = {}
-        for source, given in counts.items():
-            several = list(given) if isinstance(given, Sequence) else [given]
-            own[_title_of(source)] = [float(count) for count in several]
+        by_loss = counts if isinstance(counts, Mapping) else {}
+        of_all = [] if counts is None or isinstance(counts, Mapping) else [float(counts)]
+        totals = totals or {}
+        own = [of_all, *map(_several, by_loss.values()), *map(_several, totals.values())]
+        titles = ["all losses", *map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
         try:
-            self._refuse_expectations(own)
+            self._refuse_expectations(dict(zip(titles, own, strict=True)), len(by_loss) + 1)
+            for name in totals:
+                what = f"expect_counts: total of `{name}`"
+                expect(of_all or name in by_loss, what, expected="its count, too", got="none", error=InputError)
+            keys = [self._expected_key(source) for source in by_loss]
         except InputError as error:
             handshake.raise_on_all_ranks(error, "expect_counts")
-        must_match = {"losses": ", ".join(f"{title} ({len(several)})" for title, several in own.items())}
-        payloads = handshake.all_gather("expect_counts", must_match, json.dumps(list(own.values())).encode())
-        by_rank = [json.loads(payload) for payload in payloads]
-        for i, source in enumerate(counts):
-            counts_by_rank = [several[i] for several in by_rank]
-            self._expect(source, [math.fsum(column) for column in zip(*counts_by_rank, strict=True)])
+        must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
+        payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())
+        sums = [_sums_over_ranks(of_ranks) for of_ranks in zip(*map(json.loads, payloads), strict=True)]
+        self._expected_of_all = next(iter(sums[0]), None)
+        for key, source, several in zip(keys, by_loss, sums[1:], strict=False):
+            for i, number in enumerate(several):
+                # several calls of one mean each, or one call of several means
+                divisor = _Divisor(_title_of(source), expected=number)
+                self._divisors[key, i, 0] = self._divisors[key, 0, i] = divisor
+        for name, several in zip(totals, sums[1 + len(by_loss) :], strict=True):
+            for i, number in enumerate(several):
+                self._divisor(name, 0, i, _title_of(name)).expected_total = number
 
-    def _refuse_expectations(self, counts: Mapping[str, Sequence[float]]) -> None:
-        for title, several in counts.items():
-            is_count = all(math.isfinite(count) and count >= 0 for count in several)
-            expected = "finite counts, not negative"
-            expect(is_count, f"expect_counts: {title}", expected=expected, got=several, error=InputError)
+    def _expected_key(self, source: object) -> object:
+        """Return the key of a loss that the user names."""
+        module = self._losses.get(source) if isinstance(source, str) else None
+        return self._key(source if module is None else module)
+
+    def _refuse_expectations(self, numbers: Mapping[str, Sequence[float]], counts: int) -> None:
+        """Refuse numbers by title, of which the first ones are counts."""
+        for i, (title, several) in enumerate(numbers.items()):
+            is_right = all(math.isfinite(number) and (number >= 0 or i >= counts) for number in several)
+            expected = "finite counts, not negative" if i < counts else "finite sums"
+            expect(is_right, f"expect_counts: {title}", expected=expected, got=list(several), error=InputError)
         expected, got = "before the first backward of the accumulation window", f"in micro-batch {self.micro_batch}"
         expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
-
-    def _expect(self, source: object, totals: Sequence[float]) -> None:
-        key, title = self._key(source), _title_of(source)
-        for i, total in enumerate(totals):
-            # several calls of one mean each, or one call of several means
-            self._divisors[key, i, 0] = self._divisors[key, 0, i] = _Divisor(title, expected=total)
 
     # ------------------------------------------------------------------ backward
 
@@ -431,12 +460,87 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: for a path that passes none of the losses, or two of them, or ends in an unknown parameter.
         """
+        if compat.is_inside_backward():  # a checkpoint back-propagates what it has computed again
+            self._graph.check_below(roots, inside="a checkpoint")
+            return
         if not self.is_single:
+            seen = Counter[object]()
             for call in self._graph.calls_below(roots):
-                call.commit_()
+                if not call.weights:
+                    self._weigh_(call, seen[call.key])
+                seen[call.key] += 1
+            # with the counts of all losses nothing is corrected, whatever else their gradients reach
+            if any(divisor.expected is None for divisor in self._divisors.values()):
+                self._graph.check_below(roots)
         if self._is_last is None:
             self.micro_batch += 1
-            self._calls.clear()
+
+    def refuse_gradients_of_losses(self, outputs: Sequence[Tensor]) -> None:
+        """Refuse ``torch.autograd.grad`` of a loss: the gradients that it returns would not be corrected.
+
+        Raises:
+            ConfigurationError: naming the loss.
+        """
+        if self.is_single or compat.is_inside_backward():
+            return
+        for node, _ in walk_graph(outputs, through=lambda node: window_call(node) is None):
+            call = window_call(node)
+            expect(
+                call is None,
+                f"accumulation window: {call and call.title}",
+                expected="backward()",
+                got="torch.autograd.grad, whose result the end of the window does not correct",
+                fix="Call backward(), or take the gradient of a loss of this rank's rows.",
+            )
+
+    def _weigh_(self, call: WindowCall, number: int) -> None:
+        """Give a call its divisors and weights, when it is back-propagated for the first time.
+
+        Args:
+            call: The call.
+            number: How many calls of the same loss were before it in this backward; each has divisors of its own.
+        """
+        title = self._titled(call)
+        if number:
+            title += f", call {number + 1}"
+        call.divisors = [self._divisor(call.key, number, i, title) for i in range(len(call.parts))]
+        was_counted = [divisor.is_used for divisor in call.divisors]
+        pairs = zip(call.divisors, call.parts, strict=True)
+        call.weights = [divisor.count_(part, self._expected_micro_batches) for divisor, part in pairs]
+        if all(part.kind != "once" for part in call.parts):
+            return
+        # what has no rows counts once in the whole window
+        beside = next((i for i, part in enumerate(call.parts) if part.kind == "mean"), None)
+        if beside is None:
+            # its factor at the end is 1: in the first micro-batch
+            weight = float(not any(was_counted))
+            for divisor in call.divisors:
+                divisor.is_sum = True
+        else:
+            # as the mean beside it, whose weights add up to one over the factor at the end
+            weight = call.weights[beside]
+            self._without_rows.pop((call.key, number), None)
+            if not call.divisors[beside].counted:
+                weight = float(self._is_last is True)
+                if not self._is_last:
+                    self._without_rows[call.key, number] = title
+        call.weights = [
+            weight if part.kind == "once" else own for part, own in zip(call.parts, call.weights, strict=True)
+        ]
+
+    def _divisor(self, key: object, call: int, part: int, title: str) -> _Divisor:
+        """Return the divisor of a part of the n-th call of a loss in each backward."""
+        place = key, call, part
+        if place not in self._divisors:
+            self._divisors[place] = _Divisor(title, expected=self._expected_of_all)
+        return self._divisors[place]
+
+    def _titled(self, call: WindowCall) -> str:
+        """Return how messages name the loss of a call: with its path, if it has one in the modules."""
+        if isinstance(call.key, str):
+            return call.title
+        path = next((path for path, module in self._losses.items() if path and id(_inner(module)) == call.key), None)
+        return call.title if path is None else f"{call.title} `{path}`"
 
     # ------------------------------------------------------------------ end
 
@@ -444,18 +548,13 @@ class AccumulationWindow:
         """Return what all gradients are to be multiplied with; every rank knows the same.
 
         Raises:
-            ConfigurationError: on every rank, for losses whose factors differ, or counts that are not those that were expected.
+            ConfigurationError: on every rank, for losses whose factors differ, for one whose upstream gradient changed, or for counts that
+                are not those that were expected.
         """
-        divisors = {id(divisor): divisor for divisor in self._divisors.values()}.values()
+        divisors = list({id(divisor): divisor for divisor in self._divisors.values()}.values())
         for divisor in divisors:
-            if divisor.expected is not None and not _is_equal(divisor.total, divisor.expected):
-                raise ConfigurationError(
-                    f"accumulation window: expect_counts of {divisor.title}",
-                    expected=f"{divisor.expected:.17g} over all ranks and micro-batches, as was said",
-                    got=f"{divisor.total:.17g}",
-                    fix="Say this rank's count in all micro-batches of the window, as the loss counts.",
-                    collective=True,
-                )
+            _refuse_other_numbers("count", divisor.title, divisor.expected, divisor.counted)
+            _refuse_other_numbers("total", divisor.title, divisor.expected_total, divisor.total)
         if self._without_rows:
             raise ConfigurationError(
                 f"accumulation window: {next(iter(self._without_rows.values()))}",
@@ -465,13 +564,15 @@ class AccumulationWindow:
                 collective=True,
             )
         used = [divisor for divisor in divisors if divisor.is_used]
+        for divisor in used:
+            _refuse_other_slopes(divisor)
         factors = [divisor.factor for divisor in used] or [1.0]
         if not all(_is_equal(factor, factors[0]) for factor in factors):
             raise ConfigurationError(
                 "accumulation window: losses with different divisors",
                 expected="counts in the same proportion in every micro-batch",
                 got="; ".join(divisor.describe() for divisor in used),
-                fix="Say before the first micro-batch what each counts in the whole window: expect_counts({loss or name: count of this "
+                fix="Give before the first micro-batch what each counts in the whole window: expect_counts({loss or name: count of this "
                 "rank}), of the strategy or of what accumulation_window gives.",
                 collective=True,
             )
@@ -480,13 +581,58 @@ class AccumulationWindow:
     def correct_(self) -> None:
         """Multiply all gradients with what ``finish`` returns."""
         factor = self.finish()
-        grads = [local_part(parameter.grad) for parameter in self._parameters.values() if parameter.grad is not None]
+        grads = [local_part(p.grad) for _, p in self._parameters.values() if p.grad is not None]
         if factor != 1.0:
             compat.multiply_(grads, factor)
 
 
+def _refuse_other_numbers(what: str, title: str, expected: float | None, got: float | None) -> None:
+    """Refuse numbers of a window that are not those that the user gave."""
+    if expected is None or got is None or math.isclose(got, expected, rel_tol=_EQUAL if what == "count" else 1e-6):
+        return
+    raise ConfigurationError(
+        f"accumulation window: {what} in expect_counts of {title}",
+        expected=f"{expected:.17g} over all ranks and micro-batches, as was said",
+        got=f"{got:.17g}",
+        fix=f"Give this rank's {what} in all micro-batches of the window, as the loss counts.",
+        collective=True,
+    )
+
+
+def _refuse_other_slopes(divisor: _Divisor) -> None:
+    """Refuse a loss whose upstream gradient was not the same in all micro-batches: what is back-propagated is no sum of such losses."""
+    if len(divisor.slopes) < 2:
+        return
+    slopes = HostNumbers(divisor.slopes).read()
+    rounding = 8 * torch.finfo(divisor.slopes[0].dtype).eps
+    if all(math.isclose(slope, slopes[0], rel_tol=rounding) for slope in slopes):
+        return
+    factors = ", ".join(f"{slope:.6g}" for slope in slopes)
+    raise ConfigurationError(
+        "accumulation window: what is back-propagated",
+        expected="a weighted sum of losses, with the same weights in every micro-batch",
+        got=f"{divisor.functions}{divisor.title}, whose upstream gradients are {factors}",
+        fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a product "
+        "of two) needs the counts and totals of the whole window.",
+        collective=True,
+    )
+
+
 def _is_equal(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=_EQUAL)
+
+
+def _several(number: float | Sequence[float]) -> list[float]:
+    return [float(each) for each in number] if isinstance(number, Sequence) else [float(number)]
+
+
+def _sums_over_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [math.fsum(numbers) for numbers in zip(*of_ranks, strict=True)]
+
+
+def _inner(source: object) -> object:
+    """Return the loss inside a global one; else the loss itself."""
+    return getattr(source, "loss", source) if getattr(source, "sees_global_batch", False) else source
 
 
 def _title_of(source: object) -> str:
@@ -543,12 +689,30 @@ def noted_parts(node: Any) -> Sequence[WindowPart] | None:
 
 @contextlib.contextmanager
 def active(window: AccumulationWindow) -> Iterator[None]:
-    """Let losses inside the block count in a window."""
+    """Let losses inside the block count in a window when they are back-propagated (``Tensor.backward`` calls torch's function, too)."""
+    plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
+
+    @functools.wraps(plain_backward)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        window.commit(_as_list(tensors))
+        plain_backward(tensors, *args, **kwargs)
+
+    @functools.wraps(plain_grad)
+    def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        window.refuse_gradients_of_losses(_as_list(outputs))
+        return plain_grad(outputs, *args, **kwargs)
+
     before = _active.set(window)
+    torch.autograd.backward, torch.autograd.grad = backward, grad
     try:
         yield
     finally:
+        torch.autograd.backward, torch.autograd.grad = plain_backward, plain_grad
         _active.reset(before)
+
+
+def _as_list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def step_inside_window(optimizer: str) -> ConfigurationError:

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
-from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.errors import ConfigurationError
 
 TITLE = "lightning_ddp_losses: loss"
 """Key of a graph node's metadata: the name of the loss whose value the node made."""
 
-_TOP = 32  # nodes by which the form of a graph is recognised
 # nodes that only pass on, scale or add the values below them
 _PASSED = re.compile("Add|Sub|Mul|Div|Neg|Clone|ToCopy|_DDPSink|AccumulateGrad")
-# nodes whose value is linear in each of their inputs
-_LINEAR = re.compile(
-    "Add|Sub|Rsub|Mul|Div|Neg|Clone|ToCopy|Alias|_DDPSink|_AttachZeroGrad|_Note|SumBackward|MeanBackward|Stack|Cat|Select|Slice|"
-    "Unbind|Index|Squeeze|Unsqueeze|View|Reshape|Expand|Permute"
-)
+_ADDED = re.compile("Add|Sub|Neg|Clone|ToCopy|_DDPSink|_Note|_AttachZeroGrad|_ValueWithGrad")
+_CHECKPOINT = "CheckpointFunctionBackward"  # its parameters are not in the graph
 
 
 def window_call(node: Any) -> Any:
@@ -46,50 +41,58 @@ class WindowGraph:
     def __init__(self, parameters: Mapping[str, Tensor], gathered: Callable[[], Mapping[str, Tensor]]) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._gathered = gathered
-        self._known_forms: set[tuple[str, ...]] = set()
 
     def calls_below(self, roots: Sequence[Tensor]) -> list[Any]:
-        """Return the calls of losses in a graph.
+        """Return the calls of losses in a graph, each once, in the order in which they were made.
 
         Args:
             roots: The values that are back-propagated.
 
         Raises:
-            ConfigurationError: for a path that passes none of the losses, or two of them, or ends in an unknown parameter.
+            ConfigurationError: for a path to a parameter that passes none of the losses.
         """
-        found = list[Any]()
+        found = dict[Any, None]()
         above = dict[Any, Any]()
-        parents = dict[Any, list[tuple[Any, int]]]()
         queue: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
         for node in queue:
-            if window_call(node) is not None:
-                found.append(node)
+            call = window_call(node)
+            if call is not None:
+                call.functions = _functions_above(node, above)
+                found[call] = None
                 continue
             if self._name_of(node) is not None:
                 raise self._no_divisor(node, above)
             children = node.next_functions
             if attaches_zero_grad(node):  # its other children get nothing but zeros
                 children = children[:1]
-            for place, (child, _) in enumerate(children):
-                if child is not None:
-                    parents.setdefault(child, []).append((node, place))
+            for child, _ in children:
                 if child is not None and child not in above:
                     above[child] = node
                     queue.append(child)
-        _refuse_nonlinear(found, parents)
-        # what lies below is looked at once for each form of the graph
-        form = tuple(type(node).__name__ for node, _ in islice(walk_graph(roots), _TOP))
-        if form not in self._known_forms:
-            for node in found:
-                self._check_below(node)
-            self._known_forms.add(form)
-        return [node.window_call for node in found]
+        return sorted(found, key=lambda call: call.number)
 
-    def _check_below(self, node: Any) -> None:
-        """Refuse a loss of a loss, and parameters whose gradients nobody will correct."""
-        title = node.window_call.title
-        for inner, _ in walk_graph([], nodes=[child for child, _ in node.next_functions]):
-            call = window_call(inner)
+    def check_below(self, roots: Sequence[Tensor], *, inside: str | None = None) -> None:
+        """Refuse what reaches a parameter through two losses, and parameters whose gradients would not be corrected.
+
+        Args:
+            roots: The values that are back-propagated.
+            inside: What they are a part of, if that is below a loss already. None: they are above the losses.
+
+        Raises:
+            ConfigurationError: naming the losses, or the parameter.
+        """
+        nodes, title, top = list[Any](), inside or "", list[Any]()
+        if inside is None:
+            for node, children in walk_graph(roots, through=lambda node: window_call(node) is None):
+                if window_call(node) is not None:
+                    top.append(window_call(node))
+                    nodes += [child for child, _ in children]
+            # an outer loss was made after those that it depends on
+            title = max(top, key=lambda call: call.number).title if top else ""
+        else:
+            nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+        for node, _ in walk_graph([], nodes=nodes):
+            call = window_call(node)
             if call is not None:
                 raise ConfigurationError(
                     f"accumulation window: {title}",
@@ -97,21 +100,25 @@ class WindowGraph:
                     got=f"one that depends on {call.title}, whose divisor counts already",
                     fix="Add the two, or detach the inner one.",
                 )
-            name = self._name_of(inner)
-            if name is None:
+            variable = getattr(node, "variable", None)
+            if not isinstance(variable, Tensor) or self._is_known(variable) or not isinstance(variable, nn.Parameter):
                 continue
-            if id(inner.variable) not in self._names:
-                self._names.update({id(tensor): known for known, tensor in self._gathered().items()})
-            expect(
-                id(inner.variable) in self._names,
+            raise ConfigurationError(
                 f"accumulation window: {title}",
                 expected="parameters of the module, or of what was handed to accumulation_window",
-                got=name,
+                got=self._name_of(node),
                 fix="Its gradient would not be corrected: hand in the module that holds it.",
             )
 
+    def _is_known(self, variable: Tensor) -> bool:
+        if id(variable) not in self._names:
+            self._names.update({id(tensor): known for known, tensor in self._gathered().items()})
+        return id(variable) in self._names
+
     def _name_of(self, node: Any) -> str | None:
-        """Return how messages name the parameter whose node this is; None for any other node."""
+        """Return how messages name the parameters whose node this is; None for any other node."""
+        if node.name() == _CHECKPOINT:
+            return "the parameters of a re-entrant checkpoint"
         variable = getattr(node, "variable", None)
         if id(variable) in self._names:
             return f"`{self._names[id(variable)]}`"
@@ -119,10 +126,7 @@ class WindowGraph:
 
     def _no_divisor(self, leaf: Any, above: Mapping[Any, Any]) -> ConfigurationError:
         """Return the error for a path to a parameter that passes none of the losses."""
-        path = [leaf]
-        while path[-1] in above:
-            path.append(above[path[-1]])
-        path.reverse()  # from the loss down
+        path = _path_to(leaf, above)
         titles = [node.metadata[TITLE] for node in path if TITLE in node.metadata]
         terms = [node.name() for node in path if not _PASSED.match(node.name())]
         if titles:
@@ -142,29 +146,15 @@ class WindowGraph:
         )
 
 
-def _refuse_nonlinear(calls: Sequence[Any], parents: Mapping[Any, Sequence[tuple[Any, int]]]) -> None:
-    """Refuse what is no weighted sum of the losses: its slope in a micro-batch is not that in the whole window.
+def _path_to(node: Any, above: Mapping[Any, Any]) -> list[Any]:
+    """Return the nodes from what is back-propagated down to a node."""
+    path = [node]
+    while path[-1] in above:
+        path.append(above[path[-1]])
+    return path[::-1]
 
-    Args:
-        calls: Nodes of the losses' values.
-        parents: Of each node, the nodes above it, and as which of their inputs.
-    """
-    reached = dict[Any, set[int]]()  # nodes that depend on a loss, and through which inputs
-    queue = list(calls)
-    for node in queue:
-        for parent, place in parents.get(node, ()):
-            if parent not in reached:
-                queue.append(parent)
-            reached.setdefault(parent, set()).add(place)
-    for node, places in reached.items():
-        name = node.name()
-        is_product_of_two = name.startswith("Mul") and len(places) > 1
-        is_denominator = name.startswith("Div") and 1 in places
-        expect(
-            _LINEAR.match(name) and not is_product_of_two and not is_denominator,
-            "accumulation window: what is back-propagated",
-            expected="a weighted sum of losses",
-            got=f"{name} of {calls[0].window_call.title}",
-            fix="Weigh losses by numbers and add them. What is not linear in a loss (its root, a product of two) has another "
-            "slope in a micro-batch than in the whole window.",
-        )
+
+def _functions_above(node: Any, above: Mapping[Any, Any]) -> str:
+    """Return the functions of a loss that are back-propagated, for messages; those that only add or pass on are left out."""
+    names = [each.name() for each in _path_to(node, above)[:-1]]
+    return "".join(f"{name} of " for name in names if not _ADDED.match(name))

@@ -179,6 +179,11 @@ class GlobalSums:
         Args:
             empty: The mean over nothing on any rank: 0 in pytorch-metric-learning, not a number in torch.
         """
+        values, factors = self.sub_losses(empty)
+        return values[0] if len(values) == 1 else values.sum(), factors
+
+    def sub_losses(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
+        """Return the value of each sub-loss, (s,), and their factors, as ``reduce`` does."""
         # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
         means = self.table.mean(0) if len(self.table) > 1 else self.table[0]
         totals, divisors = means[:, 0], means[:, 1]
@@ -190,8 +195,7 @@ class GlobalSums:
             values = totals / divisors
             if empty:
                 values = values.masked_fill(is_empty, empty)
-        value = values[0] if len(values) == 1 else values.sum()
-        return value, list(divisors.reciprocal().unbind())
+        return values, list(divisors.reciprocal().unbind())
 
     def window_parts(self) -> list[WindowPart]:
         """Return how each sub-loss counts in an accumulation window."""
@@ -323,21 +327,24 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
     Returns:
         0-dim, the same number on every rank.
     """
-    value, factors = sums.reduce(empty)
+    values, factors = sums.sub_losses(empty)
+    value = values[0] if len(values) == 1 else values.sum()
     dtype = sums.partials[0].total.dtype
     factors = [factor.to(dtype) for factor in factors]
-    # in an accumulation window: as parts of all its micro-batches
-    window, call = current_window(), None
-    parts = [] if window_source is None else sums.window_parts()
-    if window is not None and window_source is not None:
-        call = window.enter(*window_source, parts)
-        factors = [factor * weight for factor, weight in zip(factors, call.weights, strict=True)]
-    result = value_with_grad(value, *(each.total for each in sums.partials), factors=factors)
-    if call is not None:
-        return call.mark(result)
-    if parts:
+    totals = [each.total for each in sums.partials]
+    if window_source is None:
+        return value_with_grad(value, *totals, factors=factors)
+    parts, window = sums.window_parts(), current_window()
+    if window is None:
+        result = value_with_grad(value, *totals, factors=factors)
         note_parts(result, parts)
-    return result
+        return result
+    # in an accumulation window: each sub-loss as a part of that in all its micro-batches
+    call = window.enter(*window_source, parts)
+    marked = []
+    for index, (each, total, factor) in enumerate(zip(values, totals, factors, strict=True)):
+        marked.append(call.mark(value_with_grad(each, total, factors=[factor]), index))
+    return marked[0] if len(marked) == 1 else torch.stack(marked).sum()
 
 
 def global_quotient(
@@ -512,12 +519,14 @@ def global_mean(
         values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
         value = totals.new_tensor(values).view(totals.shape)
     weights = [1.0 / n if n else 0.0 for n in global_counts]
-    # in an accumulation window: as parts of what all its micro-batches make
+    # in an accumulation window: as parts of all its micro-batches
     window, call = current_window(), None
-    parts = [WindowPart("mean", n) for n in global_counts]
+    known_totals: Sequence[float | None] = [None] * len(counts) if on_device else global_totals
+    parts = [WindowPart("mean", n, total) for n, total in zip(global_counts, known_totals, strict=True)]
     if window is not None and has_graph:
         call = window.enter(name or "", title, parts)
-        weights = [weight * share for weight, share in zip(weights, call.weights, strict=True)]
+        if call.values is not None:
+            value = totals.new_tensor(call.values).view(totals.shape)
     # 4. the numbers, with W times this rank's part of their gradients
     # a single number needs no tensor
     share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)

@@ -421,8 +421,7 @@ class ForwardCall:
             total = float(metric.total)
             if not total:  # a mean over nothing, whose gradient would be no number
                 return self._with_zero_grad(value.detach())
-            call = window.enter(metric, title, [WindowPart("mean", total)])
-            return call.mark(value, *call.weights)
+            return window.enter(metric, title, [WindowPart("mean", total)]).mark(value)
         name_value(value, title)
         return value
 

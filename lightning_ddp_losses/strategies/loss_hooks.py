@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp
 from lightning_ddp_losses.core.compat import unwrapped_optimizer
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts
 from lightning_ddp_losses.distributed.shard import tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.strategies import checkpoint_files, shards
@@ -181,14 +181,20 @@ class LossHooks(HostStrategy):
         with windows.block(micro_batches) as window:
             yield window
 
-    def expect_counts(self, counts: Mapping[str | nn.Module, float | Sequence[float]]) -> None:
-        """Say what losses count in the whole accumulation window, where their counts are not in the same proportion in each micro-batch.
+    def expect_counts(
+        self, counts: Counts | None = None, totals: Mapping[str, float | Sequence[float]] | None = None
+    ) -> None:
+        """Take what losses count in the whole accumulation window.
 
-        Call it on every rank before the window's first backward, in ``training_step`` or a hook before it.
+        Gradients are then divided by the right number from the start, and nothing is corrected at the end. Losses whose counts are not in
+        the same proportion in each micro-batch need it. Call it on every rank before the window's first backward, in ``training_step``
+        or a hook before it.
 
         Args:
-            counts: By the path of a loss in the module, or the name of a ``global_mean``: this rank's own count in all micro-batches of the
-                window together; a list where the loss is called several times in a micro-batch, or has several means.
+            counts: This rank's own count in all micro-batches of the window together: one number for all losses, or by the path of a loss
+                in the module, or by the name of a ``global_mean``. A list where the loss is called several times in a micro-batch, or
+                has several means.
+            totals: By name of a ``global_mean``, this rank's sums in all micro-batches together, for what is not linear in its mean.
 
         Raises:
             ConfigurationError: without ``accumulation="window"``.
@@ -199,8 +205,7 @@ class LossHooks(HostStrategy):
         windows = self._losses.part(LightningWindows)
         if windows is None or self._losses.reducer is None:
             raise ConfigurationError("expect_counts", expected="accumulation='window', during fit", got="no window")
-        modules: dict[Any, Any] = dict(self._losses.module.named_modules())
-        windows.expect_counts({modules.get(name, name): count for name, count in counts.items()})
+        windows.expect_counts(counts, totals)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepare the call check of a synchronising backward; backward exchanges it before its first gradients leave."""

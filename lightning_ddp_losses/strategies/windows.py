@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts, active, step_inside_window
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
@@ -33,7 +33,7 @@ class LightningWindows(FitPart):
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self._window: AccumulationWindow | None = None
-        self._expected: dict[Any, Any] = {}  # said before the window was open
+        self._expected: list[tuple[Any, Any]] = []  # counts and totals that were given before the window was open
         self._last_batch = (-1, -1)  # epoch and number
 
     # ------------------------------------------------------------------ automatic optimisation
@@ -61,14 +61,16 @@ class LightningWindows(FitPart):
         if number == 1 or window is None:
             window = self._open(per_window)
         window.begin_micro_batch(number, is_last=is_last)
-        self._say_expected(window)
+        self._give_expected(window)
         with active(window):
             yield
 
     def _open(self, micro_batches: int) -> AccumulationWindow:
         module = self.fit.module
         corrected = corrected_parameters(module, self.fit.strategy.optimizers)
-        self._window = AccumulationWindow(corrected, micro_batches, lambda: compat.gathered_parameters(module))
+        self._window = AccumulationWindow(
+            corrected, micro_batches, modules={"": module}, gathered=lambda: compat.gathered_parameters(module)
+        )
         return self._window
 
     # ------------------------------------------------------------------ manual optimisation
@@ -81,7 +83,7 @@ class LightningWindows(FitPart):
         window = self._open(micro_batches)
         window.refuse_left_gradients()
         try:
-            self._say_expected(window)
+            self._give_expected(window)
             with active(window):
                 yield window
             handshake.all_gather("end of strategy.window()", {"micro-batches": window.micro_batch - 1})
@@ -91,26 +93,27 @@ class LightningWindows(FitPart):
 
     # ------------------------------------------------------------------ both
 
-    def expect_counts(self, counts: Mapping[Any, float | Sequence[float]]) -> None:
+    def expect_counts(self, counts: Counts | None, totals: Mapping[str, float | Sequence[float]] | None) -> None:
         """Take what losses will count in the window that is open, or in the next one."""
         if self._window is None:
-            self._expected.update(counts)
+            self._expected.append((counts, totals))
         else:
-            self._window.expect_counts(counts)
+            self._window.expect_counts(counts, totals)
 
-    def _say_expected(self, window: AccumulationWindow) -> None:
-        expected, self._expected = self._expected, {}
-        if expected:
-            window.expect_counts(expected)
+    def _give_expected(self, window: AccumulationWindow) -> None:
+        expected, self._expected = self._expected, []
+        for counts, totals in expected:
+            window.expect_counts(counts, totals)
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Count a loss that is about to be back-propagated, and undo Lightning's division of it."""
-        if self._window is None:
-            return loss
-        self._window.commit([loss])
-        divided_by = 1
-        if self.fit.module.automatic_optimization:
-            divided_by = self.fit.trainer.accumulate_grad_batches
+        window = self._window
+        if window is None or not self.fit.module.automatic_optimization:
+            return loss  # inside a block backward itself counts it
+        if not window.is_open:
+            window.refuse_left_gradients()
+        window.commit([loss])
+        divided_by = self.fit.trainer.accumulate_grad_batches
         return loss * divided_by if divided_by > 1 else loss
 
     def on_gradients_reduced(self) -> None:

@@ -1,0 +1,396 @@
+"""A window counts what is back-propagated, in any order; counts and totals may be given before; what cannot be counted is an error."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+ROWS = {
+    1: [(5,), (2,), (4,)],
+    2: [(2, 3), (0, 4), (6, 1)],
+    3: [(1, 2, 2), (4, 0, 1), (2, 3, 3)],
+}  # by micro-batch and rank
+Objective = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A model with a head and two losses of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh()).double()
+        self.head = nn.Linear(6, 3).double()
+        self.a = GlobalBatchLoss(nn.CrossEntropyLoss(ignore_index=-1))
+        self.b = GlobalBatchLoss(nn.CrossEntropyLoss(ignore_index=-1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(rows))
+        return logits
+
+
+def all_rows() -> list[Tensor]:
+    """The global micro-batches."""
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64) for sizes in ROWS[2]]
+
+
+def own_rows() -> list[Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return [
+        rows.split(proportional(sizes, len(rows)))[rank] for rows, sizes in zip(all_rows(), ROWS[world], strict=True)
+    ]
+
+
+def proportional(sizes: tuple[int, ...], total: int) -> list[int]:
+    """Sizes of about the given proportions that add up to a total."""
+    ends = [round(total * sum(sizes[: i + 1]) / sum(sizes)) for i in range(len(sizes))]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def labels_of(rows: Tensor) -> Tensor:
+    """Some rows have none."""
+    return torch.where(rows[:, 0] > 0.8, -1, (rows.sum(1).abs() * 10).long() % 3)
+
+
+def mean_square(net: Net, rows: Tensor, name: str = "square") -> Tensor:
+    return global_mean(net(rows).square().sum(), len(rows), name=name)
+
+
+def first_loss(net: Net, rows: Tensor) -> Tensor:
+    return torch.as_tensor(net.a(net(rows), labels_of(rows)))
+
+
+# ---------------------------------------------------------------------- loops that are exact
+
+
+def plain(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    for rows in micro_batches:
+        objective(net, rows).backward()
+
+
+def forwards_first(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    for value in [objective(net, rows) for rows in micro_batches]:
+        value.backward()
+
+
+def skips_the_second(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    """All ranks skip a micro-batch after its forward."""
+    for i, rows in enumerate((micro_batches[0], micro_batches[0] * 2, *micro_batches[1:])):
+        value = objective(net, rows)
+        if i != 1:
+            value.backward()
+
+
+def backwards_function(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    for rows in micro_batches:
+        torch.autograd.backward([objective(net, rows)])
+
+
+def penalised_alone(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    """A gradient of this rank's rows by themselves counts nothing."""
+    for rows in micro_batches:
+        leaf = rows.clone().requires_grad_()
+        torch.autograd.grad(net(leaf).sum(), leaf)
+        objective(net, rows).backward()
+
+
+LOOPS = {f.__name__: f for f in (plain, forwards_first, skips_the_second, backwards_function, penalised_alone)}
+OBJECTIVES: dict[str, tuple[Objective, Callable[[Net, Tensor], Tensor]]] = {
+    "global_mean": (mean_square, lambda net, rows: net(rows).square().sum() / len(rows)),
+    "a loss": (first_loss, lambda net, rows: net.a.loss(net(rows), labels_of(rows))),
+}
+
+
+def averaged(net: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in net.named_parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            found[name] = parameter.grad / dist.get_world_size()
+    return found
+
+
+def gradients(loop: str, objective: str, **options: Any) -> dict[str, Tensor]:
+    net = Net()
+    with accumulation_window(net, **options):
+        LOOPS[loop](net, own_rows(), OBJECTIVES[objective][0])
+    return averaged(net)
+
+
+def truth_of(value: Callable[[Net, Tensor], Tensor]) -> dict[str, Tensor]:
+    net = Net()
+    value(net, torch.cat(all_rows())).backward()
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_order_of_calls(pool: RankPool, world_size: int, loop: str, objective: str) -> None:
+    truth = truth_of(OBJECTIVES[objective][1])
+    for found in pool.run(world_size, gradients, loop, objective):
+        assert_close(found, truth)
+
+
+def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
+    net = Net()
+    with accumulation_window(net):
+        for rows in own_rows():
+            hidden = checkpoint(net.layers, rows.requires_grad_(), use_reentrant=reentrant)
+            global_mean(net.head(hidden).square().sum(), len(rows)).backward()
+    return averaged(net)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers(pool: RankPool, reentrant: bool) -> None:
+    truth = truth_of(OBJECTIVES["global_mean"][1])
+    for found in pool.run(2, with_checkpoints, reentrant):
+        assert_close(found, truth)
+
+
+def with_shared_parameter() -> dict[str, Tensor]:
+    """The head belongs to the model and to the loss."""
+    net = Net()
+    loss = nn.Module()
+    loss.head = net.head
+    ddp = DistributedDataParallel(net)
+    with accumulation_window(ddp, loss):
+        micro_batches = own_rows()
+        for i, rows in enumerate(micro_batches):
+            last = i + 1 == len(micro_batches)
+            with contextlib.nullcontext() if last else ddp.no_sync():
+                global_mean(ddp(rows).square().sum(), len(rows)).backward()
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_a_parameter_of_model_and_loss_is_corrected_once(pool: RankPool) -> None:
+    truth = truth_of(OBJECTIVES["global_mean"][1])
+    for found in pool.run(2, with_shared_parameter):
+        assert_close(found, truth)
+
+
+# ---------------------------------------------------------------------- counts and totals that are given before
+
+
+def counts_of(objective: str, *, by_path: bool) -> Any:
+    micro_batches = own_rows()
+    if objective == "global_mean":
+        number = sum(map(len, micro_batches))
+        return {"square": number} if by_path else number
+    number = sum(int((labels_of(rows) >= 0).sum()) for rows in micro_batches)
+    return {"a": number} if by_path else number
+
+
+def given_counts(objective: str, by_path: bool) -> dict[str, Tensor]:
+    net = Net()
+    found = []
+    with accumulation_window(net, counts=counts_of(objective, by_path=by_path)):
+        for rows in own_rows():
+            OBJECTIVES[objective][0](net, rows).backward()
+        found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    after = [p.grad for p in net.parameters() if p.grad is not None]
+    assert all(map(torch.equal, found, after)), "something was corrected at the end"
+    return averaged(net)
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_counts_first(pool: RankPool, objective: str, by_path: bool) -> None:
+    truth = truth_of(OBJECTIVES[objective][1])
+    for found in pool.run(2, given_counts, objective, by_path):
+        assert_close(found, truth)
+
+
+def two_losses() -> dict[str, Tensor]:
+    """Two losses of one class, whose counts are not in proportion, named by their paths."""
+    net, micro_batches = Net(), own_rows()
+    counted = sum(int((labels_of(rows) >= 0).sum()) for rows in micro_batches)
+    with accumulation_window(DistributedDataParallel(net), counts={"a": counted, "b": sum(map(len, micro_batches))}):
+        for rows in micro_batches:
+            logits = net(rows)
+            (net.a(logits, labels_of(rows)) + 0.5 * net.b(logits, labels_of(rows).clamp(min=0))).backward()
+    return averaged(net)
+
+
+def two_losses_alone(net: Net, rows: Tensor) -> Tensor:
+    logits = net(rows)
+    return net.a.loss(logits, labels_of(rows)) + 0.5 * net.b.loss(logits, labels_of(rows).clamp(min=0))
+
+
+def test_two_losses_of_one_class(pool: RankPool) -> None:
+    truth = truth_of(two_losses_alone)
+    for found in pool.run(2, two_losses):
+        assert_close(found, truth)
+
+
+def balance_parts(net: Net, rows: Tensor) -> Tensor:
+    """Sums over rows of a fraction without gradient and of a probability: as in the load balance of experts."""
+    probabilities = net(rows).softmax(1)
+    chosen = nn.functional.one_hot(probabilities.argmax(1), 3).to(rows.dtype)
+    return torch.cat([chosen.sum(0), probabilities.sum(0)])
+
+
+def balance(net: Net, rows: Tensor) -> Tensor:
+    means = global_mean(balance_parts(net, rows), torch.full((6,), len(rows)), name="experts")
+    return 3 * (means[:3] * means[3:]).sum() + means[3:].square().sum()
+
+
+def balance_alone(net: Net, rows: Tensor) -> Tensor:
+    means = balance_parts(net, rows) / len(rows)
+    return 3 * (means[:3] * means[3:]).sum() + means[3:].square().sum()
+
+
+def balanced() -> dict[str, Tensor]:
+    net, micro_batches = Net(), own_rows()
+    number = float(sum(map(len, micro_batches)))
+    totals = sum(balance_parts(net, rows).detach() for rows in micro_batches)
+    assert isinstance(totals, Tensor)
+    with accumulation_window(net, counts={"experts": [number] * 6}, totals={"experts": totals.tolist()}):
+        for rows in micro_batches:
+            balance(net, rows).backward()
+    return averaged(net)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_products_of_means_with_totals(pool: RankPool, world_size: int) -> None:
+    truth = truth_of(balance_alone)
+    for found in pool.run(world_size, balanced):
+        assert_close(found, truth)
+
+
+# ---------------------------------------------------------------------- what cannot be counted
+
+
+def unbalanced(net: Net) -> None:
+    with accumulation_window(net):
+        for rows in own_rows():
+            balance(net, rows).backward()
+
+
+def weighed(net: Net) -> None:
+    with accumulation_window(net):
+        for i, rows in enumerate(own_rows()):
+            (mean_square(net, rows) * (1 + i)).backward()
+
+
+def by_gradient(net: Net) -> None:
+    with accumulation_window(net):
+        for rows in own_rows():
+            torch.autograd.grad(mean_square(net, rows), list(net.layers.parameters()))
+
+
+def hidden_module(net: Net) -> None:
+    """An unknown module in a later micro-batch, whose graph has the form of an earlier one."""
+    other = nn.Linear(6, 3).double()
+    with accumulation_window(net):
+        for i, rows in enumerate(own_rows()):
+            head = net.head if i == 0 else other
+            global_mean(head(net.layers(rows)).square().sum(), len(rows)).backward()
+
+
+def hidden_loss_of_a_loss(net: Net) -> None:
+    with accumulation_window(net):
+        for i, rows in enumerate(own_rows()):
+            inner = mean_square(net, rows) if i else net(rows).square().sum() / 11
+            global_mean(net(rows).sum() + inner * len(rows), len(rows), name="outer").backward()
+
+
+def checkpointed_term(net: Net) -> None:
+    with accumulation_window(net):
+        for rows in own_rows():
+            hidden = checkpoint(net.layers, rows.requires_grad_(), use_reentrant=True)
+            (hidden.sum() + mean_square(net, rows)).backward()
+
+
+def bypassed(net: Net) -> None:
+    with accumulation_window(net):
+        for rows in own_rows():
+            ORIGINAL(mean_square(net, rows))
+
+
+def wrong_counts(net: Net) -> None:
+    with accumulation_window(net, counts=3):
+        for rows in own_rows():
+            mean_square(net, rows).backward()
+
+
+def wrong_totals(net: Net) -> None:
+    number = sum(map(len, own_rows()))
+    with accumulation_window(net, counts={"square": number}, totals={"square": 1.0}):
+        for rows in own_rows():
+            mean_square(net, rows).backward()
+
+
+def total_alone(net: Net) -> None:
+    with accumulation_window(net, totals={"square": 1.0}):
+        pass
+
+
+def infinite_count(net: Net) -> None:
+    with accumulation_window(net, counts=float("inf") if dist.get_rank() else 3.0):
+        pass
+
+
+def counts_of_others(net: Net) -> None:
+    with accumulation_window(net, counts={"a" if dist.get_rank() else "b": 3}):
+        pass
+
+
+ORIGINAL = torch.autograd.backward
+ERRORS: dict[Callable[[Net], None], list[str]] = {
+    unbalanced: ["a weighted sum of losses", "PowBackward0 of", "counts and totals of the whole window"],
+    weighed: ["with the same weights in every micro-batch", "MulBackward0 of global_mean `square`"],
+    by_gradient: ["torch.autograd.grad", "Call backward()"],
+    hidden_module: ["a parameter of shape (3,)", "hand in the module that holds it"],
+    hidden_loss_of_a_loss: ["global_mean `outer`", "depends on global_mean `square`"],
+    checkpointed_term: ["a re-entrant checkpoint"],
+    bypassed: ["another way to back-propagate it"],
+    wrong_counts: ["count in expect_counts of global_mean `square`", "expected 6 over all ranks", "got 16"],
+    wrong_totals: ["total in expect_counts of global_mean `square`", "expected 2 over all ranks"],
+    total_alone: ["total of `square`: expected its count, too"],
+    infinite_count: ["finite counts, not negative", "inf"],
+    counts_of_others: ["global_mean `a`", "global_mean `b`"],
+}
+
+
+def fail(name: str) -> None:
+    next(loop for loop in ERRORS if loop.__name__ == name)(Net())
+
+
+@pytest.mark.parametrize("loop", ERRORS, ids=lambda loop: loop.__name__)
+def test_errors_on_every_rank(pool: RankPool, loop: Callable[[Net], None]) -> None:
+    for error in pool.errors(2, fail, loop.__name__):
+        assert error.is_a("DDPLossError"), error
+        assert not error.timed_out
+        for text in ERRORS[loop]:
+            assert text in error.message, error.message
+
+
+def in_proportion() -> None:
+    net = Net()
+    with accumulation_window(net):
+        for i, rows in enumerate(own_rows()):
+            logits = net(rows)
+            labels = labels_of(rows).clamp(min=0)
+            others = labels if i else torch.where(rows[:, 0] > 0, -1, labels)
+            (net.a(logits, labels) + net.b(logits, others)).backward()
+
+
+def test_the_error_of_two_divisors_names_paths(pool: RankPool) -> None:
+    for error in pool.errors(2, in_proportion):
+        assert "losses with different divisors" in error.message
+        assert "GlobalBatchLoss(CrossEntropyLoss) `a`: divided" in error.message
+        assert "GlobalBatchLoss(CrossEntropyLoss) `b`: divided" in error.message
