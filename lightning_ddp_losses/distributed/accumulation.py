@@ -91,8 +91,8 @@ def accumulation_window(
     Gradient: inside the block in proportion to the true one; on leaving it all gradients of ``model`` and ``losses`` are corrected.
 
     Communication: what the losses do, one handshake on leaving, and one for ``counts``. The host divides by what is counted: a loss whose
-        count an accelerator alone knows (targets that are ignored, what passes a reducer's limits) is waited for once a micro-batch. On
-        an accelerator the host waits once at the end, to compare upstream gradients.
+        count an accelerator alone knows (targets that are ignored, what passes a reducer's limits) is waited for once a micro-batch.
+        Upstream gradients on an accelerator are compared when the next window ends.
 
     Raises:
         ConfigurationError: for another term in what is back-propagated, for losses with different divisors, for one whose upstream gradient
@@ -564,8 +564,10 @@ class AccumulationWindow:
                 collective=True,
             )
         used = [divisor for divisor in divisors if divisor.is_used]
-        for divisor in used:
-            _refuse_other_slopes(divisor)
+        compare_slopes()
+        _unread_slopes.extend(_Slopes(divisor) for divisor in used if len(divisor.slopes) > 1)
+        if not any(slopes.is_on_device for slopes in _unread_slopes):
+            compare_slopes()
         factors = [divisor.factor for divisor in used] or [1.0]
         if not all(_is_equal(factor, factors[0]) for factor in factors):
             raise ConfigurationError(
@@ -599,23 +601,43 @@ def _refuse_other_numbers(what: str, title: str, expected: float | None, got: fl
     )
 
 
-def _refuse_other_slopes(divisor: _Divisor) -> None:
-    """Refuse a loss whose upstream gradient was not the same in all micro-batches: what is back-propagated is no sum of such losses."""
-    if len(divisor.slopes) < 2:
-        return
-    slopes = HostNumbers(divisor.slopes).read()
-    rounding = 8 * torch.finfo(divisor.slopes[0].dtype).eps
-    if all(math.isclose(slope, slopes[0], rel_tol=rounding) for slope in slopes):
-        return
-    factors = ", ".join(f"{slope:.6g}" for slope in slopes)
-    raise ConfigurationError(
-        "accumulation window: what is back-propagated",
-        expected="a weighted sum of losses, with the same weights in every micro-batch",
-        got=f"{divisor.functions}{divisor.title}, whose upstream gradients are {factors}",
-        fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a product "
-        "of two) needs the counts and totals of the whole window.",
-        collective=True,
-    )
+class _Slopes:
+    """Upstream gradients of one part of a loss in all micro-batches of a window, on their way to the host."""
+
+    def __init__(self, divisor: _Divisor) -> None:
+        self.is_on_device = divisor.slopes[0].device.type != "cpu"
+        self._rounding = 8 * torch.finfo(divisor.slopes[0].dtype).eps
+        self._name = f"{divisor.functions}{divisor.title}"
+        self._numbers = HostNumbers(divisor.slopes)
+
+    def refuse_others(self) -> None:
+        """Refuse upstream gradients that differ: what was back-propagated is no sum of such losses."""
+        slopes = self._numbers.read()
+        if all(math.isclose(slope, slopes[0], rel_tol=self._rounding) for slope in slopes):
+            return
+        raise ConfigurationError(
+            "accumulation window: what is back-propagated",
+            expected="a weighted sum of losses, with the same weights in every micro-batch",
+            got=f"{self._name}, whose upstream gradients are {', '.join(f'{slope:.6g}' for slope in slopes)}",
+            fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
+            "product of two) needs the counts and totals of the whole window.",
+            collective=True,
+        )
+
+
+_unread_slopes: list[_Slopes] = []  # of the last window on an accelerator, which the host does not wait for
+
+
+def compare_slopes() -> None:
+    """Compare the upstream gradients of the last window, if that lay on an accelerator.
+
+    Raises:
+        ConfigurationError: on every rank, for a loss whose upstream gradient was not the same in all micro-batches.
+    """
+    unread = list(_unread_slopes)
+    _unread_slopes.clear()
+    for slopes in unread:
+        slopes.refuse_others()
 
 
 def _is_equal(left: float, right: float) -> bool:

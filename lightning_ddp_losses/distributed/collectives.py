@@ -314,6 +314,9 @@ class _Once(torch.autograd.Function):
 # ---------------------------------------------------------------------- the autograd function
 
 
+_FIXED = 3  # arguments of _Exchanged before the tensors
+
+
 class _Exchanged(torch.autograd.Function):
     """Puts tensors that ``run`` returns into the graph of this rank's own; ``run_backward`` makes the gradients of these."""
 
@@ -322,8 +325,11 @@ class _Exchanged(torch.autograd.Function):
         ctx: Any, run: Callable[[], Sequence[Tensor]], run_backward: Callable[..., Grads], needs_all: bool, *own: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run_backward = run_backward
-        ctx.set_materialize_grads(needs_all)
+        ctx.set_materialize_grads(False)
         out = tuple(run())
+        ctx.zeros = []
+        if needs_all:
+            ctx.zeros = [partial(torch.zeros, t.shape, dtype=t.dtype, device=t.device) for t in out]
         if len(out) == len(own):
             # some losses refuse targets that ask for a gradient
             ctx.mark_non_differentiable(*(t for t, each in zip(out, own, strict=True) if not each.requires_grad))
@@ -332,7 +338,11 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     @once_differentiable_strict("rows of all ranks", linear=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
-        return None, None, None, *ctx.run_backward(*grads)
+        # a gradient that did not come is zero on this rank
+        for i, (zeros, wanted) in enumerate(zip(ctx.zeros, ctx.needs_input_grad[_FIXED:], strict=False)):
+            if grads[i] is None and wanted:
+                grads = *grads[:i], zeros(), *grads[i + 1 :]
+        return *[None] * _FIXED, *ctx.run_backward(*grads)
 
 
 def _with_grad(run: Callable[[], Tensor], run_backward: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:

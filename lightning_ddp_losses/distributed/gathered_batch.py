@@ -6,7 +6,6 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,12 +189,13 @@ class _Travelling(NamedTuple):
 
     def joined(self, blocks: Sequence[Tensor]) -> Tensor:
         """Return the rows of all ranks, of those of each as they came."""
-        if self.form is None or not any(self.dtypes):
-            return torch.cat(blocks)  # type: ignore[arg-type]
         if len(set(self.dtypes)) == 1:
-            return self.form.expand(torch.cat(blocks))  # type: ignore[arg-type]
-        whole = [self.form.expand(rows) if dtype else rows for rows, dtype in zip(blocks, self.dtypes, strict=True)]
-        return torch.cat(whole)
+            whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)  # type: ignore[arg-type]
+            return whole if self.form is None or self.dtypes[0] is None else self.form.expand(whole)
+        if self.form is None:
+            return torch.cat(blocks)  # type: ignore[arg-type]
+        expanded = [self.form.expand(rows) if dtype else rows for rows, dtype in zip(blocks, self.dtypes, strict=True)]
+        return torch.cat(expanded)
 
 
 def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
@@ -208,10 +208,24 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
 
 def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
-    starts = [*itertools.accumulate(map(len, payloads), initial=0)]
-    data = bytearray().join(payloads)
-    everyone = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return _unpack(travelling, counts, everyone, starts[:-1])
+    out, starts = [], [0] * len(payloads)
+    for each, rows in zip(travelling, counts, strict=True):
+        parts = []
+        for rank, payload in enumerate(payloads):
+            size = rows[rank] * each.row_bytes(rank)
+            parts.append(payload[starts[rank] : starts[rank] + size])
+            starts[rank] += aligned(size)
+        if len(set(each.dtypes)) == 1:  # no copy but the one that joins the bytes
+            blocks = [_rows_in(bytearray().join(parts), sum(rows), each.like(0))]
+        else:
+            blocks = [_rows_in(bytearray(parts[rank]), number, each.like(rank)) for rank, number in enumerate(rows)]
+        out.append(each.joined(blocks))
+    return out
+
+
+def _rows_in(data: bytearray, rows: int, like: Tensor) -> Tensor:
+    flat = torch.frombuffer(data, dtype=like.dtype) if data else torch.empty(0, dtype=like.dtype)
+    return flat.view(rows, *like.shape[1:])
 
 
 def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], group: Group) -> list[Tensor]:
@@ -229,13 +243,8 @@ def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], g
     everyone = packed.new_empty(world_size * longest)
     # 2. one gather
     gather(everyone, packed, group=group_for(packed, group))
-    return _unpack(travelling, counts, everyone, [rank * longest for rank in range(world_size)])
-
-
-def _unpack(
-    travelling: Sequence[_Travelling], counts: list[list[int]], everyone: Tensor, starts: list[int]
-) -> list[Tensor]:
-    """Return the rows of all ranks, of each tensor, from bytes in which those of each rank begin at ``starts``."""
+    # 3. each tensor's block of each rank
+    starts = [rank * longest for rank in range(world_size)]
     out = []
     for each, rows in zip(travelling, counts, strict=True):
         blocks = []

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts, active, step_inside_window
+from lightning_ddp_losses.distributed.accumulation import (
+    AccumulationWindow,
+    Counts,
+    active,
+    compare_slopes,
+    step_inside_window,
+)
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 
@@ -92,6 +98,10 @@ class LightningWindows(FitPart):
             self._window = None
 
     # ------------------------------------------------------------------ both
+
+    def on_train_end(self) -> None:
+        """Compare the upstream gradients of the last window."""
+        compare_slopes()
 
     def expect_counts(self, counts: Counts | None, totals: Mapping[str, float | Sequence[float]] | None) -> None:
         """Take what losses will count in the window that is open, or in the next one."""
