@@ -39,6 +39,7 @@ PLACES = {
         "EmbeddingModule",
         "MLPEncoder",
         "RegressionModule",
+        "SelfDistillationModule",
         "slant",
     ],
     "collectives": ["all_gather_with_grad", "all_reduce_with_grad", "reduce_scatter_with_grad"],

@@ -71,6 +71,7 @@ DOCUMENTED = {
         "LossCLI",
         "MLPEncoder",
         "RegressionModule",
+        "SelfDistillationModule",
         "main",
         "slant",
     ],

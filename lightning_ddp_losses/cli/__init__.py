@@ -24,6 +24,7 @@ from lightning_ddp_losses.demo import (
     EmbeddingModule,
     MLPEncoder,
     RegressionModule,
+    SelfDistillationModule,
     slant,
 )
 
@@ -37,6 +38,7 @@ __all__ = [
     "LossCLI",
     "MLPEncoder",
     "RegressionModule",
+    "SelfDistillationModule",
     "main",
     "slant",
 ]

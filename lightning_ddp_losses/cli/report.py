@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_ddp_losses.demo.data import BatchedArrayDataModule
-from lightning_ddp_losses.demo.evaluation import HeldOut, retrieval_metrics
+from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutModule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,8 @@ class RunReport(Callback):
     """At the end of fit, on rank 0: prints the metrics and draws the pictures.
 
     A module may say what it measures: ``report_rows`` (title and logged name of each), ``report_title`` and ``report_heading``. Of
-    another one all that it logged is shown. Retrieval metrics stand beside those of the raw inputs.
+    another one all that it logged is shown. Retrieval metrics stand beside those of the raw inputs, and of the untrained encoder if all
+    held-out rows are evaluated before training (``num_sanity_val_steps: -1``).
 
     After predict it writes the gathered `embeddings.npy` and `labels.npy`. A missing plotting package costs the pictures
     only.
@@ -54,7 +55,7 @@ class RunReport(Callback):
         if not trainer.is_global_zero:
             return
         seconds = time.perf_counter() - self.started
-        held_out = _held_out(pl_module)
+        held_out = pl_module.held_out if isinstance(pl_module, HeldOutModule) else None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
         self.outputs = [("time", f"{seconds:.1f} s of training on {ranks}")]
@@ -68,14 +69,14 @@ class RunReport(Callback):
             return
         title = getattr(pl_module, "report_title", "Logged")
         columns = [(getattr(pl_module, "report_heading", "last value"), metrics)]
-        if held_out is not None:
+        if isinstance(pl_module, HeldOutModule) and held_out is not None:
             title += f" ({len(held_out.labels)} rows)"
-            columns += _raw_metrics(trainer)
+            columns += _compared_metrics(trainer, pl_module)
         self.tables = [title, _metrics_table(columns, rows)]
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
-        held_out = _held_out(pl_module)
+        held_out = pl_module.held_out if isinstance(pl_module, HeldOutModule) else None
         log_dir = trainer.log_dir  # a broadcast: every rank has to ask
         if not trainer.is_global_zero or held_out is None or log_dir is None or not trainer.loggers:
             return
@@ -121,18 +122,16 @@ class RunReport(Callback):
             self.outputs.append(("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'"))
 
 
-def _held_out(module: LightningModule) -> HeldOut | None:
-    """Return the held-out set as an ``EmbeddingModule`` last evaluated it; of another module the name may mean anything."""
-    held_out = getattr(module, "held_out", None)
-    return held_out if isinstance(held_out, HeldOut) else None
-
-
-def _raw_metrics(trainer: Trainer) -> list[tuple[str, dict[str, float]]]:
-    """Return the name of the inputs and their retrieval metrics; nothing if the data module cannot hand over the held-out set."""
+def _compared_metrics(trainer: Trainer, module: HeldOutModule) -> list[tuple[str, dict[str, float]]]:
+    """Return names and metrics of the untrained encoder and of the inputs, as far as they are known."""
+    columns = []
+    # a shorter check before training has not seen all rows
+    if module.untrained and trainer.num_sanity_val_steps == float("inf"):
+        columns.append(("untrained", module.untrained))
     data: Any = getattr(trainer, "datamodule", None)
-    if not isinstance(data, BatchedArrayDataModule) or data.held_out_bytes > _MOST_RAW_BYTES:
-        return []
-    return [(data.inputs_name, retrieval_metrics(*data.held_out()))]
+    if isinstance(data, BatchedArrayDataModule) and data.held_out_bytes <= _MOST_RAW_BYTES:
+        columns.append((data.inputs_name, module.measure(*data.held_out())))
+    return columns
 
 
 def _metrics_table(columns: Sequence[tuple[str, dict[str, float]]], rows: Sequence[tuple[str, str]]) -> Table:

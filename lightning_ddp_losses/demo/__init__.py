@@ -3,11 +3,13 @@
 * ``data``: global batches over arrays, cut by rank; the user's own arrays and the digits.
 * ``cells``: counts of a hundred thousand cells, for large batches.
 * ``module``: ``EmbeddingModule``, ``RegressionModule`` and two encoders.
-* ``evaluation``: retrieval metrics of the whole held-out set.
+* ``distillation``: ``SelfDistillationModule``, which learns without labels.
+* ``evaluation``: retrieval metrics of the whole held-out set, and the module that logs them.
 """
 
 from lightning_ddp_losses.demo.cells import CellsDataModule, CellsEncoder
 from lightning_ddp_losses.demo.data import ArrayDataModule, DigitsDataModule
+from lightning_ddp_losses.demo.distillation import SelfDistillationModule
 from lightning_ddp_losses.demo.module import DigitsEncoder, EmbeddingModule, MLPEncoder, RegressionModule, slant
 
 __all__ = [
@@ -19,5 +21,6 @@ __all__ = [
     "EmbeddingModule",
     "MLPEncoder",
     "RegressionModule",
+    "SelfDistillationModule",
     "slant",
 ]

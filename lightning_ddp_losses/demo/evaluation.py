@@ -1,4 +1,4 @@
-"""Retrieval metrics of the whole held-out set, from rows that were embedded on several ranks.
+"""Retrieval metrics of the whole held-out set, from rows that were embedded on several ranks, and the module that logs them.
 
 Averages of the ranks' own metrics are not the metrics of the whole set: each query would be searched for among one rank's rows
 only. So the rows are gathered once an epoch, put into the order of one process, and every rank computes the same numbers.
@@ -8,17 +8,23 @@ Legend: `G` rows of all ranks, `D` embedding size.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from pytorch_metric_learning.distances import DotProductSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 from torch import Tensor
 from torch.nn.functional import normalize
+from torch.utils.data import DataLoader
 
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
-from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.errors import InputError, expect, format_error
+from lightning_ddp_losses.samplers.evaluation import repeated_rows
 
 _NAMES = {
     "precision_at_1": "precision_at_1",
@@ -35,12 +41,12 @@ class HeldOut:
     Attributes:
         embeddings: (G, D), at least float32.
         labels: (G,) int64.
-        loss: Mean loss over rows; NaN where none was computed.
+        loss: Mean loss over rows; None if none was computed.
     """
 
     embeddings: Tensor
     labels: Tensor
-    loss: float
+    loss: float | None
 
 
 @dataclass
@@ -88,7 +94,7 @@ class HeldOutRows:
         # the mean loss over rows
         sums = exact_scalars([self.loss_sum, self.loss_rows], embeddings.device)
         loss_sum, loss_rows = all_reduce_with_grad(sums).tolist()
-        loss = loss_sum / loss_rows if loss_rows else float("nan")
+        loss = loss_sum / loss_rows if loss_rows else None
         return HeldOut(embeddings, labels, loss)
 
 
@@ -135,3 +141,124 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     classes = torch.unique(labels, return_inverse=True)[1]
     found = calculator.get_accuracy(rows, classes)
     return {name: float(found[theirs]) for name, theirs in _NAMES.items()}
+
+
+def effective_rank(rows: Tensor) -> float:
+    """Return how many directions rows (G, D) spread over: from 1 to D, by the entropy of their singular values.
+
+    Embeddings that collapse have a rank near 1.
+
+    Source: Roy, Vetterli, "The effective rank" (2007), EUSIPCO, definition 1.
+
+    Example:
+        >>> round(effective_rank(torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])), 6)
+        2.0
+    """
+    rows = torch.flatten(rows.detach(), 1).double()
+    shares = torch.linalg.svdvals(rows - rows.mean(0))
+    return float(torch.special.entr(shares / shares.sum()).sum().exp())
+
+
+class HeldOutModule(LightningModule):
+    """A module that embeds rows, and logs the metrics of the whole held-out set.
+
+    Held-out batches are ``(x, labels)`` or ``(x, labels, indices)``. A subclass defines ``forward``, and may define ``held_out_loss``
+    and ``measure``. What is measured before training starts is kept for the report, if the trainer's sanity check takes all batches.
+    """
+
+    report_title = "Retrieval on the held-out set"
+    report_heading = "embeddings"
+    report_rows: tuple[tuple[str, str], ...] = (
+        ("precision@1", "precision_at_1"),
+        ("R-precision", "r_precision"),
+        ("MAP@R", "map_at_r"),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = HeldOutRows()
+        self.held_out: HeldOut | None = None
+        """The held-out set as last evaluated, on rank 0."""
+        self.untrained: dict[str, float] = {}
+        """The metrics before training, on every rank."""
+
+    def held_out_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
+        """Return the loss of one held-out batch; None: there is none."""
+        return None
+
+    def measure(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
+        """Return the metrics of all held-out rows."""
+        return retrieval_metrics(embeddings, labels)
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the last evaluation."""
+        self.rows = HeldOutRows()
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the last evaluation."""
+        self.on_validation_epoch_start()
+
+    def on_predict_epoch_start(self) -> None:
+        """Forget the last evaluation."""
+        self.rows = HeldOutRows()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Embed one batch and keep it until the epoch's end."""
+        x, labels, indices = (*batch, None)[:3]
+        embeddings = self(x)
+        # of a global loss, every rank has the value and adds its share of the rows
+        self.rows.add(embeddings, labels, indices, self.held_out_loss(embeddings, labels))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Return the embeddings (B, D) of one batch."""
+        x, labels, indices = (*batch, None)[:3]
+        embeddings: Tensor = self(x)
+        self.rows.add(embeddings, labels, indices)
+        return embeddings
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of the global held-out set."""
+        self._evaluate("val_loss", "")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of the global test set."""
+        self._evaluate("test_loss", "test_")
+
+    def on_predict_epoch_end(self) -> None:
+        """Join the ranks' embeddings; rank 0 keeps them."""
+        self._keep(self._gather())
+
+    def _evaluate(self, loss_name: str, prefix: str) -> None:
+        held_out = self._gather()
+        metrics = {} if held_out.loss is None else {loss_name: held_out.loss}
+        for name, value in self.measure(held_out.embeddings, held_out.labels).items():
+            metrics[prefix + name] = value
+        if self.trainer.sanity_checking:
+            self.untrained = metrics
+        # float64, or the logger would round them
+        values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
+        # every rank holds the same numbers; with both options Lightning keeps them on all ranks, and reduces nothing
+        self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True, rank_zero_only=True)
+        self._keep(held_out)
+
+    def _gather(self) -> HeldOut:
+        self._warn_of_repeated_rows()
+        held_out = self.rows.gather()
+        self.rows = HeldOutRows()
+        return held_out
+
+    def _keep(self, held_out: HeldOut) -> None:
+        if process_groups.rank() == 0 and not self.trainer.sanity_checking:
+            self.held_out = HeldOut(held_out.embeddings.cpu(), held_out.labels.cpu(), held_out.loss)
+
+    def _warn_of_repeated_rows(self) -> None:
+        """Say so if a sampler that pads makes rows count twice and nothing tells which."""
+        stage = "test" if self.trainer.testing else "predict" if self.trainer.predicting else "val"
+        loader = getattr(self.trainer, f"{stage}_dataloaders")
+        repeated = repeated_rows(loader) if isinstance(loader, DataLoader) else 0
+        if repeated and not self.rows.indices:
+            fix = "Return (x, labels, index) from the dataset, index being the row's position: repeated rows are then dropped."
+            what = "held-out rows that the distributed sampler repeats"
+            rank_zero_warn(format_error(what, expected=0, got=repeated, fix=fix))

@@ -14,22 +14,18 @@ from typing import Any, Literal, Optional
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
 from pytorch_metric_learning.losses import CrossBatchMemory
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_ddp_losses.core.compat import is_made_by_command_line
-from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutRows, exact_scalars, retrieval_metrics
-from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import InputError, expect, format_error
+from lightning_ddp_losses.demo.evaluation import HeldOutModule
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.microbatch import microbatched
-from lightning_ddp_losses.samplers.evaluation import repeated_rows
 
 
-class EmbeddingModule(LightningModule):
+class EmbeddingModule(HeldOutModule):
     """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` gets small.
 
     Batches are ``(x, labels)`` or ``(x, labels, indices)``; the indices say where a held-out row stands in its set, so that
@@ -53,14 +49,7 @@ class EmbeddingModule(LightningModule):
         >>> module = EmbeddingModule(MLPEncoder(6, 4), ArcFaceLoss(num_classes=3, embedding_size=4), loss_lr=0.01)
     """
 
-    report_title = "Retrieval on the held-out set"
-    report_heading = "embeddings"
-    report_rows = (
-        ("loss", "val_loss"),
-        ("precision@1", "precision_at_1"),
-        ("R-precision", "r_precision"),
-        ("MAP@R", "map_at_r"),
-    )
+    report_rows = (("loss", "val_loss"), *HeldOutModule.report_rows)
 
     def __init__(
         self,
@@ -84,10 +73,7 @@ class EmbeddingModule(LightningModule):
         self._chunked: Callable[[Tensor], Tensor] | None = None
         if chunk_size is not None:
             self._chunked = microbatched(encoder, chunk_size)
-        self.rows = HeldOutRows()
         self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
-        self.held_out: HeldOut | None = None
-        """The held-out set as last evaluated, on rank 0."""
 
     def configure_model(self) -> None:
         """Divide the encoder over the ranks where the strategy is FSDP2's: each of its layers by itself, then what is left."""
@@ -135,76 +121,18 @@ class EmbeddingModule(LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Forget the last evaluation, and keep held-out rows out of a loss that remembers rows."""
-        self.rows = HeldOutRows()
+        """Keep held-out rows out of a loss that remembers rows."""
+        super().on_validation_epoch_start()
         remembers = any(isinstance(module, CrossBatchMemory) for module in self.loss.modules())
         self._evaluated = (copy.deepcopy(self.loss) if remembers else self.loss,)
 
-    on_test_epoch_start = on_validation_epoch_start
-
-    def on_predict_epoch_start(self) -> None:
-        """Forget the last evaluation."""
-        self.rows = HeldOutRows()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Embed one batch and keep it until the epoch's end."""
-        x, labels, indices = (*batch, None)[:3]
-        embeddings = self(x)
-        # of a global loss, every rank has the value and adds its share of the rows
-        self.rows.add(embeddings, labels, indices, self.compute_loss(embeddings, labels, self._evaluated[0]))
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the embeddings (B, D) of one batch."""
-        x, labels, indices = (*batch, None)[:3]
-        embeddings: Tensor = self(x)
-        self.rows.add(embeddings, labels, indices)
-        return embeddings
-
-    def on_validation_epoch_end(self) -> None:
-        """Log the metrics of the global held-out set."""
-        self._evaluate("val_loss", "")
-
-    def on_test_epoch_end(self) -> None:
-        """Log the metrics of the global test set."""
-        self._evaluate("test_loss", "test_")
-
-    def on_predict_epoch_end(self) -> None:
-        """Join the ranks' embeddings; rank 0 keeps them."""
-        self._keep(self._gather())
+    def held_out_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of one held-out batch."""
+        return self.compute_loss(embeddings, labels, self._evaluated[0])
 
     def _evaluate(self, loss_name: str, prefix: str) -> None:
-        held_out = self._gather()
-        metrics = {loss_name: held_out.loss}
-        for name, value in retrieval_metrics(held_out.embeddings, held_out.labels).items():
-            metrics[prefix + name] = value
+        super()._evaluate(loss_name, prefix)
         self._evaluated = (self.loss,)
-        # float64, or the logger would round them
-        values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
-        # every rank holds the same numbers; with both options Lightning keeps them on all ranks, and reduces nothing
-        self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True, rank_zero_only=True)
-        self._keep(held_out)
-
-    def _gather(self) -> HeldOut:
-        self._warn_of_repeated_rows()
-        held_out = self.rows.gather()
-        self.rows = HeldOutRows()
-        return held_out
-
-    def _keep(self, held_out: HeldOut) -> None:
-        if process_groups.rank() == 0 and not self.trainer.sanity_checking:
-            self.held_out = HeldOut(held_out.embeddings.cpu(), held_out.labels.cpu(), held_out.loss)
-
-    def _warn_of_repeated_rows(self) -> None:
-        """Say so where a sampler that pads makes rows count twice and nothing tells which."""
-        stage = "test" if self.trainer.testing else "predict" if self.trainer.predicting else "val"
-        loader = getattr(self.trainer, f"{stage}_dataloaders")
-        repeated = repeated_rows(loader) if isinstance(loader, DataLoader) else 0
-        if repeated and not self.rows.indices:
-            fix = "Return (x, labels, index) from the dataset, index being the row's position: repeated rows are then dropped."
-            what = "held-out rows that the distributed sampler repeats"
-            rank_zero_warn(format_error(what, expected=0, got=repeated, fix=fix))
 
 
 class DigitsEncoder(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from pathlib import Path
 
@@ -61,6 +62,16 @@ def test_every_config_trains(config: Path, capsys: pytest.CaptureFixture[str]) -
     run(*command("fit", config, "--trainer.max_steps", "2", *smaller(config)))
     assert "on the held-out set" in capsys.readouterr().out
     assert (run_folder(config) / "config.yaml").is_file()
+
+
+def test_the_untrained_encoder_stands_in_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    config = CONFIGS / "digits_dino.yaml"
+    run(*command("fit", config, "--trainer.max_epochs", "1", "--trainer.limit_train_batches", "2"))
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("embeddings", "untrained", "raw pixels"))
+    for name in ("precision@1", "MAP@R", "effective rank"):
+        row = next(line for line in shown.splitlines() if name in line)
+        assert len(re.findall(r" \d+\.\d{4} ", row)) == 3
 
 
 def metrics(folder: Path) -> dict[str, float]:

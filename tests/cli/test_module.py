@@ -14,8 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule, MLPEncoder
+from lightning_ddp_losses.demo.evaluation import effective_rank
+from tests.cli.shipped_configs import fit_config
 from tests.lightning_ranks import make_trainer
+from tests.oracle import assert_close
+from tests.processes import ROOT
 from tests.rank_pool import RankPool
+
+DINO = str(ROOT / "configs" / "digits_dino.yaml")
 
 
 def train(steps: int) -> dict[str, Any]:
@@ -166,3 +172,21 @@ def test_miner_tuples_reach_the_loss() -> None:
 
 def test_rows_of_any_shape_are_embedded() -> None:
     assert MLPEncoder(12, 7)(torch.zeros(2, 3, 4)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("targets", ["center", "sinkhorn"])
+def test_self_distillation_on_ranks_trains_as_one_process(pool: RankPool, targets: str) -> None:
+    options = ["--model.init_args.targets", targets, "--trainer.max_epochs", "2"]
+    limits = {"limit_train_batches": 4, "max_epochs": 2}
+    ((one, weights),) = pool.run(1, fit_config, DINO, options, **limits)
+    assert set(one) == {"train_loss", "precision_at_1", "r_precision", "map_at_r", "effective_rank"}
+    for metrics, state in pool.run(2, fit_config, DINO, options, **limits):
+        assert metrics == pytest.approx(one, rel=1e-9)
+        assert_close(state, weights, rtol=1e-8)
+
+
+def test_the_rank_tells_spread_from_collapse() -> None:
+    rows = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    spread, collapsed = effective_rank(rows), effective_rank(rows * torch.tensor([1, 1e-3, 1e-3, 1e-3]))
+    assert spread == pytest.approx(4, abs=0.1)
+    assert collapsed == pytest.approx(1, abs=0.05)
