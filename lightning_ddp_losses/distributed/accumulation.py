@@ -530,10 +530,9 @@ class AccumulationWindow:
 
     def _divisor(self, key: object, call: int, part: int, title: str) -> _Divisor:
         """Return the divisor of a part of the n-th call of a loss in each backward."""
-        place = key, call, part
-        if place not in self._divisors:
-            self._divisors[place] = _Divisor(title, expected=self._expected_of_all)
-        return self._divisors[place]
+        divisor = self._divisors.setdefault((key, call, part), _Divisor(title, expected=self._expected_of_all))
+        divisor.title = title
+        return divisor
 
     def _titled(self, call: WindowCall) -> str:
         """Return how messages name the loss of a call: with its path, if it has one in the modules."""

@@ -221,3 +221,21 @@ def test_window_and_expect_counts_need_the_option() -> None:
         pass
     with pytest.raises(ConfigurationError, match="accumulation='window'"):
         strategy.expect_counts({"norm": IGNORED})
+
+
+class KeepsGradients(Job):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Leave what the last step had."""
+
+
+def fit_on_left_gradients() -> None:
+    job = KeepsGradients("cross entropy, ignored")
+    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2)
+    trainer.fit(job, loader(own_batches(job.global_batches(4, 2))))
+
+
+def test_gradients_from_before_a_window_are_refused(pool: RankPool) -> None:
+    for error in pool.errors(2, fit_on_left_gradients):
+        assert error.is_a("ConfigurationError"), error
+        assert "gradients before it" in error.message, error.message
+        assert not error.timed_out
