@@ -24,7 +24,7 @@ import yaml
 from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import batch_norm, cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_losses
@@ -67,6 +67,7 @@ def global_rows() -> Names:
         "other": torch.randn(ROWS, FEATURES, generator=generator),
         "labels": torch.randint(10, (ROWS,), generator=generator),
         "targets": torch.randn(ROWS, 4, generator=generator),
+        "numbers": 100 + torch.arange(ROWS),
     }
 
 
@@ -86,6 +87,17 @@ def loaders(rows: Names, model: nn.Module) -> Names:
 def views(rows: Names, model: nn.Module) -> Names:
     first, second = rows["images"], rows["other"]
     return {"view1": first, "view2": second, "queries": first, "answers": second, "model": model}
+
+
+def taught(rows: Names, model: nn.Module) -> Names:
+    """Two views, each image's number, and a teacher that is not the student."""
+    given = views(rows, model)
+    torch.manual_seed(9)
+    teacher = nn.Linear(FEATURES, DIM)
+    both = {"views": ("view1", "view2"), "swapped": ("view2", "view1")}
+    given |= {name: torch.cat([given[part] for part in parts]) for name, parts in both.items()}
+    # statistics do not know of a bias: the tanh lets it have a gradient
+    return {**given, "model": lambda x: model(x).tanh(), "teacher": teacher, "numbers": rows["numbers"]}
 
 
 def towers(rows: Names, model: nn.Module) -> Names:
@@ -151,6 +163,49 @@ def ranking(given: Names) -> tuple[Tensor, None]:
     model = given["model"]
     logits = 20 * normalize(model(given["queries"])) @ normalize(model(given["answers"])).T
     return cross_entropy(logits, torch.arange(len(logits))), None
+
+
+def byol(given: Names) -> tuple[Tensor, None]:
+    student, teacher = normalize(given["model"](given["views"])), normalize(given["teacher"](given["swapped"]).detach())
+    return -(student * teacher).sum(1).mean(), None
+
+
+def barlow(given: Names) -> tuple[Tensor, None]:
+    first, second = (batch_norm(given["model"](given[name]), None, None, training=True) for name in ("view1", "view2"))
+    target = torch.eye(DIM)
+    weights = target + 5e-3 * (1 - target)
+    return (weights * (first.T @ second / ROWS - target).square()).sum(), None
+
+
+def vic(given: Names) -> tuple[Tensor, None]:
+    both = [given["model"](given[name]) for name in ("view1", "view2")]
+    value = 25 * (both[0] - both[1]).square().mean()
+    for view in both:
+        covariance = torch.cov(view.T)
+        value = value + 12.5 * (1 - (covariance.diagonal() + 1e-4).sqrt()).relu().mean()
+        value = value + (covariance * (1 - torch.eye(DIM))).square().sum() / DIM
+    return value, None
+
+
+def cross_entropy_of(given: Names, targets: Tensor) -> tuple[Tensor, None]:
+    return cross_entropy(given["model"](given["views"]) / 0.1, targets.detach()), None
+
+
+def dino(given: Names) -> tuple[Tensor, None]:
+    return cross_entropy_of(given, (given["teacher"](given["swapped"]) / 0.04).softmax(1))
+
+
+def swav(given: Names) -> tuple[Tensor, None]:
+    weights = (given["model"](given["swapped"]) / 0.05).exp()
+    for _ in range(3):
+        weights = weights / weights.sum(0)
+        weights = weights / weights.sum(1, keepdim=True)
+    return cross_entropy_of(given, weights)
+
+
+def moco(given: Names) -> tuple[Tensor, None]:
+    queries, keys = normalize(given["model"](given["view1"])), normalize(given["teacher"](given["view2"]).detach())
+    return cross_entropy(queries @ keys.T / 0.1, torch.arange(ROWS)), None
 
 
 def pearson(given: Names) -> tuple[Tensor, None]:
@@ -379,6 +434,7 @@ class Recipe:
     page: str = ""
     cuts: tuple[int, ...] = UNEVEN
     change_ours: tuple[str, str] = ("", "")
+    section: str = OURS
 
 
 def flags(local: bool, grad: bool) -> tuple[str, str]:
@@ -389,6 +445,7 @@ BARE: Names = {"bare": True}
 # what a test's Trainer has beside
 QUIETLY = "plugins=[environment], use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False, "
 QUIETLY += "enable_model_summary=False, "
+OBJECTIVES = {"BYOL": byol, "Barlow Twins": barlow, "VICReg": vic, "DINO": dino, "SwAV": swav, "MoCo": moco}
 RECIPES = {
     "pml": Recipe(simple, arcface, {"model": 1.0, "loss": 2.0}),
     "open_clip": Recipe(towers, clip, {"model": 0.5, "log_scale": 1.0}),
@@ -399,6 +456,7 @@ RECIPES = {
     "lightly gathered": Recipe(
         views, nt_xent, {"model": 1.0}, ("gather_distributed=False", "gather_distributed=True"), page="lightly"
     ),
+    **{f"lightly, {name}": Recipe(taught, alone, page="lightly", section=name) for name, alone in OBJECTIVES.items()},
     "torchmetrics": Recipe(metric_rows, pearson, {"model": 0.5}),
     "sentence_transformers": Recipe(views, ranking, {"model": None}),
     "data_parallel": Recipe(simple, arcface, options=BARE),
@@ -415,7 +473,7 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_ours_has_the_gradient_of_one_process(pool: RankPool, name: str) -> None:
     recipe = RECIPES[name]
-    (code,) = code_of(recipe.page or name, OURS)
+    (code,) = code_of(recipe.page or name, recipe.section)
     expected = pool.run(1, run_alone, recipe.prepare, recipe.alone, recipe.options, distributed=False)[0]
     code = code.replace(*recipe.change_ours) if recipe.change_ours[0] else code
     for found in pool.run(2, run_code, code, recipe.prepare, recipe.cuts, recipe.options):
@@ -525,14 +583,15 @@ def test_a_page_is_whole(page: str) -> None:
     text = manual.recipes()[page]
     assert text.startswith("# ")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers"])
+    objectives = ["Other objectives", *OBJECTIVES] if page == "lightly" else []
+    assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers", *objectives])
     # code can be read, and what it imports from us is there
     for language, code in BLOCK.findall(text):
         if language != "python":
             continue
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and node.module == "lightning_ddp_losses":
-                assert {alias.name for alias in node.names} <= set(lightning_ddp_losses.__all__)
+                assert {alias.name for alias in node.names} <= {*lightning_ddp_losses.__all__, "ssl"}
     # what it refers to is there
     assert set(re.findall(r"\bF\d\d\b", text)) <= set(FAULTS)
     assert find_page(["migrate", page.replace("_", "-")]) == text
