@@ -28,7 +28,8 @@ from lightning_ddp_losses.callbacks.findings import Finding, Remark
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumber
-from lightning_ddp_losses.distributed.accumulation import counts_nothing, noted_parts
+from lightning_ddp_losses.distributed.accumulation import counts_nothing
+from lightning_ddp_losses.distributed.window_parts import noted_parts
 
 UNSEEN, PRESENT, MISSING = 0.0, 1.0, 2.0
 """States of a row: no loss came by, there is one, ``training_step`` returned None."""

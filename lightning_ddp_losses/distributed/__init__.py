@@ -9,6 +9,7 @@
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
 * ``accumulation``: windows of several micro-batches, divided by what all of them count; ``accumulation_window`` for hand-written loops
+* ``window_parts``: what the parts of a loss count in a window, and their weights
 * ``window_graph``: the paths from the value that a window back-propagates to the parameters
 * ``upstream_grad``: whether a global value is back-propagated alike on all ranks
 * ``shard``: the tag on a parameter that is sharded

@@ -34,14 +34,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +47,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
-from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, window_call
+from lightning_ddp_losses.distributed.window_parts import (
+    EQUAL,
+    Divisor,
+    WindowCall,
+    WindowPart,
+    compare_slopes,
+    is_equal,
+)
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 
 Counts = float | Mapping[Any, float | Sequence[float]]
@@ -141,149 +146,7 @@ def _refuses_steps() -> Iterator[None]:
         handle.remove()
 
 
-_EQUAL = 1e-12  # relative difference of two factors that counts as rounding
-_PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
 _active: ContextVar[AccumulationWindow | None] = ContextVar("accumulation_window", default=None)
-_call_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class WindowPart:
-    """One part of a loss in one micro-batch.
-
-    Attributes:
-        kind: As in the table above.
-        count: N_m over all ranks, of a mean; outside a window perhaps still on its device.
-        total: S_m over all ranks, of a ``global_mean`` on the CPU. None: unknown.
-    """
-
-    kind: Literal["mean", "sum", "once"]
-    count: Any = 0.0
-    total: float | None = None
-
-
-@dataclass
-class _Divisor:
-    """What one part of a loss is divided by, over a window.
-
-    Attributes:
-        title: Title of the loss.
-        expected: The sum over all ranks of the given ``counts``.
-        expected_total: The sum over all ranks of the given ``totals``.
-        estimate: D; None until a count that is not zero was back-propagated.
-        counted: Sum of the counts that were back-propagated.
-        total: Sum of the totals that were back-propagated. None: one of them is unknown.
-        is_sum: Nothing divides it.
-        slopes: Upstream gradient of each micro-batch in which it counts.
-        functions: Functions of it that are back-propagated, for messages.
-    """
-
-    title: str
-    expected: float | None = None
-    expected_total: float | None = None
-    estimate: float | None = None
-    counted: float = 0.0
-    total: float | None = 0.0
-    is_sum: bool = False
-    slopes: list[Tensor] = field(default_factory=list)
-    functions: str = ""
-
-    def count_(self, part: WindowPart, micro_batches: int) -> float:
-        """Count a part that is back-propagated. Return its weight in this micro-batch."""
-        if part.kind == "sum":
-            self.is_sum = True
-            return 1.0
-        if part.kind == "once" or not part.count:
-            return 0.0
-        if self.estimate is None:
-            self.estimate = self.expected or part.count * micro_batches
-        self.counted += part.count
-        self.total = None if self.total is None or part.total is None else self.total + part.total
-        return float(part.count) / self.estimate
-
-    @property
-    def expected_mean(self) -> float | None:
-        """The mean of the whole window, if both its total and its count were given."""
-        return self.expected_total / self.expected if self.expected and self.expected_total is not None else None
-
-    @property
-    def is_used(self) -> bool:
-        """Whether anything of it was back-propagated."""
-        return self.is_sum or self.counted > 0
-
-    @property
-    def factor(self) -> float:
-        """What corrects the estimate at the end."""
-        if self.is_sum:
-            return 1.0
-        assert self.estimate is not None
-        return self.estimate / self.counted
-
-    def describe(self) -> str:
-        """Return what it was divided by and what it should have been."""
-        if self.is_sum:
-            return f"{self.title}: a sum, not divided"
-        return f"{self.title}: divided by {self.estimate:.17g}, counted {self.counted:.17g}"
-
-
-@dataclass(eq=False)
-class WindowCall:
-    """One call of a loss in a window.
-
-    Attributes:
-        key: Identity of the loss. Its calls in other micro-batches share their divisors.
-        title: Title of the loss in messages.
-        parts: Parts of its value, over all ranks.
-        values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
-        number: Calls of a window count up.
-        functions: Names of the functions of its value that are back-propagated, for messages.
-        divisors: By part, once the call is back-propagated.
-        weights: By part, the factor of its gradient in this micro-batch, once the call is back-propagated.
-    """
-
-    key: object
-    title: str
-    parts: Sequence[WindowPart]
-    values: list[float] | None = None
-    number: int = field(default_factory=lambda: next(_call_numbers))
-    functions: str = ""
-    divisors: Sequence[_Divisor] = ()
-    weights: list[float] = field(default_factory=list)
-
-    def mark(self, value: Tensor, first: int = 0) -> Tensor:
-        """Return the value of a part, or of several parts from ``first`` on, whose gradient will be weighed."""
-        return _Part.apply(value, self, first)  # type: ignore[no-untyped-call, no-any-return]
-
-    @property
-    def counts_nothing(self) -> bool:
-        """Whether one of its means counts nothing in this micro-batch: a value that may be no number, and no gradient."""
-        return any(part.kind == "mean" and not part.count for part in self.parts)
-
-
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, call: WindowCall, first: int) -> Tensor:
-        ctx.window_call, ctx.first = call, first
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        call: WindowCall = ctx.window_call
-        expect(
-            call.weights,
-            f"accumulation window: {call.title}",
-            expected="Tensor.backward or torch.autograd.backward inside the window",
-            got="another way to back-propagate it, or one outside of the window",
-        )
-        places = slice(ctx.first, ctx.first + grad.numel())
-        for divisor, part, slope in zip(
-            call.divisors[places], call.parts[places], grad.reshape(-1).unbind(), strict=True
-        ):
-            if part.kind == "mean" and part.count:
-                divisor.slopes.append(slope.detach())
-                divisor.functions = call.functions
-        weights = call.weights[places]
-        return grad * (weights[0] if grad.ndim == 0 else grad.new_tensor(weights)), None, None
 
 
 # ---------------------------------------------------------------------- one window
@@ -314,7 +177,7 @@ class AccumulationWindow:
         self._graph = WindowGraph(parameters, gathered)
         self._modules = modules
         self._expected_micro_batches = max(micro_batches, 1)
-        self._divisors: dict[tuple[object, int, int], _Divisor] = {}
+        self._divisors: dict[tuple[object, int, int], Divisor] = {}
         self._expected_of_all: float | None = None
         self._without_rows: dict[object, str] = {}  # losses with a part without rows, beside which nothing counted yet
         self._sources: list[object] = []  # kept, so that an id stays theirs
@@ -429,7 +292,7 @@ class AccumulationWindow:
         for key, source, several in zip(keys, by_loss, sums[1:], strict=False):
             for i, number in enumerate(several):
                 # several calls of one mean each, or one call of several means
-                divisor = _Divisor(_title_of(source), expected=number)
+                divisor = Divisor(_title_of(source), expected=number)
                 self._divisors[key, i, 0] = self._divisors[key, 0, i] = divisor
         for name, several in zip(totals, sums[1 + len(by_loss) :], strict=True):
             for i, number in enumerate(several):
@@ -528,9 +391,9 @@ class AccumulationWindow:
             weight if part.kind == "once" else own for part, own in zip(call.parts, call.weights, strict=True)
         ]
 
-    def _divisor(self, key: object, call: int, part: int, title: str) -> _Divisor:
+    def _divisor(self, key: object, call: int, part: int, title: str) -> Divisor:
         """Return the divisor of a part of the n-th call of a loss in each backward."""
-        divisor = self._divisors.setdefault((key, call, part), _Divisor(title, expected=self._expected_of_all))
+        divisor = self._divisors.setdefault((key, call, part), Divisor(title, expected=self._expected_of_all))
         divisor.title = title
         return divisor
 
@@ -563,12 +426,9 @@ class AccumulationWindow:
                 collective=True,
             )
         used = [divisor for divisor in divisors if divisor.is_used]
-        compare_slopes()
-        _unread_slopes.extend(_Slopes(divisor) for divisor in used if len(divisor.slopes) > 1)
-        if not any(slopes.is_on_device for slopes in _unread_slopes):
-            compare_slopes()
+        compare_slopes(used)
         factors = [divisor.factor for divisor in used] or [1.0]
-        if not all(_is_equal(factor, factors[0]) for factor in factors):
+        if not all(is_equal(factor, factors[0]) for factor in factors):
             raise ConfigurationError(
                 "accumulation window: losses with different divisors",
                 expected="counts in the same proportion in every micro-batch",
@@ -577,7 +437,7 @@ class AccumulationWindow:
                 "rank}), of the strategy or of what accumulation_window gives.",
                 collective=True,
             )
-        return 1.0 if _is_equal(factors[0], 1.0) else factors[0]
+        return 1.0 if is_equal(factors[0], 1.0) else factors[0]
 
     def correct_(self) -> None:
         """Multiply all gradients with what ``finish`` returns."""
@@ -589,7 +449,7 @@ class AccumulationWindow:
 
 def _refuse_other_numbers(what: str, title: str, expected: float | None, got: float | None) -> None:
     """Refuse numbers of a window that are not those that the user gave."""
-    if expected is None or got is None or math.isclose(got, expected, rel_tol=_EQUAL if what == "count" else 1e-6):
+    if expected is None or got is None or math.isclose(got, expected, rel_tol=EQUAL if what == "count" else 1e-6):
         return
     raise ConfigurationError(
         f"accumulation window: {what} in expect_counts of {title}",
@@ -598,49 +458,6 @@ def _refuse_other_numbers(what: str, title: str, expected: float | None, got: fl
         fix=f"Give this rank's {what} in all micro-batches of the window, as the loss counts.",
         collective=True,
     )
-
-
-class _Slopes:
-    """Upstream gradients of one part of a loss in all micro-batches of a window, on their way to the host."""
-
-    def __init__(self, divisor: _Divisor) -> None:
-        self.is_on_device = divisor.slopes[0].device.type != "cpu"
-        self._rounding = 8 * torch.finfo(divisor.slopes[0].dtype).eps
-        self._name = f"{divisor.functions}{divisor.title}"
-        self._numbers = HostNumbers(divisor.slopes)
-
-    def refuse_others(self) -> None:
-        """Refuse upstream gradients that differ: what was back-propagated is no sum of such losses."""
-        slopes = self._numbers.read()
-        if all(math.isclose(slope, slopes[0], rel_tol=self._rounding) for slope in slopes):
-            return
-        raise ConfigurationError(
-            "accumulation window: what is back-propagated",
-            expected="a weighted sum of losses, with the same weights in every micro-batch",
-            got=f"{self._name}, whose upstream gradients are {', '.join(f'{slope:.6g}' for slope in slopes)}",
-            fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
-            "product of two) needs the counts and totals of the whole window.",
-            collective=True,
-        )
-
-
-_unread_slopes: list[_Slopes] = []  # of the last window on an accelerator, which the host does not wait for
-
-
-def compare_slopes() -> None:
-    """Compare the upstream gradients of the last window, if that lay on an accelerator.
-
-    Raises:
-        ConfigurationError: on every rank, for a loss whose upstream gradient was not the same in all micro-batches.
-    """
-    unread = list(_unread_slopes)
-    _unread_slopes.clear()
-    for slopes in unread:
-        slopes.refuse_others()
-
-
-def _is_equal(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=_EQUAL)
 
 
 def _several(number: float | Sequence[float]) -> list[float]:
@@ -693,19 +510,6 @@ def counts_nothing(loss: Tensor) -> bool:
         if call is not None and call.counts_nothing:
             return True
     return False
-
-
-def note_parts(value: Tensor, parts: Sequence[WindowPart]) -> None:
-    """Note by what a global loss is divided, for checks that look at its graph."""
-    if value.grad_fn is not None:
-        notes: Any = value.grad_fn.metadata
-        notes[_PARTS] = tuple(parts)
-
-
-def noted_parts(node: Any) -> Sequence[WindowPart] | None:
-    """Return by what the global loss is divided whose value a graph node made; None for all other nodes."""
-    found: Sequence[WindowPart] | None = node.metadata.get(_PARTS)
-    return found
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.accumulation import WindowPart, current_window, micro_batch_to_match, note_parts
+from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
@@ -55,6 +55,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     travels_on_device,
 )
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
 from lightning_ddp_losses.errors import InputError
 
 SUM_BYTES = 6 * torch.float64.itemsize

@@ -17,13 +17,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.accumulation import (
-    AccumulationWindow,
-    Counts,
-    active,
-    compare_slopes,
-    step_inside_window,
-)
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts, active, step_inside_window
+from lightning_ddp_losses.distributed.window_parts import compare_slopes
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
 

@@ -1,0 +1,224 @@
+"""The parts of losses in an accumulation window: what each counts, its divisor over the window, and its weight in a micro-batch.
+
+A loss that is called in a window marks the value of each of its parts (``WindowCall.mark``). When the value is back-propagated, its
+gradient is multiplied by the part's weight, and the upstream gradient is noted. It must be the same in every micro-batch
+(``compare_slopes``). ``accumulation`` has the mathematics.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.errors import ConfigurationError, expect
+
+EQUAL = 1e-12  # relative difference of two factors that counts as rounding
+_PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
+_call_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class WindowPart:
+    """One part of a loss in one micro-batch.
+
+    Attributes:
+        kind: As in the table above.
+        count: N_m over all ranks, of a mean; outside a window perhaps still on its device.
+        total: S_m over all ranks, of a ``global_mean`` on the CPU. None: unknown.
+    """
+
+    kind: Literal["mean", "sum", "once"]
+    count: Any = 0.0
+    total: float | None = None
+
+
+@dataclass
+class Divisor:
+    """What one part of a loss is divided by, over a window.
+
+    Attributes:
+        title: Title of the loss.
+        expected: The sum over all ranks of the given ``counts``.
+        expected_total: The sum over all ranks of the given ``totals``.
+        estimate: D; None until a count that is not zero was back-propagated.
+        counted: Sum of the counts that were back-propagated.
+        total: Sum of the totals that were back-propagated. None: one of them is unknown.
+        is_sum: Nothing divides it.
+        slopes: Upstream gradient of each micro-batch in which it counts.
+        functions: Functions of it that are back-propagated, for messages.
+    """
+
+    title: str
+    expected: float | None = None
+    expected_total: float | None = None
+    estimate: float | None = None
+    counted: float = 0.0
+    total: float | None = 0.0
+    is_sum: bool = False
+    slopes: list[Tensor] = field(default_factory=list)
+    functions: str = ""
+
+    def count_(self, part: WindowPart, micro_batches: int) -> float:
+        """Count a part that is back-propagated. Return its weight in this micro-batch."""
+        if part.kind == "sum":
+            self.is_sum = True
+            return 1.0
+        if part.kind == "once" or not part.count:
+            return 0.0
+        if self.estimate is None:
+            self.estimate = self.expected or part.count * micro_batches
+        self.counted += part.count
+        self.total = None if self.total is None or part.total is None else self.total + part.total
+        return float(part.count) / self.estimate
+
+    @property
+    def expected_mean(self) -> float | None:
+        """The mean of the whole window, if both its total and its count were given."""
+        return self.expected_total / self.expected if self.expected and self.expected_total is not None else None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything of it was back-propagated."""
+        return self.is_sum or self.counted > 0
+
+    @property
+    def factor(self) -> float:
+        """What corrects the estimate at the end."""
+        if self.is_sum:
+            return 1.0
+        assert self.estimate is not None
+        return self.estimate / self.counted
+
+    def describe(self) -> str:
+        """Return what it was divided by and what it should have been."""
+        if self.is_sum:
+            return f"{self.title}: a sum, not divided"
+        return f"{self.title}: divided by {self.estimate:.17g}, counted {self.counted:.17g}"
+
+
+@dataclass(eq=False)
+class WindowCall:
+    """One call of a loss in a window.
+
+    Attributes:
+        key: Identity of the loss. Its calls in other micro-batches share their divisors.
+        title: Title of the loss in messages.
+        parts: Parts of its value, over all ranks.
+        values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
+        number: Calls of a window count up.
+        functions: Names of the functions of its value that are back-propagated, for messages.
+        divisors: By part, once the call is back-propagated.
+        weights: By part, the factor of its gradient in this micro-batch, once the call is back-propagated.
+    """
+
+    key: object
+    title: str
+    parts: Sequence[WindowPart]
+    values: list[float] | None = None
+    number: int = field(default_factory=lambda: next(_call_numbers))
+    functions: str = ""
+    divisors: Sequence[Divisor] = ()
+    weights: list[float] = field(default_factory=list)
+
+    def mark(self, value: Tensor, first: int = 0) -> Tensor:
+        """Return the value of a part, or of several parts from ``first`` on, whose gradient will be weighed."""
+        return _Part.apply(value, self, first)  # type: ignore[no-untyped-call, no-any-return]
+
+    @property
+    def counts_nothing(self) -> bool:
+        """Whether one of its means counts nothing in this micro-batch: a value that may be no number, and no gradient."""
+        return any(part.kind == "mean" and not part.count for part in self.parts)
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, call: WindowCall, first: int) -> Tensor:
+        ctx.window_call, ctx.first = call, first
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        call: WindowCall = ctx.window_call
+        expect(
+            call.weights,
+            f"accumulation window: {call.title}",
+            expected="Tensor.backward or torch.autograd.backward inside the window",
+            got="another way to back-propagate it, or one outside of the window",
+        )
+        places = slice(ctx.first, ctx.first + grad.numel())
+        for divisor, part, slope in zip(
+            call.divisors[places], call.parts[places], grad.reshape(-1).unbind(), strict=True
+        ):
+            if part.kind == "mean" and part.count:
+                divisor.slopes.append(slope.detach())
+                divisor.functions = call.functions
+        weights = call.weights[places]
+        return grad * (weights[0] if grad.ndim == 0 else grad.new_tensor(weights)), None, None
+
+
+def is_equal(left: float, right: float) -> bool:
+    """Return whether two counts or factors differ by rounding at most."""
+    return math.isclose(left, right, rel_tol=EQUAL)
+
+
+class Slopes:
+    """Upstream gradients of one part of a loss in all micro-batches of a window, on their way to the host."""
+
+    def __init__(self, divisor: Divisor) -> None:
+        self.is_on_device = divisor.slopes[0].device.type != "cpu"
+        self._rounding = 8 * torch.finfo(divisor.slopes[0].dtype).eps
+        self._name = f"{divisor.functions}{divisor.title}"
+        self._numbers = HostNumbers(divisor.slopes)
+
+    def refuse_others(self) -> None:
+        """Refuse upstream gradients that differ: what was back-propagated is no sum of such losses."""
+        slopes = self._numbers.read()
+        if all(math.isclose(slope, slopes[0], rel_tol=self._rounding) for slope in slopes):
+            return
+        raise ConfigurationError(
+            "accumulation window: what is back-propagated",
+            expected="a weighted sum of losses, with the same weights in every micro-batch",
+            got=f"{self._name}, whose upstream gradients are {', '.join(f'{slope:.6g}' for slope in slopes)}",
+            fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
+            "product of two) needs the counts and totals of the whole window.",
+            collective=True,
+        )
+
+
+_unread_slopes: list[Slopes] = []  # of the last window on an accelerator, which the host does not wait for
+
+
+def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
+    """Compare the upstream gradients of a window. Those on an accelerator are compared at the next call, which waits for no device.
+
+    Args:
+        divisors: Divisors of a window that ends. None are given when training ends.
+
+    Raises:
+        ConfigurationError: on every rank, for a loss whose upstream gradient was not the same in all micro-batches.
+    """
+    due, new = list(_unread_slopes), [Slopes(divisor) for divisor in divisors if len(divisor.slopes) > 1]
+    _unread_slopes[:] = [slopes for slopes in new if slopes.is_on_device]
+    for slopes in [*due, *new]:
+        if slopes not in _unread_slopes:
+            slopes.refuse_others()
+
+
+def note_parts(value: Tensor, parts: Sequence[WindowPart]) -> None:
+    """Note by what a global loss is divided, for checks that look at its graph."""
+    if value.grad_fn is not None:
+        notes: Any = value.grad_fn.metadata
+        notes[_PARTS] = tuple(parts)
+
+
+def noted_parts(node: Any) -> Sequence[WindowPart] | None:
+    """Return by what the global loss is divided whose value a graph node made; None for all other nodes."""
+    found: Sequence[WindowPart] | None = node.metadata.get(_PARTS)
+    return found
