@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
+from lightning_ddp_losses.distributed.instances import Instance, Meetings
 from lightning_ddp_losses.distributed.peer_errors import (
     CALL,
     FAILURE,
@@ -34,6 +35,7 @@ from lightning_ddp_losses.distributed.peer_errors import (
     Header,
     failure_report,
     mismatch_error,
+    other_instances_error,
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
@@ -48,7 +50,7 @@ LARGEST_PAYLOAD = 64 << 20
 OURS, OF_USER = 0, 0x5AFE
 """Whose payload it is: one that holds what the user's program made may be of any length."""
 
-_WIRE = struct.Struct("<BBHII16s")
+_WIRE = struct.Struct("<BBHIIII16s")
 HEADER_BYTES = _WIRE.size
 
 
@@ -61,6 +63,8 @@ class WireHeader(NamedTuple):
         origin: ``OURS`` or ``OF_USER``.
         text_bytes: Length of the whole text.
         payload_bytes: Length of the payload.
+        number: Which of several losses of one kind calls (``Instance.numbers``).
+        made: How many of the kind the rank has made; 0: its text names it, or it is none.
         digest: A hash of the whole text.
     """
 
@@ -69,13 +73,18 @@ class WireHeader(NamedTuple):
     origin: int
     text_bytes: int
     payload_bytes: int
+    number: int
+    made: int
     digest: bytes
 
     @classmethod
-    def pack(cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS) -> bytes:
+    def pack(
+        cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS, instance: Instance | None = None
+    ) -> bytes:
         """Return the beginning of a message: the header and the part of the text that is sent with it."""
         digest = hashlib.blake2b(text, digest_size=16).digest()
-        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, digest) + text[:TEXT_BYTES]
+        number, made = (0, 0) if instance is None else instance.numbers()
+        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, number, made, digest) + text[:TEXT_BYTES]
 
     @classmethod
     def unpack(cls, message: bytes | memoryview) -> WireHeader:
@@ -195,7 +204,7 @@ def all_gather(
 
     Args:
         what: The operation, the same on every rank.
-        must_match: What must be equal on every rank, by name; values are compared as text.
+        must_match: What must be equal on every rank, by name; values are compared as text, an ``Instance`` as ``Meetings`` does.
         payload: This rank's own bytes, at most ``LARGEST_PAYLOAD``.
         group: Process group; None is the world.
         channel: Which of our groups carries the handshake; the checks have one of their own.
@@ -245,10 +254,22 @@ def start(
         raise_on_all_ranks(capture_error(what), what, group=group)
     if process_groups.world_size(group) == 1:
         return _OwnHandshake(payload)
-    text = "\n".join([what, *(f"{key}={value}" for key, value in must_match.items())])
-    origin = OF_USER if of_user else OURS
+    lines, instance = [what], None
+    for key, value in must_match.items():
+        if isinstance(value, Instance):
+            instance = value
+            if not instance.label:
+                continue
+        lines.append(f"{key}={value}")
+    text, origin = "\n".join(lines), OF_USER if of_user else OURS
     return PendingHandshake(
-        CALL, text, payload, Channel.of(group, channel), handshake_bytes=handshake_bytes, origin=origin
+        CALL,
+        text,
+        payload,
+        Channel.of(group, channel),
+        handshake_bytes=handshake_bytes,
+        origin=origin,
+        instance=instance,
     )
 
 
@@ -263,6 +284,7 @@ class Channel:
         handshake_bytes: The size of the next handshake.
         pending: The one that was sent and not received yet.
         opened: How many there were; as long as ranks agree, the same number on all of them.
+        meetings: Which losses of the ranks have met in them.
     """
 
     def __init__(self, group: dist.ProcessGroup, world_size: int) -> None:
@@ -270,6 +292,7 @@ class Channel:
         self.handshake_bytes = HANDSHAKE_BYTES
         self.pending: PendingHandshake | None = None
         self.opened = 0
+        self.meetings = Meetings()
         self._largest = max(_LARGEST_HANDSHAKE, _largest_inline(world_size))
         self._seen, self._longest = 0, 0
 
@@ -310,6 +333,7 @@ class PendingHandshake:
         handshake_bytes: Its size; None: the channel's.
         timeout: How long to wait for a handshake that is still pending on the channel; None: as long as the group does.
         origin: ``OURS`` or ``OF_USER``.
+        instance: Which of several losses of one kind calls; None: what calls has no others beside it.
 
     Attributes:
         sent_bytes: Bytes that this rank sends to each other.
@@ -325,8 +349,9 @@ class PendingHandshake:
         handshake_bytes: int | None,
         timeout: timedelta | None = None,
         origin: int = OURS,
+        instance: Instance | None = None,
     ) -> None:
-        self._text, self._payload, self._channel = text.encode(), payload, channel
+        self._text, self._payload, self._channel, self._instance = text.encode(), payload, channel, instance
         self._headers: list[Header] = []
         # 1. the peers' messages in the handshake before say how long this one is
         if channel.pending is not None and kind == CALL:
@@ -336,7 +361,7 @@ class PendingHandshake:
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
         # 2. the header, the payload where it fits, zeros up to the agreed size
-        message = bytearray(WireHeader.pack(kind, self._text, len(payload), origin))
+        message = bytearray(WireHeader.pack(kind, self._text, len(payload), origin, instance))
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
@@ -355,11 +380,20 @@ class PendingHandshake:
         """Wait for the peers, and return the payloads in rank order or raise the error of ``all_gather``."""
         headers = self.receive()
         what_differs = {(h.kind, h.version, h.digest) for h in headers}
-        if len(what_differs) == 1 and headers[0].kind == CALL and headers[0].version == VERSION:
+        if len(what_differs) > 1 or headers[0].kind != CALL or headers[0].version != VERSION:
+            error = mismatch_error(headers)
+        elif self._is_same_instance(headers):
             return [h.payload for h in headers]
-        error = mismatch_error(headers)
+        else:
+            error = other_instances_error(headers)
         mark_reported(error, self._channel.group)
         raise error
+
+    def _is_same_instance(self, headers: Sequence[Header]) -> bool:
+        if self._instance is None or not headers[0].made:
+            return True
+        numbers = tuple([header.number for header in headers])
+        return self._channel.meetings.fit(self._instance.kind, numbers, [header.made for header in headers])
 
     def receive(self, timeout: timedelta | None = None) -> list[Header]:
         """Wait for the peers, and return what they sent in rank order; a second call returns the same.
@@ -416,7 +450,7 @@ class PendingHandshake:
         if hides_mismatch(wire_headers, texts):
             texts = self._gather_rest(self._text, [wire.text_bytes for wire in wire_headers], timeout)
         return [
-            Header(wire.version, wire.kind, wire.digest, text.decode(errors="replace"), payload)
+            Header(wire.version, wire.kind, wire.digest, text.decode(errors="replace"), payload, wire.number, wire.made)
             for wire, text, payload in zip(wire_headers, texts, payloads, strict=True)
         ]
 
@@ -426,7 +460,8 @@ class PendingHandshake:
             self._channel.observe(wire.message_bytes)
         text = wire.text_in(messages[0]).decode(errors="replace")
         start, end = wire.payload_start, wire.message_bytes
-        return [Header(wire.version, wire.kind, wire.digest, text, bytes(m[start:end])) for m in messages]
+        number, made = wire.number, wire.made
+        return [Header(wire.version, wire.kind, wire.digest, text, bytes(m[start:end]), number, made) for m in messages]
 
     def _gather_rest(self, own: bytes, sizes: Sequence[int], timeout: timedelta | None) -> list[bytes]:
         """Gather so many bytes of each rank. Communication: one gather of the longest."""

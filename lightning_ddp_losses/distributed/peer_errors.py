@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 
-VERSION = 1
+VERSION = 2
 CALL, FAILURE = 0, 1
 """Kinds: a rank that calls an operation, and one that failed by itself."""
 
@@ -29,6 +29,8 @@ class Header(NamedTuple):
         digest: A hash of the whole text.
         text: The operation and what must match, a line each; of a failure, where it happened.
         payload: The rank's own data; of a failure, its report as JSON.
+        number: Which of several losses of one kind called.
+        made: How many of the kind the rank has made.
     """
 
     version: int
@@ -36,6 +38,8 @@ class Header(NamedTuple):
     digest: bytes
     text: str
     payload: bytes
+    number: int = 0
+    made: int = 0
 
 
 # ---------------------------------------------------------------------- the error
@@ -102,6 +106,18 @@ def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
     if reports:
         return _peer_error(reports, len(headers))
     return _different_calls([header.text for header in headers])
+
+
+def other_instances_error(headers: Sequence[Header]) -> RankMismatchError:
+    """Return the error for ranks that called one operation, of different losses."""
+    return RankMismatchError(
+        f"{headers[0].text.splitlines()[0]}: which of several on a rank",
+        expected="the same one on every rank",
+        ranks=[f"number {header.number + 1} of {header.made} made" for header in headers],
+        fix="Call them in the same order on all ranks. Where ranks make them in different orders, or some for themselves, tell them "
+        "apart by `name=`.",
+        collective=True,
+    )
 
 
 def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:

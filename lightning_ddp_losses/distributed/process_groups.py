@@ -46,6 +46,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
+from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.errors import ConfigurationError
 
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -55,7 +56,9 @@ Group: TypeAlias = "dist.ProcessGroup | None"
 class WithProcessGroup:
     """Lets a module over a process group, ``_group``, be copied: the copy is over the same group, which cannot be copied itself."""
 
-    _group: Group
+    def set_group(self, group: Group, kind: str, name: str | None) -> None:
+        """Set the ranks of the module, and what tells it from others of its kind there (``Instance``)."""
+        self._group, self._instance = group, Instance(kind, name)
 
     def create_internal_groups(self) -> None:
         """Make our groups over the module's ranks now and not at first use. Communication: as ``internal_groups``."""

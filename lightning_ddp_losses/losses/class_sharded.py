@@ -72,6 +72,7 @@ class _Options(NamedTuple):
     sample_rate: float
     unbiased: bool
     products: ProductChoice
+    name: str | None
     group: Group
 
 
@@ -98,6 +99,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
             In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
             ``predict`` are float32.
+        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         group: Process group over which the classes are sharded; None is the world. Where it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
 
@@ -144,10 +146,12 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sample_rate: float = 1.0,
         unbiased: bool = False,
         products: ProductChoice = "float32",
+        name: str | None = None,
         group: Group = None,
     ) -> None:
         weight = full_weight(loss).detach()
-        self._set_up(loss, weight, weight.shape, None, _Options(chunk_size, sample_rate, unbiased, products, group))
+        options = _Options(chunk_size, sample_rate, unbiased, products, name, group)
+        self._set_up(loss, weight, weight.shape, None, options)
 
     @classmethod
     def build(
@@ -161,6 +165,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         unbiased: bool = False,
         products: ProductChoice = "float32",
         seed: int | None = None,
+        name: str | None = None,
         group: Group = None,
         **options: Any,
     ) -> ClassShardedLoss:
@@ -176,6 +181,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             products: As in the constructor.
             seed: Of the initial weight, which is the same for any number of ranks; None: drawn from torch's generator, rank 0's
                 counts.
+            name: As in the constructor.
             group: As in the constructor.
             **options: Of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
         """
@@ -184,8 +190,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             template = empty_loss(loss_class, num_classes, embedding_size, options)
             head = head_of(template)
         except (TypeError, AttributeError) as error:
-            name = getattr(loss_class, "__name__", loss_class)
-            raise ConfigurationError(f"ClassShardedLoss.build({name}): {error}") from None
+            shown = getattr(loss_class, "__name__", loss_class)
+            raise ConfigurationError(f"ClassShardedLoss.build({shown}): {error}") from None
         refuse_joint_draws(template)
         # the shape of all classes, and a weight of none
         shape = [embedding_size, embedding_size]
@@ -194,7 +200,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         made = cls.__new__(cls)
         if seed is None:
             seed = int(torch.randint(1 << 62, ()))
-        made._set_up(template, nothing, shape, seed, _Options(chunk_size, sample_rate, unbiased, products, group))
+        made._set_up(template, nothing, shape, seed, _Options(chunk_size, sample_rate, unbiased, products, name, group))
         return made
 
     def _set_up(
@@ -214,7 +220,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sample_rate = options.sample_rate
         refuse_options(self.num_classes, options.chunk_size, sample_rate, is_regularized=penalty is not None)
         refuse_products_with(self._title, self._head, options.products)
-        self.products, self.chunk_size, self._group = options.products, options.chunk_size, options.group
+        self.products, self.chunk_size = options.products, options.chunk_size
+        self.set_group(options.group, self._title, options.name)
         self._replica_group: Group = None
         # sampled negatives
         self.sampler = ClassSampler(sample_rate, options.unbiased) if sample_rate < 1 else None
@@ -310,7 +317,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             if named:
                 batches[_NAMED] = named[0]
             title = f"{self._title}: replicas"
-            world = gather_batch(title, batches, {}, backward="own_slice", group=self._replica_group)
+            which = {"which": self._instance}
+            world = gather_batch(title, batches, which, backward="own_slice", group=self._replica_group)
             losses, global_labels, *named = world.tensors
             self._refuse_no_rows(losses)
         # 4. weights of the rows that a miner named
@@ -327,6 +335,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._fingerprint = self._fingerprint or configuration_digest(self.loss)
         sampler = self._training_sampler()
         must_match = {
+            "which": self._instance,
             "classes": self.num_classes,
             "sampling": "none" if sampler is None else f"{sampler.rate} {sampler.unbiased}",
             "configuration": self._fingerprint,

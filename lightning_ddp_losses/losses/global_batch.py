@@ -76,6 +76,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             All ranks compile at the first call; where it fails on any, all compute eagerly, with a warning.
         products: How rows are multiplied in tiles whose distance is a product (cosine similarity, dot product), as in ``ClipLoss``:
             ``"float32"``, ``"bf16"`` or ``"auto"``. What is not evaluated in such tiles (few rows) is float32.
+        name: Tells this loss from others of its kind, which every rank must call in one order; None: its path in the module that a
+            strategy trains, else the order in which they are made.
         group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
@@ -119,6 +121,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         gather: Literal["all"] = "all",
         compile_tiles: bool = False,
         products: ProductChoice = "float32",
+        name: str | None = None,
         group: Group = None,
     ) -> None:
         super().__init__()
@@ -132,7 +135,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.gather = gather
         self._tile_compiler = TileCompiler() if compile_tiles else None
         self.products = products
-        self._group = group
+        self.set_group(group, self._title, name)
         # what calls leave behind
         self._fingerprint = ""
         self._seeds = SeedCounter()
@@ -399,6 +402,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
+        must_match["which"] = self._instance
         return must_match
 
     @property
@@ -413,6 +417,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
     Args:
         miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
+        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
 
     Returns:
@@ -429,12 +434,12 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
     sees_global_batch = True
 
-    def __init__(self, miner: nn.Module, *, group: Group = None) -> None:
+    def __init__(self, miner: nn.Module, *, name: str | None = None, group: Group = None) -> None:
         super().__init__()
         is_miner = isinstance(miner, BaseMiner)
         expect(is_miner, "GlobalBatchMiner: miner", expected="a miner of pytorch-metric-learning", got=repr(miner))
         self.miner = miner
-        self._group = group
+        self.set_group(group, self._title, name)
         self._seeds = SeedCounter()
         self._fingerprint = ""
 
@@ -442,7 +447,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        title = f"GlobalBatchMiner({type(self.miner).__name__})"
+        title = self._title
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
             refuse_capture(title)
@@ -458,7 +463,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             self._fingerprint = configuration_digest(self.miner)
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            must_match = {"configuration": self._fingerprint}
+            must_match = {"which": self._instance, "configuration": self._fingerprint}
             narrow = narrow_batches(batches, narrow_dtype)
             return gather_batch(title, batches, must_match, extra=self._seeds.next(), narrow=narrow, group=self._group)
 
@@ -468,6 +473,10 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         ranks = process_groups.members(self._group)
         rows_of_ranks = dict(zip(ranks, call.counts["embeddings"], strict=True))
         return GlobalTuples.of(tuples, rows_of_ranks, call.total_references)
+
+    @property
+    def _title(self) -> str:
+        return f"GlobalBatchMiner({type(self.miner).__name__})"
 
 
 class QueuePosition(nn.Module):

@@ -36,6 +36,7 @@ class SigLipLoss(TwoTowerLoss):
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
+        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
 
     Returns:
@@ -72,9 +73,10 @@ class SigLipLoss(TwoTowerLoss):
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
         products: ProductChoice = "float32",
+        name: str | None = None,
         group: Group = None,
     ) -> None:
-        super().__init__(init_temperature, max_scale, normalize, tile_bytes, gather, products, group)
+        super().__init__(init_temperature, max_scale, normalize, tile_bytes, gather, products, name, group)
         self.logit_bias: nn.Parameter | None = None
         if init_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))

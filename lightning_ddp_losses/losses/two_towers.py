@@ -343,6 +343,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         tile_bytes: Bytes of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
         gather: Whether every rank holds all columns, or they go round a ring.
         products: How rows are multiplied (``products``).
+        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
     """
 
@@ -358,19 +359,20 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         tile_bytes: int | None,
         gather: Literal["all", "ring"],
         products: ProductChoice,
+        name: str | None,
         group: Group,
     ) -> None:
         super().__init__()
         title = type(self).__name__
-        for name, limit in (("init_temperature", init_temperature), ("max_scale", max_scale)):
-            expect(limit is None or limit > 0, f"{title}: {name}", expected="above 0, or None", got=limit)
+        for option, limit in (("init_temperature", init_temperature), ("max_scale", max_scale)):
+            expect(limit is None or limit > 0, f"{title}: {option}", expected="above 0, or None", got=limit)
         if tile_bytes is not None:
             expect_count(f"{title}: tile_bytes", tile_bytes, at_least=64)
         expect_option(f"{title}: gather", gather, ("all", "ring"))
         refuse_products(title, products)
         self.products: ProductChoice = products
         self.max_scale, self.normalize, self.tile_bytes, self.gather = max_scale, normalize, tile_bytes, gather
-        self._group = group
+        self.set_group(group, title, name)
         self._upstream_grads = UpstreamGradWatch()
         self.logit_scale: nn.Parameter | None = None
         if init_temperature is not None:
@@ -464,6 +466,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         elif paired:
             gathered_rows["products with their own text"] = paired[0]
         must_match = {
+            "which": self._instance,
             "gather": self.gather,
             "options": self.extra_repr(),
             **kinds,

@@ -38,6 +38,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
+from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
 from lightning_ddp_losses.errors import RankMismatchError
@@ -119,12 +120,14 @@ class Packet(NamedTuple):
         group: Process group; None is the world.
         configuration: How the metric was made, as text.
         upstream_grads: The factors that came back into its values in backward, as text.
+        instance: Which of several metrics of one kind it is.
     """
 
     states: Sequence[State]
     group: Group = None
     configuration: str = ""
     upstream_grads: str = ""
+    instance: Instance | None = None
 
 
 # ---------------------------------------------------------------------- the exchange
@@ -167,6 +170,7 @@ def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
 def _exchange_in_group(title: str, packets: Sequence[Packet], group: Group) -> Iterator[Any]:
     """Exchange the states of several metrics over one group, those on one kind of device together."""
     must_match = {
+        "which": packets[0].instance,
         "factor that came back in the last backward": ", ".join(packet.upstream_grads for packet in packets),
         **micro_batch_to_match(),
         "configuration": "; ".join(packet.configuration for packet in packets),

@@ -23,6 +23,7 @@ from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import current_window, name_value
+from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
@@ -114,7 +115,7 @@ class DifferentiableMetric(MetricStates):
             gather = "inputs" if needs_whole_batch(self) else "states"
         self.dist_sync_on_step = True
         expects_gradient = expects_gradient and type(self).is_differentiable is not False
-        self._record = MetricRecord(gather, keep_graph, expects_gradient)
+        self._record, self._instance = MetricRecord(gather, keep_graph, expects_gradient), Instance(self._title())
 
     # ------------------------------------------------------------------ forward
 
@@ -273,7 +274,7 @@ class DifferentiableMetric(MetricStates):
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
         record.configuration = record.configuration or configuration(self)
-        return Packet(states, self.process_group, record.configuration, record.upstream_grads.take())
+        return Packet(states, self.process_group, record.configuration, record.upstream_grads.take(), self._instance)
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an update has no rows while other ranks may have some."""

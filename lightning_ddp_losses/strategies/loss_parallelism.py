@@ -21,6 +21,7 @@ from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
+from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import PeerError, format_error
 from lightning_ddp_losses.strategies import same_setup
@@ -146,7 +147,10 @@ class LossParallelism(Fit):
             # 1. the losses, sharded before their values are remembered
             self.found = find_losses(module, self.options.losses)
             self.sharding.setup_shards()
-            for inner in module.modules():
+            for path, inner in module.named_modules():
+                instance = vars(inner).get("_instance")
+                if isinstance(instance, Instance):
+                    instance.path = path
                 if isinstance(inner, process_groups.WithProcessGroup):
                     inner.create_internal_groups()  # a rank may fail before it has ever used it
             self._precision.remember([loss.module for loss in self.found])

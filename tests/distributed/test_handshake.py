@@ -286,7 +286,7 @@ def test_a_pending_handshake_that_met_another_ends_all_ranks(pool: RankPool, wor
 def announce_much(of_rank_1: int) -> None:
     if dist.get_rank() == 1:
         pack = handshake.WireHeader.pack
-        handshake.WireHeader.pack = lambda kind, text, payload_bytes, origin: pack(kind, text, of_rank_1, origin)
+        handshake.WireHeader.pack = lambda kind, text, payload_bytes, *rest: pack(kind, text, of_rank_1, *rest)
     try:
         # nothing is made ready for what it announces
         with mock.patch.object(handshake.PendingHandshake, "_gather_rest", side_effect=AssertionError("gathered")):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor
@@ -124,3 +126,34 @@ def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:
     options = {"global_batch": "auto"}
     for state in pool.run(3, fit, Both, options, even=False, accumulate_grad_batches=2):
         assert_close(state, expected)
+
+
+class TwoHeads(Job):
+    """Two losses of one kind, made in another order on rank 1."""
+
+    swapped = False
+
+    def build(self, loss: str) -> None:
+        names = ["near", "far"]
+        made = {name: GlobalBatchLoss(pml.SupConLoss()) for name in (names[::-1] if dist.get_rank() else names)}
+        for name in names:
+            setattr(self, name, made[name])
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        heads = [self.near, self.far]
+        values = [head(embeddings, labels) for head in (heads[::-1] if self.swapped and dist.get_rank() else heads)]
+        return sum(values, torch.zeros(()))
+
+
+class TwoHeadsSwapped(TwoHeads):
+    """Rank 1 calls them in another order too."""
+
+    swapped = True
+
+
+def test_the_strategy_tells_losses_of_one_kind_by_their_paths(pool: RankPool) -> None:
+    pool.run(2, fit, TwoHeads, {})
+    errors = pool.errors(2, fit, TwoHeadsSwapped, {})
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert "  rank 0: which=near\n  rank 1: which=far\n" in errors[0].message
