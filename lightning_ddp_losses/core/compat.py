@@ -237,6 +237,27 @@ def gathered_parameters(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def sharded_reductions(module: FSDPModule) -> Iterator[tuple[float | None, bool, Any, int]]:
+    """Yield how gradients of one module are reduced that ``fully_shard`` divides; its setters have no getters.
+
+    Args:
+        module: It alone: each module inside has its own.
+
+    Yields:
+        The divide factor (None: a mean), whether only sums travel, the mesh, and the number of ranks that divide a parameter.
+    """
+    for group in _parameter_groups(module):
+        mesh = group.mesh_info
+        own_ranks = getattr(mesh, "shard_mesh_size", 1)
+        yield group.gradient_divide_factor, group.force_sum_reduction_for_comms, mesh.mesh, own_ranks
+
+
+def foreign_comm_hooks(ddp: DistributedDataParallel) -> list[str]:
+    """Return the names of the communication hooks of a DDP that are not torch's; torch keeps them under a private name (2.13)."""
+    hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
+    return [hook.__qualname__ for hook in hooks if not hook.__module__.startswith("torch.")]
+
+
 def local_parts(module: nn.Module) -> list[Tensor]:
     """Return the tensors that hold this rank's parts of what ``fully_shard`` divides, also while it is gathered."""
     return [parameter.sharded_param._local_tensor for parameter in _divided(module)]
@@ -246,11 +267,15 @@ def _divided(module: nn.Module) -> Iterator[Any]:
     """Yield what ``fully_shard`` keeps of each parameter that it divides."""
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
-            state = inner._get_fsdp_state()
-            # torch 2.11 knows one group, or none
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-            for group in filter(None, groups):
+            for group in _parameter_groups(inner):
                 yield from group.fsdp_params
+
+
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    # torch 2.11 knows one group, or none
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def was_sharded(parameter: Tensor) -> bool:

@@ -48,6 +48,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.reduction import current_reduction, reduced_by, reduction_of
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, window_call
 from lightning_ddp_losses.distributed.window_parts import (
@@ -118,12 +119,19 @@ def accumulation_window(
     parameters = {}
     for prefix, module in modules.items():
         parameters.update(dict(module.named_parameters(prefix=prefix)))
-    window = AccumulationWindow(parameters, micro_batches, modules=modules)
+
+    def gathered() -> dict[str, Tensor]:
+        return {
+            name: found for module in modules.values() for name, found in compat.gathered_parameters(module).items()
+        }
+
+    window = AccumulationWindow(parameters, micro_batches, modules=modules, gathered=gathered)
     try:
         window.refuse_left_gradients()
         if counts is not None or totals is not None:
             window.expect_counts(counts, totals)
-        with active(window), _refuses_steps():
+        reduction = current_reduction() or reduction_of(model.named_modules())
+        with reduced_by(reduction), active(window), _refuses_steps():
             yield window
     except Exception as error:  # the peers are inside their blocks, or wait at the end of them
         handshake.raise_on_all_ranks(error, "accumulation_window")

@@ -149,6 +149,7 @@ _NAMES = ("handshakes", "host", "gradients", "checks")
 _groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
 _groups_by_group: dict[Group, ProcessGroups] = {}
 _replica_groups: dict[tuple[int, ...], Group] = {}
+_part_groups: dict[tuple[int, ...], Group] = {}
 _world: dist.ProcessGroup | None = None  # the default group that _groups_by_ranks belong to
 _timeout: timedelta | None = None
 _close_registered = False
@@ -297,6 +298,58 @@ def replica_group(group: Group) -> Group:
     return _replica_groups[ranks]
 
 
+def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None) -> Group:
+    """Return the group of the ranks in this rank's part of a device mesh; None where that is the world.
+
+    Args:
+        title: Title of the caller in messages.
+        mesh: Dimensions over which rows differ.
+        copies: Other dimensions.
+        group: Given by the user in its place.
+
+    Raises:
+        ConfigurationError: for a mesh without this rank, dimensions that overlap, or a group and a mesh.
+
+    Communication: for a part of the world over several dimensions, at first use, one gather of small objects and the making of its groups;
+        every rank of the world takes part.
+    """
+    wrong = ""
+    for each in (mesh, copies):
+        if each is not None and (not hasattr(each, "get_coordinate") or each.get_coordinate() is None):
+            wrong = f"{each!r}, in which this rank is not"
+    if mesh is None or group is not None:
+        wrong = "copies without mesh" if mesh is None else "a group, too"
+    if not wrong and copies is not None:
+        shared = sorted(set(mesh.mesh.flatten().tolist()) & set(copies.mesh.flatten().tolist()))
+        if shared != [rank()]:
+            wrong = f"copies={copies.mesh.tolist()} and mesh={mesh.mesh.tolist()}, both with ranks {shared}"
+    if wrong:
+        raise ConfigurationError(
+            f"{title}: mesh",
+            expected='dimensions of one device mesh: mesh["dp", "cp"] over which rows differ, copies=mesh["tp"]',
+            got=wrong,
+            fix="Take both from the mesh that init_device_mesh has made of the ranks.",
+        )
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    if sorted(ranks) == list(range(world_size())):
+        return None
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) == len(ranks):
+            own: Group = mesh.get_group(dim)
+            return own
+    return _group_of_part(ranks)
+
+
+def _group_of_part(ranks: tuple[int, ...]) -> Group:
+    """Return the group of ranks; every rank of the world names the part in which it is."""
+    _forget_former_world()
+    key = tuple(sorted(ranks))
+    if key not in _part_groups:
+        parts = sorted({tuple(found) for found in _gather_values(key, internal_groups().handshakes)})
+        _part_groups[key] = _group_among(parts)
+    return _part_groups[key]
+
+
 def subgroups() -> list[dist.ProcessGroup]:
     """Return the groups that carry handshakes over the parts of the world that this rank has used so far."""
     if not is_distributed() or dist.group.WORLD is not _world:
@@ -417,5 +470,5 @@ def _forget_former_world() -> None:
 
 
 def _forget() -> None:
-    for known in (_groups_by_ranks, _groups_by_group, _replica_groups):
+    for known in (_groups_by_ranks, _groups_by_group, _replica_groups, _part_groups):
         known.clear()

@@ -23,6 +23,7 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.reduction import scaled
 
 _GLOBAL = "lightning_ddp_losses: global value"  # a key of a graph node's metadata
 
@@ -95,15 +96,16 @@ class UpstreamGradWatch:
         watches: dict[str, UpstreamGradWatch] = process_groups.internal_groups(group).notes.setdefault(cls, {})
         return watches.setdefault(title, cls())
 
-    def watch(self, value: Any, *, group: Group = None) -> Any:
-        """Return the same value, or nest of values; the upstream gradient of each tensor will be noted.
+    def watch(self, value: Any, *, group: Group = None, scale: float | None = None) -> Any:
+        """Return the same value, or nest of values, for what reduces the model; the upstream gradient of each tensor will be noted.
 
         Args:
             value: Over the ranks of ``group``.
             group: Ranks of which one weighs it as the other; subgroups of the world may differ.
+            scale: As of ``reduction.scaled``.
         """
         self._everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
-        return nests.map_tensors(self._watch, value)
+        return nests.map_tensors(lambda tensor: self._watch(scaled(tensor, scale)), value)
 
     def _watch(self, value: Tensor) -> Tensor:
         if not value.requires_grad:

@@ -20,8 +20,8 @@ TITLE = "lightning_ddp_losses: loss"
 """Key of a graph node's metadata: the name of the loss whose value the node made."""
 
 # nodes that only pass on, scale or add the values below them
-_PASSED = re.compile("Add|Sub|Mul|Div|Neg|Clone|ToCopy|_DDPSink|AccumulateGrad")
-_ADDED = re.compile("Add|Sub|Neg|Clone|ToCopy|_DDPSink|_Note|_AttachZeroGrad|_ValueWithGrad")
+_PASSED = re.compile("Add|Sub|Mul|Div|Neg|Clone|ToCopy|_DDPSink|_Scaled|AccumulateGrad")
+_ADDED = re.compile("Add|Sub|Neg|Clone|ToCopy|_DDPSink|_Note|_Scaled|_AttachZeroGrad|_ValueWithGrad")
 _CHECKPOINT = "CheckpointFunctionBackward"  # its parameters are not in the graph
 
 

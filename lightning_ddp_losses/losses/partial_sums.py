@@ -36,10 +36,11 @@ import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
@@ -54,9 +55,10 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     host_bytes,
     travels_on_device,
 )
+from lightning_ddp_losses.distributed.reduction import chosen_reduction
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 SUM_BYTES = 6 * torch.float64.itemsize
 """The most that one sub-loss takes in a handshake: its sum, its divisor and its counts."""
@@ -449,6 +451,10 @@ def global_mean(
     empty: float = 0.0,
     name: str | None = None,
     group: Group = None,
+    mesh: DeviceMesh | None = None,
+    copies: DeviceMesh | None = None,
+    reduces: Literal["auto", "mean", "sum"] | float = "auto",
+    module: nn.Module | None = None,
 ) -> Tensor:
     """Return the mean over all ranks of what each of them has summed.
 
@@ -462,19 +468,27 @@ def global_mean(
         empty: The value of a mean that counts nothing on any rank; its gradient is zero.
         name: In messages, and for ``expect_counts`` of an accumulation window; needed there for several calls in one micro-batch.
         group: Process group; None is the world.
+        mesh: In place of ``group``, the dimensions of a device mesh over which rows differ: ``mesh["dp", "cp"]``.
+        copies: The dimensions whose ranks hold the same rows, which count once: ``mesh["tp"]``.
+        reduces: How gradients end. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the number by which that sum is divided
+            (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``;
+            without these a mean.
+        module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.
 
     Returns:
         The mean, of the shape of ``total``, equal on every rank; logging it needs no ``sync_dist``.
 
-    Gradient: after DDP's mean over ranks, that of ``sum(total) / sum(count)``. Multiply the value by the same factor on every rank (one
-        that differs is an error before gradients are reduced, or at the next call).
+    Gradient: when the model's gradients are reduced, that of ``sum(total) / sum(count)``. Multiply the value by the same factor on every
+        rank (one that differs is an error before gradients are reduced, or at the next call).
 
     Communication: one handshake, on an accelerator a gather more, which nobody waits for (a ``count`` that lies there is waited for); none
-        in backward.
+        in backward. With ``copies`` one handshake more, and the host waits for ``total``. For a part of the world over several
+        dimensions, at first use, the making of its groups: every rank of the world takes part.
 
     Raises:
-        InputError: on every rank, for counts that are negative, not finite, or have a gradient, for shapes that differ, and where only
-            some ranks' sums have a graph.
+        InputError: on every rank, for counts that are negative, not finite, or have a gradient, for shapes that differ, for copies that
+            hold something else, and where only some ranks' sums have a graph.
+        ConfigurationError: on every rank, for a reduction that cannot be read or is not the model's, and for a mesh of other ranks.
         RankMismatchError: on every rank, for another number of means, another name or another ``empty``.
 
     Example:
@@ -488,10 +502,16 @@ def global_mean(
     # 1. what this rank has
     try:
         counts = _checked_counts(title, total, count)
-    except InputError as error:
+        if mesh is not None or copies is not None:
+            group = process_groups.group_of_mesh(title, mesh, copies, group)
+        reduction = chosen_reduction(reduces, module, process_groups.members(group), exact_ranks=mesh is not None)
+        scale = 1.0 if reduction is None else reduction.scale
+    except (InputError, ConfigurationError) as error:
         handshake.raise_on_all_ranks(error, title, group=group)
     dtype = precision.compute_dtype([total])
     totals = total.to(dtype)
+    if copies is not None:
+        _refuse_other_copies(title, copies, totals, counts, group)
     # 2. that of all ranks
     watch = UpstreamGradWatch.of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
@@ -507,12 +527,13 @@ def global_mean(
         "gradients": "on" if torch.is_grad_enabled() else "off",
         "coefficient of the last backward": watch.take(),
         **micro_batch_to_match(),
+        **({} if scale == 1.0 else {"gradients end as": reduction}),
     }
     payloads = handshake.all_gather(title, must_match, payload, group=group)
     flags, *columns = zip(*map(form.unpack, payloads), strict=True)
     _refuse_partial_graph(title, flags)
     # 3. the means, and what each rank's sum counts in them
-    sums = [math.fsum(column) for column in columns]
+    sums = list(map(math.fsum, columns))
     global_totals, global_counts = sums[: len(counts)], sums[len(counts) :]
     if on_device:
         value = _divided_on_device(totals.detach(), global_counts, empty, group)
@@ -537,8 +558,30 @@ def global_mean(
     if call is not None:
         mean = call.mark(mean)
     autograd_graph.remember_global_value(mean)
-    watched: Tensor = watch.watch(mean, group=group)
+    watched: Tensor = watch.watch(mean, group=group, scale=scale)
     return watched
+
+
+def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts: Sequence[float], group: Group) -> None:
+    """Refuse ranks that should hold the same rows and do not. Communication: one handshake among them."""
+    if copies.size() == 1:
+        return
+    own = [*totals.detach().reshape(-1).tolist(), *counts]
+    form = struct.Struct(f"<{len(own)}d")
+    among_copies = process_groups.group_of_mesh(title, copies)
+    payloads = handshake.all_gather(f"copies of {title}", {"numbers": len(own)}, form.pack(*own), group=among_copies)
+    of_ranks = [form.unpack(payload) for payload in payloads]
+    rounding = 64 * torch.finfo(totals.dtype).eps
+    for of_rank in of_ranks:
+        if all(math.isclose(a, b, rel_tol=rounding) for a, b in zip(of_rank, own, strict=True)):
+            continue
+        error = InputError(
+            f"{title}: copies",
+            expected="the same rows, so the same total and count",
+            got="; ".join(map(str, of_ranks)),
+            fix="Name in copies= only the dimensions of the mesh whose ranks hold the same rows; those whose rows differ go into mesh=.",
+        )
+        handshake.raise_on_all_ranks(error, title, group=group)
 
 
 def _divided_on_device(totals: Tensor, counts: Sequence[float], empty: float, group: Group) -> Tensor:

@@ -133,6 +133,9 @@ class HostStrategy(ParallelStrategy):
         """Whether a rank holds parts of the model only."""
         return False
 
+    divided_parameters: frozenset[str] = frozenset()
+    """Names of the parameters of which each rank holds a part."""
+
     @property
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""

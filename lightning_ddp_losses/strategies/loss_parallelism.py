@@ -34,7 +34,7 @@ from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy,
 from lightning_ddp_losses.strategies.interruptions import Interruptions
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
 from lightning_ddp_losses.strategies.loss_forward import LossCalls
-from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ModelReduction, ReducedParameters
 from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.shards import Shards
 from lightning_ddp_losses.strategies.training_data import GivenLoaders, GlobalSamplers, TrainingRows
@@ -49,6 +49,7 @@ PARTS: tuple[type[FitPart], ...] = (
     Resume,
     EvaluationLoaders,
     TrainingRows,
+    ModelReduction,
     LightningWindows,
     Interruptions,
 )

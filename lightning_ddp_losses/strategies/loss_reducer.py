@@ -11,15 +11,18 @@ told DDP to ignore). Every gradient has its mean when ``reduce`` returns:
    instead, so that nothing waits for the device.
 2. Flags must sum to 0 or W: else the same error on every rank.
 3. The remaining gradients, all at once. Each one over ``LARGE_BYTES`` is reduced in its own memory.
+
+``ModelReduction`` tells exact values how the model itself is reduced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple
@@ -30,8 +33,10 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.compat import tensor_version
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.reduction import reduced_by, reduction_of
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 LARGE_BYTES = 1 << 20
 _EXACT_WORLD = 256  # bfloat16 counts flags exactly up to here
@@ -443,3 +448,51 @@ def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallErr
         ranks = [words[min(flag, 2)] for flag in column]
         parts.append(format_error(f"gradient of `{name}`", expected=expected, ranks=ranks))
     return LossCallError("\n".join([*parts, *fixes]), collective=True)
+
+
+class ModelReduction(FitPart):
+    """Lets exact values make up for the reduction of the model, in each training step.
+
+    What the model does not hold is not reduced so: means over ranks, and class shards. Their gradients get the inverse when autograd has
+    made them.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._scale = 1.0
+        self._hooked: list[Tensor] = []
+
+    def on_train_start(self) -> None:
+        """Compare the ranks. Communication: one handshake."""
+        if self.fit.strategy.divides_model:
+            must_match = {"gradients end as": reduction_of(self._modules())}
+            handshake.all_gather_between_steps("the model's gradients", must_match)
+
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Read the reduction, which the user may set at any time."""
+        reduction = reduction_of(self._modules())
+        self._scale = 1.0 if reduction is None else reduction.scale
+        if self._scale != 1.0:
+            self._watch_others()
+        with reduced_by(reduction):
+            yield
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        wrapped = self.fit.strategy.wrapped_model
+        if wrapped is not None:
+            yield "", wrapped
+        elif self.fit.strategy.divides_model:
+            yield from self.fit.module.named_modules()
+
+    def _watch_others(self) -> None:
+        """Undo the scale in the gradients of all parameters that the model does not hold."""
+        known = set(map(id, self._hooked))
+        for name, parameter in self.fit.module.named_parameters():
+            is_ours = name not in self.fit.strategy.divided_parameters and parameter.requires_grad
+            if is_ours and id(parameter) not in known:
+                self._hooked.append(parameter)
+                self.undo.callback(parameter.register_hook(self._unscaled).remove)  # type: ignore[no-untyped-call]
+
+    def _unscaled(self, grad: Tensor) -> Tensor:
+        return grad if self._scale == 1.0 else grad / self._scale

@@ -1,0 +1,228 @@
+"""Means over ranks are exact for every convention of reduction: a mean, a sum, a factor; over some dimensions of a mesh, with copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import accumulation_window, global_mean
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+
+NAMES = ("dp", "cp", "tp")
+MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
+DIVISORS = {"mean": None, "sum": 1.0, 300: 300.0}
+COUNTS = ((3, 0, 2, 1), (0, 4, 1, 0), (2, 2, 0, 3))  # by micro-batch, of the ranks whose rows differ
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def rows_of(micro_batch: int, place: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * micro_batch + place)
+    return torch.randn(COUNTS[micro_batch][place], 4, generator=generator, dtype=torch.float64)
+
+
+def summed(net: nn.Module, rows: Tensor) -> Tensor:
+    value: Tensor = net(rows).square().sum(0)
+    return value
+
+
+def truth(places: int, window: int) -> dict[str, Tensor]:
+    """The gradient of one process: of two means that count differently."""
+    net = make_net()
+    rows = torch.cat([rows_of(i, place) for i in range(window) for place in range(places)])
+    (summed(net, rows) / len(rows)).sum().backward()
+    return gradients(net)
+
+
+def gradients(net: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None
+        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        found[name.removeprefix("module.")] = whole
+    return found
+
+
+def reduce_by_hand(net: nn.Module, mesh: DeviceMesh, divisor: float | None) -> None:
+    """Reduce over the dimensions whose rows differ."""
+    for parameter in net.parameters():
+        for dim in ("dp", "cp"):
+            dist.all_reduce(parameter.grad, group=mesh.get_group(dim))
+        assert parameter.grad is not None
+        parameter.grad /= mesh["dp"].size() * mesh["cp"].size() if divisor is None else divisor
+
+
+def by_hand(shape: tuple[int, ...], reduces: Any, window: int) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    place = mesh.get_local_rank("dp") * shape[1] + mesh.get_local_rank("cp")
+    net = make_net()
+    with accumulation_window(net):
+        for i in range(window):
+            rows = rows_of(i, place)
+            options: Any = {"mesh": mesh["dp", "cp"], "copies": mesh["tp"], "reduces": reduces}
+            global_mean(summed(net, rows), len(rows), **options).sum().backward()
+    reduce_by_hand(net, mesh, DIVISORS[reduces])
+    return gradients(net)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("reduces", DIVISORS)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_meshes(pool: RankPool, shape: tuple[int, ...], reduces: Any, window: int) -> None:
+    expected = truth(shape[0] * shape[1], window)
+    for found in pool.run(4, by_hand, shape, reduces, window):
+        assert_close(found, expected)
+
+
+# ---------------------------------------------------------------------- read from the model
+
+
+def sharded(factor: float | None, *, inner: float | None = None, forced: bool = True) -> nn.Sequential:
+    net = make_net()
+    for module in (net[0], net):
+        fully_shard(module)
+    for module, number in ((net[0], inner or factor), (net, factor)):
+        if number is not None:
+            module.set_gradient_divide_factor(number)  # type: ignore[operator]
+        module.set_force_sum_reduction_for_comms(forced)  # type: ignore[operator]
+    return net
+
+
+def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
+    net = sharded(factor)
+    place = dist.get_rank()
+    options: Any = {} if window > 1 else {"module": net}
+    if window == 1:
+        global_mean(summed(net, rows_of(0, place)), COUNTS[0][place], **options).sum().backward()
+        return gradients(net)
+    with accumulation_window(net):
+        for i in range(window):
+            rows = rows_of(i, place)
+            global_mean(summed(net, rows), len(rows)).sum().backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("factor", [None, 1.0, 300.0])
+def test_a_divided_model(pool: RankPool, factor: float | None, window: int) -> None:
+    for found in pool.run(2, from_module, factor, window):
+        assert_close(found, truth(2, window))
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def own_mean(**options: Any) -> Tensor:
+    rows = rows_of(0, dist.get_rank())
+    return global_mean(summed(make_net(), rows), len(rows), **options)
+
+
+def torn_factors() -> None:
+    own_mean(module=sharded(1.0, inner=2.0))
+
+
+def torn_factors_in_a_window() -> None:
+    with accumulation_window(sharded(1.0, inner=2.0)):
+        pass
+
+
+def gloo_without_sums() -> None:
+    own_mean(module=sharded(1.0, forced=False))
+
+
+def other_than_the_module() -> None:
+    own_mean(module=sharded(1.0), reduces="mean")
+
+
+def other_than_a_peer() -> None:
+    own_mean(reduces="sum" if dist.get_rank() else "mean")
+
+
+def unknown() -> None:
+    own_mean(reduces="none" if dist.get_rank() else "sum")
+
+
+def negative() -> None:
+    own_mean(reduces=-2.0)
+
+
+def foreign_hook(_: object, bucket: Any) -> Any:
+    raise NotImplementedError
+
+
+def hooked() -> None:
+    ddp = DistributedDataParallel(make_net())
+    foreign_hook.__annotations__.clear()
+    ddp.register_comm_hook(None, foreign_hook)
+    own_mean(module=ddp, reduces="mean").sum().item()
+    own_mean(module=ddp)
+
+
+def torn_copies() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    own_mean(mesh=mesh["dp"], copies=mesh["tp"])
+
+
+def copies_that_differ_too() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    own_mean(mesh=mesh["dp"], copies=mesh["dp"])
+
+
+def copies_alone() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    own_mean(copies=mesh["dp"])
+
+
+def group_too() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    own_mean(mesh=mesh["dp"], group=dist.group.WORLD)
+
+
+def mesh_of_others() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    net = make_net()
+    fully_shard(net, mesh=mesh["dp"])
+    own_mean(mesh=mesh["dp", "cp"], module=net)
+
+
+ERRORS: dict[Callable[[], None], list[str]] = {
+    torn_factors: ["one divisor for all parameters", "`` by 1, `0` by 2", "set_gradient_divide_factor"],
+    torn_factors_in_a_window: ["one divisor for all parameters"],
+    gloo_without_sums: ["set_gradient_divide_factor(1) of ``", "set_force_sum_reduction_for_comms(True)"],
+    other_than_the_module: ["a sum divided by 1 over 2 ranks (set_gradient_divide_factor(1))", "reduces='mean'"],
+    other_than_a_peer: ["gradients end as=a sum divided by 1"],
+    unknown: ["reduces: expected", "'none'"],
+    negative: ["reduces: expected", "-2.0"],
+    hooked: ["foreign_hook of DistributedDataParallel", 'reduces="mean"'],
+    torn_copies: ["the same rows, so the same total and count", "3.0", "0.0"],
+    copies_that_differ_too: ["both with ranks [0, 1]"],
+    copies_alone: ["copies without mesh"],
+    group_too: ["a group, too"],
+    mesh_of_others: ["ranks over which the model is reduced", "got [0, 1]"],
+}
+
+
+def fail(name: str) -> None:
+    next(case for case in ERRORS if case.__name__ == name)()
+
+
+@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case.__name__)
+def test_errors_on_every_rank(pool: RankPool, case: Callable[[], None]) -> None:
+    for error in pool.errors(2, fail, case.__name__):
+        assert error.is_a("DDPLossError"), error
+        assert not error.timed_out
+        for text in ERRORS[case]:
+            assert text in error.message, error.message
