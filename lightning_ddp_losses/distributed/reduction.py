@@ -167,8 +167,11 @@ def chosen_reduction(
     Raises:
         ConfigurationError: for what cannot be read, and for another reduction than the model's.
     """
-    is_number = isinstance(reduces, (int, float)) and not isinstance(reduces, bool)
-    if not (reduces in ("auto", "mean", "sum") or (is_number and math.isfinite(reduces) and reduces > 0)):  # type: ignore[arg-type]
+    if isinstance(reduces, str):
+        is_known = reduces in ("auto", "mean", "sum")
+    else:
+        is_known = math.isfinite(reduces) and reduces > 0 and not isinstance(reduces, bool)
+    if not is_known:
         raise ConfigurationError("reduces", expected='"auto", "mean", "sum", or a number above 0', got=repr(reduces))
     model = _current.get()
     if model is None and module is not None:

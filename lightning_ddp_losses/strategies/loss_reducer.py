@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_ddp_losses.core.compat import tensor_version
 from lightning_ddp_losses.core.precision import parameters_of
@@ -459,31 +460,29 @@ class ModelReduction(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
+        self._reduced: list[tuple[str, nn.Module]] = []  # what reduces: to find it takes long
         self._scale = 1.0
         self._hooked: list[Tensor] = []
 
     def on_train_start(self) -> None:
-        """Compare the ranks. Communication: one handshake."""
-        if self.fit.strategy.divides_model:
-            must_match = {"gradients end as": reduction_of(self._modules())}
+        """Compare the ranks. Communication: one handshake, if a rank holds parts of the model."""
+        strategy = self.fit.strategy
+        self._reduced = [("", strategy.wrapped_model)] if strategy.wrapped_model is not None else []
+        if strategy.divides_model:
+            self._reduced = list(self.fit.module.named_modules())
+            must_match = {"gradients end as": reduction_of(self._reduced)}
             handshake.all_gather_between_steps("the model's gradients", must_match)
+            self._reduced = [(name, module) for name, module in self._reduced if isinstance(module, FSDPModule)]
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Read the reduction, which the user may set at any time."""
-        reduction = reduction_of(self._modules())
+        reduction = reduction_of(self._reduced)
         self._scale = 1.0 if reduction is None else reduction.scale
         if self._scale != 1.0:
             self._watch_others()
         with reduced_by(reduction):
             yield
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        wrapped = self.fit.strategy.wrapped_model
-        if wrapped is not None:
-            yield "", wrapped
-        elif self.fit.strategy.divides_model:
-            yield from self.fit.module.named_modules()
 
     def _watch_others(self) -> None:
         """Undo the scale in the gradients of all parameters that the model does not hold."""
