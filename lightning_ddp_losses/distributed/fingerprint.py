@@ -19,14 +19,19 @@ from typing import Any, TypeAlias
 import torch
 import xxhash
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes, host_memory
 
 MAX_ROWS = 64
 """Rows of a batch that are read where all of them would cost too much."""
 
+_WEIGHT_PARTS = 16  # of a weight, of which a call compares one
+_SMALL_WEIGHT = 4096  # numbers that every call compares
 _MAX_COLUMNS = 32
 _WIDE = 1024  # numbers in a row, of which only some are read
 _MASK = (1 << 63) - 1
@@ -146,6 +151,45 @@ def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:
 def combine(values: Sequence[int]) -> int:
     """Return one number for several, by their order; 0 for none."""
     return hash_bytes(array("q", values)) if values else 0
+
+
+class WeightFingerprints:
+    """Fingerprints of the weights of a loss, of another part in each call: ranks that hold other weights compute no common value.
+
+    Parts of a ``DTensor`` are left out: ranks hold different ones.
+
+    Args:
+        wanted: False: weights may differ for a while, as where ranks average them every few steps.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._calls = 0
+        self._started = HostNumbers([])  # at the last call, on an accelerator
+
+    def take(self, weights: Iterable[Tensor], group: Group) -> str:
+        """Return what the ranks compare in a call, of an accelerator's weights what they were at the call before; empty: nothing."""
+        if not self._wanted or process_groups.world_size(group) == 1:
+            return ""
+        part = self._calls % _WEIGHT_PARTS
+        self._calls += 1
+        pieces = [_part_of(weight, part) for weight in weights if type(weight) in (Tensor, Parameter)]
+        late, self._started = self._started, start_fingerprints(pieces)
+        on_host = all(piece.device.type == "cpu" for piece in pieces)
+        found = combine((self._started if on_host else late).read())
+        return f"{found & _MASK:x}" if found else ""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightFingerprints:
+        return WeightFingerprints(wanted=self._wanted)
+
+
+def _part_of(weight: Tensor, part: int) -> Tensor:
+    """Return one part of a large weight, a view; a small one as it is."""
+    flat = weight.detach().reshape(-1)
+    if len(flat) <= _SMALL_WEIGHT:
+        return flat
+    size = -(-len(flat) // _WEIGHT_PARTS)
+    return flat[part * size : (part + 1) * size]
 
 
 @torch.no_grad()

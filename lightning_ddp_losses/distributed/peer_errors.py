@@ -16,6 +16,12 @@ VERSION = 2
 CALL, FAILURE = 0, 1
 """Kinds: a rank that calls an operation, and one that failed by itself."""
 
+_FIXES = {
+    "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
+    "the same weights on all ranks. Where ranks average weights every few steps, give check_weights=False.",
+}
+"""What to do about a value that differs, by its name."""
+
 _SHOWN_CHARACTERS = 200  # of a long value in a message
 _SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
 
@@ -166,7 +172,7 @@ def _different_calls(texts: Sequence[str]) -> RankMismatchError:
         what,
         expected="the same on every rank",
         ranks=entries,
-        fix="Make these equal on all ranks.",
+        fix=" ".join(dict.fromkeys(_FIXES.get(name, "Make these equal on all ranks.") for name in shown)),
         collective=True,
     )
 

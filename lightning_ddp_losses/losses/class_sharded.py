@@ -28,6 +28,7 @@ from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
+from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
@@ -230,6 +231,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # what ranks compare with each other
         self._fingerprint = ""
         self._upstream_grads = UpstreamGradWatch()
+        self._weights = WeightFingerprints(wanted=True)
         self.value_reading = inputs.ValueReading()
         if process_groups.is_distributed():
             self.shard_classes()
@@ -317,8 +319,13 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             if named:
                 batches[_NAMED] = named[0]
             title = f"{self._title}: replicas"
-            which = {"which": self._instance}
-            world = gather_batch(title, batches, which, backward="own_slice", group=self._replica_group)
+            weights = self._weights.take([self.weight.data], self._replica_group)
+            must_match = {"which": self._instance, "weights": weights}
+            try:
+                world = gather_batch(title, batches, must_match, backward="own_slice", group=self._replica_group)
+            except DDPLossError as error:
+                handshake.note_on(error, collective=False)  # the rest of this part does not know of it
+                raise
             losses, global_labels, *named = world.tensors
             self._refuse_no_rows(losses)
         # 4. weights of the rows that a miner named

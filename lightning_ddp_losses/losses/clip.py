@@ -44,6 +44,7 @@ class ClipLoss(TwoTowerLoss):
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
             bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
+        check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
 
     Returns:
@@ -93,9 +94,12 @@ class ClipLoss(TwoTowerLoss):
         gather: Literal["all", "ring"] = "all",
         products: ProductChoice = "float32",
         name: str | None = None,
+        check_weights: bool = True,
         group: Group = None,
     ) -> None:
-        super().__init__(init_temperature, max_scale, normalize, tile_bytes, gather, products, name, group)
+        super().__init__(
+            init_temperature, max_scale, normalize, tile_bytes, gather, products, name, check_weights, group
+        )
         expect(
             0 <= label_smoothing < 1, "ClipLoss: label_smoothing", expected="at least 0, below 1", got=label_smoothing
         )

@@ -24,6 +24,7 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capt
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
+from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
@@ -48,10 +49,12 @@ class RowsAsGiven(NamedTuple):
     Attributes:
         narrow_dtype: bfloat16 or float16 if all of them are that; they travel in it.
         form: How they are multiplied.
+        weights: A fingerprint of a part of the loss's weights; empty: nothing is compared.
     """
 
     narrow_dtype: torch.dtype | None
     form: ProductForm
+    weights: str
 
 
 class GlobalBatchLoss(WithProcessGroup, nn.Module):
@@ -78,6 +81,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             ``"float32"``, ``"bf16"`` or ``"auto"``. What is not evaluated in such tiles (few rows) is float32.
         name: Tells this loss from others of its kind, which every rank must call in one order; None: its path in the module that a
             strategy trains, else the order in which they are made.
+        check_weights: Compare the loss's weights between the ranks, a sixteenth of them in each call: the loss belongs into the model
+            that ``DistributedDataParallel`` wraps, or into one of its own. ``False`` where ranks average weights every few steps.
         group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
@@ -122,6 +127,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         compile_tiles: bool = False,
         products: ProductChoice = "float32",
         name: str | None = None,
+        check_weights: bool = True,
         group: Group = None,
     ) -> None:
         super().__init__()
@@ -141,6 +147,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self._seeds = SeedCounter()
         self._warned = False
         self._upstream_grad = UpstreamGradWatch()
+        self._weights = WeightFingerprints(wanted=check_weights)
         self.value_reading = inputs.ValueReading()
         memories = [module for module in loss.modules() if isinstance(module, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
@@ -218,6 +225,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
+            weights = self._weights.take(tensors.parameters, self._group)
             if self.products != "float32":
                 rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
                 form = choose_form(self._title, self.products, rows) if rows else "float32"
@@ -225,7 +233,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if not read:
             args, kwargs = inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
-        return args, kwargs, tensors, RowsAsGiven(precision.narrow_dtype(tensors.given), form)
+        return args, kwargs, tensors, RowsAsGiven(precision.narrow_dtype(tensors.given), form, weights)
 
     def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors on several devices; class weights of torch's own losses must lie there too."""
@@ -397,6 +405,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         must_match["configuration"] = self._fingerprint
         if self.compile_tiles:
             must_match["compile_tiles"] = True
+        if rows.weights:
+            must_match["weights"] = rows.weights
         must_match["products"] = rows.form
         must_match |= micro_batch_to_match()
         if self.backward == "own_slice":

@@ -37,6 +37,7 @@ class SigLipLoss(TwoTowerLoss):
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
+        check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
 
     Returns:
@@ -74,9 +75,12 @@ class SigLipLoss(TwoTowerLoss):
         gather: Literal["all", "ring"] = "all",
         products: ProductChoice = "float32",
         name: str | None = None,
+        check_weights: bool = True,
         group: Group = None,
     ) -> None:
-        super().__init__(init_temperature, max_scale, normalize, tile_bytes, gather, products, name, group)
+        super().__init__(
+            init_temperature, max_scale, normalize, tile_bytes, gather, products, name, check_weights, group
+        )
         self.logit_bias: nn.Parameter | None = None
         if init_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))

@@ -24,6 +24,7 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capt
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
+from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import aligned, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import NarrowRows, RowsOfARing, as_bytes, ring_round_trip
@@ -344,6 +345,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gather: Whether every rank holds all columns, or they go round a ring.
         products: How rows are multiplied (``products``).
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
+        check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
     """
 
@@ -360,6 +362,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         gather: Literal["all", "ring"],
         products: ProductChoice,
         name: str | None,
+        check_weights: bool,
         group: Group,
     ) -> None:
         super().__init__()
@@ -374,6 +377,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         self.max_scale, self.normalize, self.tile_bytes, self.gather = max_scale, normalize, tile_bytes, gather
         self.set_group(group, title, name)
         self._upstream_grads = UpstreamGradWatch()
+        self._weights = WeightFingerprints(wanted=check_weights)
         self.logit_scale: nn.Parameter | None = None
         if init_temperature is not None:
             self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
@@ -422,7 +426,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             form = "float32"
         self._given_dtype = precision.narrow_dtype(rows[:3])
         kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
-        kinds |= {"products": form, "queue": "none" if rows[3] is None else _described(rows[3])}
+        weights = self._weights.take(self.parameters(), self._group)
+        kinds |= {"weights": weights, "products": form, "queue": "none" if rows[3] is None else _described(rows[3])}
         value: Tensor = autograd_graph.run_full_precision(self, self._forward, ([*rows], given, form, kinds), {})
         autograd_graph.remember_global_value(value)
         name_value(value, title)

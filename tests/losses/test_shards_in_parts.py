@@ -101,3 +101,18 @@ def test_an_error_of_one_part_is_that_of_all(pool: RankPool, job: object) -> Non
         assert error.is_a("InputError"), error.traceback
         assert "ClassShardedLoss(ArcFaceLoss): " in error.message
         assert not error.timed_out
+
+
+def drifting(apart: bool) -> None:
+    loss = ClassShardedLoss(arcface(), group=own_part(PARTS[0]))
+    for _ in range(3):
+        loss(harness.line_of_rows(), torch.arange(4) % CLASSES)
+        with torch.no_grad():
+            loss.weight.add_(0.1 * (dist.get_rank() == 3 if apart else 1))
+
+
+def test_weights_of_replicas_that_nobody_averages_are_an_error(pool: RankPool) -> None:
+    pool.run(WORLD, drifting, False)
+    errors = pool.errors(WORLD, drifting, True)
+    assert {error.type for error in errors} == {"RankMismatchError"}
+    assert any("replicas: weights" in error.message for error in errors)
