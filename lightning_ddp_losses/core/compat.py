@@ -711,6 +711,11 @@ def set_samplers_(loader: Any, sampler: Any, batch_sampler: Any) -> None:
     vars(loader).update(sampler=sampler, batch_sampler=batch_sampler, _iterator=None)
 
 
+def is_any_autocast_on() -> bool:
+    """Say whether autocast is on for any device; the public reader answers for one."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def collectives_started() -> int:
     """Return how many collectives this rank has started in the default group, 0 where the backend does not count; no public reader."""
     group = torch.distributed.group.WORLD

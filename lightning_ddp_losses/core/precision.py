@@ -156,12 +156,31 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     return nests.map_tensors(cast, tree)
 
 
+_switched_off: list[None] = []  # one for each block, inside another, that has switched autocast off
+
+
+def is_autocast_on() -> bool:
+    """Say whether the program is inside autocast; here it may be off, as a loss computes without it."""
+    return bool(_switched_off) or compat.is_any_autocast_on()
+
+
+@contextlib.contextmanager
+def _count_off() -> Iterator[None]:
+    """Remember for the length of a block that autocast was on before it."""
+    _switched_off.append(None)
+    try:
+        yield
+    finally:
+        _switched_off.pop()
+
+
 def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[object]:
     """Return a block in which autocast is off, where it is on now; contexts take time, and usually none is needed."""
     on = [device_type for device_type in set(device_types) if _autocasts(device_type)]
     if not on:
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
+    stack.enter_context(_count_off())
     for device_type in on:
         stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.forward_patch import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.instances import Instance, Meetings
@@ -261,6 +261,8 @@ def start(
             if not instance.label:
                 continue
         lines.append(f"{key}={value}")
+    if channel == "handshakes" and precision.is_autocast_on():
+        lines.append("autocast=on")
     text, origin = "\n".join(lines), OF_USER if of_user else OURS
     return PendingHandshake(
         CALL,

@@ -19,6 +19,8 @@ CALL, FAILURE = 0, 1
 _FIXES = {
     "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
     "the same weights on all ranks. Where ranks average weights every few steps, give check_weights=False.",
+    "autocast": "Run the same code under autocast on all ranks.",
+    "gradients": "Run the same code under no_grad on all ranks.",
 }
 """What to do about a value that differs, by its name."""
 

@@ -89,7 +89,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         From ``forward``: the global loss, 0-dim, equal on every rank, unscaled; logging it needs no ``sync_dist``.
 
     Gradient:
-        After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient.
+        After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient. Outside Lightning a loss with
+        weights is wrapped like the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``.
 
     Communication:
         ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
@@ -395,7 +396,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _take_must_match_of(self, rows: RowsAsGiven, like: Tensor) -> dict[str, object]:
         form = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
-        return {**self._take_must_match(rows), "rows of embeddings": form}
+        gradients = "on" if torch.is_grad_enabled() else "off"
+        return {**self._take_must_match(rows), "rows of embeddings": form, "gradients": gradients}
 
     def _take_must_match(self, rows: RowsAsGiven) -> dict[str, object]:
         """Return what must be equal on all ranks; takes what was noted of the last backward."""

@@ -171,6 +171,7 @@ def _exchange_in_group(title: str, packets: Sequence[Packet], group: Group) -> I
     """Exchange the states of several metrics over one group, those on one kind of device together."""
     must_match = {
         "which": packets[0].instance,
+        "gradients": "on" if torch.is_grad_enabled() else "off",
         "factor that came back in the last backward": ", ".join(packet.upstream_grads for packet in packets),
         **micro_batch_to_match(),
         "configuration": "; ".join(packet.configuration for packet in packets),
