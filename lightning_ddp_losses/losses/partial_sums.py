@@ -463,8 +463,8 @@ def global_mean(
     Args:
         total: 0-dim, or (k,) for k means at once: this rank's sum, floating, with its graph; halves are added in float32. A rank without
             rows comes with a sum that went through the model (``model(rows).sum() * 0``), so that DDP's hooks fire there too.
-        count: What it is to be divided by, over all ranks together: a number, or a tensor of as many elements as ``total``, without
-            gradient; 0 where there are no rows. Whole numbers are exact up to 2**53.
+        count: What it is to be divided by, over all ranks together: a number or 0-dim tensor, or one of as many elements as
+            ``total``, without gradient; 0 where there are no rows. Whole numbers are exact up to 2**53.
         empty: The value of a mean that counts nothing on any rank; its gradient is zero.
         name: In messages, and for ``expect_counts`` of an accumulation window; needed there for several calls in one micro-batch.
         group: Process group; None is the world.
@@ -606,10 +606,10 @@ def _checked_counts(title: str, total: Any, count: Any) -> list[float]:
         if count.requires_grad:
             fix = "Detach it: a divisor has no gradient."
             raise InputError(f"{title}: count", expected="no gradient", got="a tensor with a graph", fix=fix)
-        if count.numel() != total.numel():
+        if count.ndim and count.numel() != total.numel():
             expected = f"as many as means, {total.numel()}"
             raise InputError(f"{title}: count", expected=expected, got=f"{tuple(count.shape)}")
-        counts = count.reshape(-1).tolist()
+        counts = count.expand(total.numel()).tolist() if count.ndim == 0 else count.reshape(-1).tolist()
     else:
         counts = [count] * total.numel()
     if not all(math.isfinite(n) and n >= 0 for n in counts):

@@ -102,6 +102,11 @@ def test_counts_beyond_int32_are_exact(pool: RankPool) -> None:
     assert pool.run(2, large_counts) == [3.0, 3.0]
 
 
+def test_one_count_of_several_means_may_be_a_number_or_a_tensor_without_dimensions() -> None:
+    totals, count = torch.tensor([3.0, 6.0]), torch.tensor([1, 1, 1]).sum()
+    assert global_mean(totals, count).tolist() == global_mean(totals, 3).tolist() == [1.0, 2.0]
+
+
 def counted() -> int:
     weight = torch.ones(3, requires_grad=True)
     global_mean(weight.sum(), 3).backward()
