@@ -45,6 +45,7 @@ RECEIPT_SECONDS = 3.0  # how long a failed rank waits until its peers have read 
 _HEARD_SECONDS = 2.0  # how long rank 0, whose process may hold the store, waits after any end
 _POLL_SECONDS = 0.05
 _LISTEN_SECONDS = 0.5
+_ALL_HERE = "all ranks say that they are here"
 _PREFIX = "lightning_ddp_losses/liveness"
 _FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
 _log = logging.getLogger(__name__)
@@ -317,7 +318,7 @@ class World:
             return self._store_lost()
         if silent:
             return f"{self._named(silent)} {_has_or_have(silent)} said nothing for {SILENCE_SECONDS:g} s: standing still, or out of reach"
-        return "all ranks say that they are here"
+        return _ALL_HERE
 
     def _place(self, rank: int) -> str:
         process = self._processes[rank]
@@ -447,6 +448,12 @@ def lost_peer_error(where: str, who: str, error: BaseException) -> PeerError:
     lines = str(error).splitlines() or [""]
     recorded = flight_record(_world.rank, since=_world.began)
     more = "" if recorded is None else f" torch's Flight Recorder says what was under way: {recorded}."
+    if who == _ALL_HERE:  # then no peer is the cause
+        return PeerError(
+            f"{lines[0][:200]} (rank {_world.rank}, in {where}; {who})",
+            fix=f"No rank is gone: where all ranks show this error, it is the cause itself, else ranks do different things.{more}",
+            collective=True,
+        )
     return PeerError(
         f"rank {_world.rank} waited for its peers in {where}",
         expected="an answer of every rank",

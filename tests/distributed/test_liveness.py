@@ -125,3 +125,9 @@ def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_a_rank_writes_down_is_plain(worlds: list[World]) -> None:
     assert ProcessInfo(*json.loads(json.dumps(ProcessInfo.own()))) == ProcessInfo.own()
+
+
+def test_an_error_that_all_ranks_have_comes_first_and_no_peer_is_blamed(worlds: list[World]) -> None:
+    text = str(liveness.lost_peer_error("backward", "all ranks say that they are here", LOST))
+    assert text.startswith(f"{str(LOST).splitlines()[0]} (rank 0, in backward")
+    assert "waited for its peers" not in text
