@@ -63,6 +63,7 @@ class GlobalDraw:
     """
 
     _place: EpochPlace | None = None  # where the epoch goes on that is drawn next
+    _announced: EpochPlace | None = None  # where the epoch began whose iterator was made before its name was said
     _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
     _begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
     local_name = "local_batch_size"
@@ -101,9 +102,9 @@ class GlobalDraw:
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next (Lightning does); a place that was loaded stays where it is in that epoch."""
-        if self._place is not None and epoch == self._place.announced:
+        if any(place is not None and epoch == place.announced for place in (self._place, self._announced)):
             return
-        self._place = None
+        self._place = self._announced = None
         # the epoch that is being read may be named once more, while workers read ahead
         if epoch != self.epoch:
             self.epoch = epoch
@@ -111,10 +112,25 @@ class GlobalDraw:
         if epoch != self._begun[0]:
             self._begun = (epoch, 0)
 
+    def announce_epoch(self, epoch: int) -> None:
+        """Say which epoch the next iterators read; ``set_epoch`` names it later, when workers may have read it to its end."""
+        self._announce(EpochPlace(epoch, 0, "", epoch))
+
+    def go_back(self) -> None:
+        """Let the next iterator begin where that of the announced epoch began: it takes its place."""
+        if self._announced is not None:
+            self._announce(self._announced)
+
+    def _announce(self, place: EpochPlace) -> None:
+        self._place = self._announced = place
+        self.epoch, self._begun = place.epoch, (place.epoch, 0)
+        self._turn += 1
+
     def keeping_last(self) -> GlobalDraw:
         """Return a twin that keeps the last batch."""
         twin = copy.copy(self)
-        twin.drop_last, twin._kept, twin._place = False, None, None
+        twin.drop_last, twin._kept = False, None
+        twin.forget_place()
         return twin
 
     # ------------------------------------------------------------------ saving and resuming
@@ -169,21 +185,20 @@ class GlobalDraw:
 
         Args:
             state: What ``state_dict`` returned.
-            announced: What ``set_epoch`` will call this epoch; None: what it is.
+            announced: Number that ``set_epoch`` will give this epoch, after its iterator is made. None: its own, before.
         """
         try:
             place = self._read_place(state)
         except Exception as error:
             handshake.raise_on_all_ranks(error, f"{self.title}, load_state_dict")
-        self._own_seed = state["seed"]
-        self._place = place if announced is None else place._replace(announced=announced)
-        self.epoch = place.epoch
-        self._turn += 1
-        self._kept, self._begun = None, (place.epoch, 0)
+        self._own_seed, self._kept = state["seed"], None
+        self._announce(place if announced is None else place._replace(announced=announced))
+        if announced is None:
+            self._announced = None
 
     def forget_place(self) -> None:
         """Start the next epoch at its beginning, whatever was loaded."""
-        self._place = None
+        self._place = self._announced = None
 
     def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
         """Return the place that a saved state names; refuse a state of another sampler, naming both."""

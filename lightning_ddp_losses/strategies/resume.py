@@ -234,6 +234,9 @@ class Resume(FitPart):
             return
         self._draws.append(draw)
         if self._places is None:
+            # Lightning names a later epoch before it makes its iterator
+            epoch = self.fit.trainer.current_epoch
+            draw.set_epoch(epoch) if epoch else draw.announce_epoch(0)
             return
         # torchdata's loader would skip what the sampler has skipped
         expect(
@@ -255,7 +258,7 @@ class Resume(FitPart):
                     f"The checkpoint does not say where {draw.title} stood: epoch {epoch}, of which {batches} batches were "
                     "trained on, begins again at its first batch. Checkpoints that DDPLossStrategy has written since say it."
                 )
-            draw.set_epoch(epoch)
+            draw.announce_epoch(epoch)
             return
         # Lightning may ask for the loaders twice; it keeps their order
         state = self._places[self._num_placed % len(self._places)]
@@ -351,6 +354,9 @@ class Resume(FitPart):
         loaders = self._loaders_of_fit()
         torchs = [loader for loader in loaders if isinstance(loader, DataLoader)]
         if len(torchs) == len(loaders) and not any(isinstance(loader.dataset, IterableDataset) for loader in torchs):
+            # workers may have read the epoch to its end
+            for draw in self._draws:
+                draw.go_back()
             compat.make_iterator_anew(self.fit.trainer.fit_loop)
             return
         for loader in torchs:

@@ -349,3 +349,53 @@ def two_loaders(mode: str, batches: int, folder: str) -> list[bool]:
 def test_each_of_two_loaders_goes_on(pool: RankPool, tmp_path: Path, mode: str) -> None:
     for kept in pool.run(2, two_loaders, mode, 5, str(tmp_path)):
         assert all(kept), kept
+
+
+class ReadsAhead(DataLoader[Any]):
+    """Asks for all indices of an epoch when an iterator is made, as workers do whose number times what each reads ahead is as large."""
+
+    def __iter__(self) -> Any:
+        torch.empty((), dtype=torch.int64).random_()  # the seed of the workers
+        batches = list(self.batch_sampler)
+        return (self.collate_fn([self.dataset[row] for row in batch]) for batch in batches)
+
+
+class FewBatches(Line):
+    """Each form of a global sampler, read ahead to the end of an epoch."""
+
+    form = ""
+
+    def train_dataloader(self) -> Any:
+        if self.form == "option":
+            return ReadsAhead(rows(), batch_size=G // self.ranks, shuffle=True)
+        sampler = GlobalBatchSampler.batches(RandomSampler(range(ROWS)), G, seed=SEED)
+        if self.form == "shuffled":
+            sampler = GlobalBatchSampler.shuffled(ROWS, G, seed=SEED)
+        return ReadsAhead(rows(), batch_sampler=sampler)
+
+
+def resumes_after(steps: int, form: str, folder: str, **options: Any) -> tuple[list[Any], list[Any]]:
+    """What a run sees that stops after some steps and goes on, and what one does that does not stop."""
+    seen = []
+    for number, limit in enumerate([steps, -1, -1]):
+        module = FewBatches(dist.get_world_size())
+        module.form = form
+        given = {"strategy": {"use_global_sampler": form == "option"}, "use_distributed_sampler": True} | options
+        save, load = f"{folder}/{form}{steps}.ckpt", f"{folder}/{form}{steps}.ckpt" if number == 1 else None
+        train(module, None, save if not number else "", load, max_steps=limit, **given)
+        seen.append(module.seen)
+    return seen[0] + seen[1], seen[2]
+
+
+@pytest.mark.parametrize("form", ["shuffled", "batches", "option"])
+def test_indices_that_workers_read_ahead_end_no_epoch(pool: RankPool, tmp_path: Path, form: str) -> None:
+    for world_size in (1, 2):
+        for steps in (BATCHES - 1, BATCHES, 2 * BATCHES):
+            for seen, whole in pool.run(world_size, resumes_after, steps, form, str(tmp_path)):
+                assert seen == whole
+
+
+def test_loaders_made_anew_and_read_ahead_begin_their_epoch(pool: RankPool, tmp_path: Path) -> None:
+    once = pool.run(2, resumes_after, BATCHES, "shuffled", str(tmp_path))
+    anew = pool.run(2, resumes_after, BATCHES, "shuffled", str(tmp_path), reload_dataloaders_every_n_epochs=1)
+    assert anew == once
