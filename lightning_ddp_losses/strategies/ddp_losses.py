@@ -23,7 +23,6 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup
-from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
 from lightning_ddp_losses.strategies.fit_part import LossOptions
 from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
@@ -121,7 +120,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     ) -> None:
         options = LossOptions.from_arguments({**locals(), **ddp_setup.without_defaults(ddp_kwargs)})
         super().__init__(**ddp_kwargs)
-        self.checkpoint_io = use_whole_files(ddp_kwargs.get("checkpoint_io"))
+        if ddp_kwargs.get("checkpoint_io") is not None:
+            self.checkpoint_io = ddp_kwargs["checkpoint_io"]
         self._ddp_kwargs = ddp_setup.without_defaults(self._ddp_kwargs)
         ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
         expect(

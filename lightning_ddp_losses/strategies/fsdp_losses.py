@@ -28,7 +28,6 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
-from lightning_ddp_losses.strategies.checkpoint_files import use_whole_files
 from lightning_ddp_losses.strategies.fit_part import LossOptions
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
@@ -129,7 +128,6 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.checkpoint_io = use_whole_files(None)
         self._losses = LossParallelism(self, options)
         self._roots: list[FSDPModule] = []
         self._sharded: list[FSDPModule] = []  # they, and those inside them

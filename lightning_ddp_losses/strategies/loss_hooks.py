@@ -298,7 +298,11 @@ class LossHooks(HostStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         """The plugin that writes and reads files: Lightning's default writes whole files or none here, a plugin of the user's stays."""
         plugin: CheckpointIO = super().checkpoint_io
-        return plugin
+        # a strategy that chose its plugin before would refuse those of the Trainer
+        used = checkpoint_files.use_whole_files(plugin)
+        if used is not plugin:
+            self.checkpoint_io = used
+        return used
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:

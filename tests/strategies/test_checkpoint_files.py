@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.strategies import checkpoint_folder, whole_checkpoint
 from lightning_ddp_losses.strategies.checkpoint_files import WholeFileIO, write_whole
 from tests.lightning_ranks import make_trainer
@@ -269,6 +269,14 @@ def test_the_users_own_plugin_stays_and_lightnings_default_is_replaced(tmp_path:
     # a remote path is Lightning's
     WholeFileIO().save_checkpoint({"x": 1}, "memory://somewhere/x.ckpt")
     assert WholeFileIO().load_checkpoint("memory://somewhere/x.ckpt") == {"x": 1}
+
+
+@pytest.mark.parametrize("strategy", [DDPLossStrategy, ModelParallelLossStrategy])
+def test_a_plugin_of_the_trainer_beside_an_instance(strategy: Any) -> None:
+    around = AsyncCheckpointIO()
+    trainer = make_trainer(strategy(), plugins=[around])
+    assert trainer.strategy.checkpoint_io is around
+    assert isinstance(around.checkpoint_io, WholeFileIO)
 
 
 def test_a_folder_that_cannot_be_written_says_so_in_one_process(pool: RankPool, tmp_path: Path) -> None:
