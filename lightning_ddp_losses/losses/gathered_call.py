@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -334,7 +335,7 @@ def _counts_from_zero(labels: Tensor) -> bool:
 
 
 class TensorCall:
-    """Gathers the arguments of a call; 0-dim tensors and what is no tensor stay as they are.
+    """Gathers the arguments of a call, also in lists, tuples and dicts; 0-dim tensors and what is no tensor stay as they are.
 
     Args:
         title: How messages name the loss.
@@ -350,7 +351,7 @@ class TensorCall:
         seed: For random draws, the same on every rank.
 
     Raises:
-        InputError: for a batch inside a list, tuple or dict.
+        InputError: for a batch inside what is no plain list, tuple or dict.
     """
 
     def __init__(
@@ -363,28 +364,40 @@ class TensorCall:
     ) -> None:
         values: dict[int | str, Any] = dict(enumerate(args))
         values.update(kwargs)
-        # which of them are batches, and along which dimension
+        # which of them are batches, also inside lists, tuples and dicts, and along which dimension
         dims: dict[int | str, int] = {}
+        batches: dict[str, Tensor] = {}
         for name, value in values.items():
             dim = batch_dims.get(name, 0)
-            if dim is not None and isinstance(value, Tensor) and value.ndim:
-                dims[name] = dim
+            if dim is None:
+                continue
+            found: list[Tensor] = []
+            nests.map_tensors(found.append, value)
             expect(
-                dim is None or isinstance(value, Tensor) or not any(inner.ndim for inner in nests.tensors_in(value)),
+                len(found) == len(nests.tensors_in(value)),
                 f"{title}: argument {name}",
-                expected="a tensor",
+                expected="tensors, or lists, tuples and dicts of them",
                 got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
-                fix=f"Pass the tensors one by one, or say that they are no batches: batch_dims={{{name!r}: None}}.",
+                fix="Pass the tensors one by one, or in a list.",
                 error=InputError,
             )
-        # batches travel with their samples along dim 0
-        gathered = gather({str(name): values[name].movedim(dim, 0) for name, dim in dims.items()})
-        for (name, dim), tensor in zip(dims.items(), gathered.tensors, strict=True):
-            values[name] = tensor.movedim(0, dim)
+            dims[name] = dim
+            rows = {f"{name}[{i}]" if found[0] is not value else str(name): t for i, t in enumerate(found) if t.ndim}
+            # batches travel with their samples along dim 0
+            batches |= {path: tensor.movedim(dim, 0) for path, tensor in rows.items()}
+        gathered = gather(batches)
+        everyone = iter(gathered.tensors)
+        for name, dim in dims.items():
+            values[name] = nests.map_tensors(partial(_next_of, everyone, dim), values[name])
         self.args = tuple(values[position] for position in range(len(args)))
         self.kwargs = {name: values[name] for name in kwargs}
         self.batches: Iterable[Any] = gathered.tensors
         self.seed = shared_seed(gathered)
+
+
+def _next_of(everyone: Iterator[Tensor], dim: int, own: Tensor) -> Tensor:
+    """Return the next gathered tensor in place of this rank's; a 0-dim tensor was not gathered."""
+    return next(everyone).movedim(0, dim) if own.ndim else own
 
 
 # ---------------------------------------------------------------------- the same random numbers on every rank

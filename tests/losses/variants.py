@@ -91,6 +91,17 @@ class Columns(Tempered):
         return super().forward(a.T + shift, b.T, scale)
 
 
+def in_lists(net: Net, rows: Rows) -> Arguments:
+    return ([net(rows["features"]), net(rows["views"])], {"scale": (net.logit_scale,)}), {}
+
+
+class Lists(Tempered):
+    """Takes its batches as lists, as losses of self-supervised learning do."""
+
+    def forward(self, views: list[Tensor], more: dict[str, tuple[Tensor]]) -> Tensor:  # type: ignore[override]
+        return super().forward(*views, *more["scale"])
+
+
 def same_labels(net: Net, rows: Rows) -> Arguments:
     """The references' labels are the very tensor of the anchors'."""
     return (net(rows["features"]), rows["labels"]), {"ref_emb": net(rows["views"]), "ref_labels": rows["labels"]}
@@ -229,5 +240,6 @@ VARIANTS: dict[str, Case] = {
     "a user's loss, samples are columns": Case(
         Columns, transposed, modes=REPLICATED, options={"batch_dims": {0: 1, 1: 1, 3: None}}
     ),
+    "a user's loss, batches in lists": Case(Lists, in_lists, modes=REPLICATED),
     "a user's loss, gradients summed": Case(Tempered, tempered, modes=REPLICATED, options={"backward": "sum"}),
 }
