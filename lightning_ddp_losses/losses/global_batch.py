@@ -306,6 +306,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 return Rows(loss, self._exchange(rows), self.tile_bytes), call
         # the full loss on every rank
         if self.queue_position is not None:
+            if not call.total_rows:
+                expected = "rows on some rank, as the memory needs them"
+                raise InputError(
+                    f"{self._title}: embeddings", expected=expected, got="0 rows on all ranks", collective=True
+                )
             self.queue_position.check(call.rows_to_remember(), self._title)
         return Replicated(loss), call
 

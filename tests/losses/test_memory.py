@@ -186,6 +186,17 @@ def test_the_mask_is_taken_where_pml_takes_it(pool: RankPool) -> None:
         assert found == pytest.approx([expected] * 3, rel=1e-9)
 
 
+def no_rows() -> None:
+    loss = GlobalBatchLoss(pml.CrossBatchMemory(pml.NTXentLoss(), DIM, memory_size=8))
+    loss(torch.ones(0, DIM), torch.ones(0, dtype=torch.long))
+
+
+def test_a_memory_without_rows_on_all_ranks_says_so(pool: RankPool) -> None:
+    for error in pool.errors(2, no_rows):
+        assert error.type == "InputError"
+        assert "CrossBatchMemory): embeddings: expected rows on some rank" in error.message
+
+
 def too_small() -> None:
     steps_on_ranks("contrastive", 8, SPLITS[dist.get_world_size()]["uneven"], False, None)
 
