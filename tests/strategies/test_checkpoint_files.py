@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
@@ -274,7 +275,7 @@ def test_the_users_own_plugin_stays_and_lightnings_default_is_replaced(tmp_path:
 @pytest.mark.parametrize("strategy", [DDPLossStrategy, ModelParallelLossStrategy])
 def test_a_plugin_of_the_trainer_beside_an_instance(strategy: Any) -> None:
     around = AsyncCheckpointIO()
-    trainer = make_trainer(strategy(), plugins=[around])
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy(), plugins=[around], logger=False)
     assert trainer.strategy.checkpoint_io is around
     assert isinstance(around.checkpoint_io, WholeFileIO)
 
