@@ -286,7 +286,7 @@ class AccumulationWindow:
         own = [of_all, *map(_several, by_loss.values()), *map(_several, totals.values())]
         titles = ["all losses", *map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
         try:
-            self._refuse_expectations(dict(zip(titles, own, strict=True)), len(by_loss) + 1)
+            self._refuse_expectations(list(zip(titles, own, strict=True)), len(by_loss) + 1)
             for name in totals:
                 what = f"expect_counts: total of `{name}`"
                 expect(of_all or name in by_loss, what, expected="its count, too", got="none", error=InputError)
@@ -311,9 +311,9 @@ class AccumulationWindow:
         module = self._losses.get(source) if isinstance(source, str) else None
         return self._key(source if module is None else module)
 
-    def _refuse_expectations(self, numbers: Mapping[str, Sequence[float]], counts: int) -> None:
-        """Refuse numbers by title, of which the first ones are counts."""
-        for i, (title, several) in enumerate(numbers.items()):
+    def _refuse_expectations(self, numbers: Sequence[tuple[str, Sequence[float]]], counts: int) -> None:
+        """Refuse wrong numbers. The first ones are counts, and each has its title."""
+        for i, (title, several) in enumerate(numbers):
             is_right = all(math.isfinite(number) and (number >= 0 or i >= counts) for number in several)
             expected = "finite counts, not negative" if i < counts else "finite sums"
             expect(is_right, f"expect_counts: {title}", expected=expected, got=list(several), error=InputError)
