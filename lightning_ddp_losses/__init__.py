@@ -22,7 +22,7 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``distributed`` | what ranks do together: groups, the handshake before every collective, collectives, shards, fingerprints |
 | ``samplers`` | batches whose union over the ranks is the batch of one process; predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |
-| ``metrics`` | torchmetrics with a graph through the exchange of states |
+| ``metrics`` | torchmetrics whose states travel in one exchange, with a graph or for evaluation |
 | ``layers`` | exact batch norm over the ranks |
 | ``strategies`` | the Lightning strategy: losses beside the model's DDP, their reduction, checkpoints |
 | ``microbatch`` | an encoder over a large batch in pieces |
@@ -89,7 +89,7 @@ from lightning_ddp_losses.losses import (
     SigLipLoss,
     global_mean,
 )
-from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
+from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, synced
 from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
 from lightning_ddp_losses.strategies import (
@@ -140,6 +140,7 @@ __all__ = [
     "gather_predictions",
     "global_mean",
     "microbatched",
+    "synced",
 ]
 
 # a config or a message names a public class by where it is documented, so that its file may move

@@ -47,6 +47,7 @@ PINNED = [
     "gather_predictions",
     "global_mean",
     "microbatched",
+    "synced",
 ]
 MODULES = sorted(
     found.name

@@ -10,13 +10,14 @@ into L on every rank.
 * ``states``: a metric's states taken, put, sent and copied; the table of metrics that need the rows of all ranks.
 * ``exchange``: the states of all ranks in one exchange: packets, the plan of the buffer, ranks that hold different states.
 * ``composites``: compositions, wrappers and collections.
-* ``conversion``: ``differentiable``, and the table of metrics without a gradient.
+* ``synced``: metrics for evaluation, whose states are synced in one exchange.
+* ``conversion``: ``differentiable`` and ``synced``, and the table of metrics without a gradient.
 
 A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``; one without gradient in
 ``conversion.WITHOUT_GRADIENT``; a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.
 """
 
-from lightning_ddp_losses.metrics.conversion import differentiable
+from lightning_ddp_losses.metrics.conversion import differentiable, synced
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
 
-__all__ = ["DifferentiableMetric", "differentiable"]
+__all__ = ["DifferentiableMetric", "differentiable", "synced"]

@@ -9,7 +9,8 @@ one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -24,19 +25,64 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.metrics.exchange import exchange
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
-from lightning_ddp_losses.metrics.states import detached
+from lightning_ddp_losses.metrics.states import ExchangingMetric, detached
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 _LONGEST_NAMES = 60  # characters of the members' names in a title
 
 
-class Composite:
-    """What all of them share: one exchange for the forwards of all members, and one before ``compute``."""
+class Members:
+    """A metric made of metrics: one exchange for the states of all members before ``compute``."""
+
+    @eager_recursive
+    def compute(self) -> Any:
+        """Return the value of everything since ``reset``, over all ranks: one exchange for all members."""
+        with self._in_one_exchange():
+            return super().compute()  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _in_one_exchange(self) -> Iterator[None]:
+        """Sync the states of all members that ``compute`` would sync one by one; afterwards they have their own again."""
+        assert isinstance(self, nn.Module)
+        for part in nn.Module.modules(self):
+            if isinstance(part, Members):
+                part._fill_members()
+        waiting = [leaf for leaf in self._leaves() if leaf._waits]
+        # decided before asking which members have peers: groups of one rank may stand beside larger ones
+        waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
+        packets = [leaf.packet() for leaf in waiting]
+        for leaf, values in zip(waiting, exchange(f"{self._title()}, compute", packets), strict=True):
+            leaf._cache = detached(leaf._states())
+            leaf._receive(values)
+            leaf._is_synced, leaf._to_sync = True, False
+        try:
+            yield
+        finally:
+            for leaf in waiting:
+                leaf._to_sync = True
+                leaf.unsync(should_unsync=leaf._is_synced and leaf._should_unsync)
+
+    def _fill_members(self) -> None:
+        """Give the members the states that ``compute`` would give them."""
+
+    def _leaves(self) -> list[ExchangingMetric]:
+        """Return the metrics that hold states, each once."""
+        assert isinstance(self, nn.Module)
+        return [m for m in nn.Module.modules(self) if isinstance(m, ExchangingMetric)]
+
+    def _title(self) -> str:
+        names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self._leaves()))
+        if len(names) >= _LONGEST_NAMES:
+            names = names[:_LONGEST_NAMES] + " ..."
+        return f"{type(self).__name__}({names})"
+
+
+class Composite(Members):
+    """What all that are differentiable share: one exchange for the forwards of all members too."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "process_group"]
     sees_global_batch = True
     _only_member = ""  # the attribute of a wrapper that holds its metric
-    _members_first = True  # compute only calls the compute of its members, which may be synced before
 
     @property
     def process_group(self) -> Any:
@@ -56,17 +102,6 @@ class Composite:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the value of the global batch, with its gradient; accumulate this batch for ``compute``."""
         return run_forward(self, f"{self._title()}, forward", args, kwargs)
-
-    @eager_recursive
-    def compute(self) -> Any:
-        """Return the value of everything since ``reset``, over all ranks: one exchange for all members."""
-        synced = self._sync_members() if self._members_first else []
-        try:
-            return super().compute()  # type: ignore[misc]
-        finally:
-            for leaf in synced:
-                leaf._to_sync = leaf.sync_on_compute
-                leaf.unsync(should_unsync=leaf._is_synced)
 
     def _members(self) -> list[Any]:
         """Return the metrics that the forward calls, in order."""
@@ -89,36 +124,6 @@ class Composite:
 
     def _value_of(self, calls: Iterator[ForwardCall]) -> Any:
         return self._joined([member._value_of(calls) for member in self._members()])
-
-    def _leaves(self) -> list[DifferentiableMetric]:
-        """Return the metrics that hold states, each once."""
-        assert isinstance(self, nn.Module)
-        return [m for m in nn.Module.modules(self) if isinstance(m, DifferentiableMetric)]
-
-    def _parts(self) -> Iterable[Composite]:
-        assert isinstance(self, nn.Module)
-        return (m for m in nn.Module.modules(self) if isinstance(m, Composite))
-
-    def _title(self) -> str:
-        names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self._leaves()))
-        if len(names) >= _LONGEST_NAMES:
-            names = names[:_LONGEST_NAMES] + " ..."
-        return f"{type(self).__name__}({names})"
-
-    def _sync_members(self) -> list[DifferentiableMetric]:
-        """Sync the states of all members in one exchange; return those that ``compute`` would have synced one by one."""
-        unsynced = [leaf for leaf in self._leaves() if leaf._to_sync and leaf._computed is None and not leaf._is_synced]
-        waiting = [leaf for leaf in unsynced if leaf._record.gather == "states"]
-        # decided before asking which members have peers: groups of one rank may stand beside larger ones
-        if len(waiting) < 2 or any(not part._members_first for part in self._parts()):
-            return []
-        waiting = [leaf for leaf in waiting if leaf._has_peers]
-        exchanged = exchange(f"{self._title()}, compute", [leaf.packet() for leaf in waiting])
-        for leaf, values in zip(waiting, exchanged, strict=True):
-            leaf._cache = detached(leaf._states())
-            leaf._receive(values)
-            leaf._is_synced, leaf._to_sync = True, False
-        return waiting
 
 
 class _DifferentiableComposition(Composite):
@@ -183,10 +188,8 @@ class _DifferentiableMultioutput(Composite):
         return value
 
 
-class _DifferentiableClasswise(Composite):
+class Classwise(Members):
     """A value for each class, by name."""
-
-    _only_member = "metric"
 
     def __getattr__(self, name: str) -> Any:
         # torchmetrics asks the member for what the wrapper lacks; asked so for ``__deepcopy__``, it would copy the member alone
@@ -194,15 +197,42 @@ class _DifferentiableClasswise(Composite):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return super().__getattr__(name)  # type: ignore[misc]
 
+
+class _DifferentiableClasswise(Classwise, Composite):
+    """The same, differentiable."""
+
+    _only_member = "metric"
+
     def _joined(self, values: list[Any]) -> Any:
-        return self._convert_output(*values)
+        return self._convert_output(*values)  # type: ignore[attr-defined]
 
 
-class _DifferentiableRunning(Composite):
-    """A window of batches; ``compute`` puts the window into its metric first, which then syncs it."""
+class Windowed(Members):
+    """A window of batches for each rank; ``compute`` puts it into the metric inside."""
+
+    _is_filled = False
+
+    def _fill_members(self) -> None:
+        base: Any = self.base_metric  # type: ignore[attr-defined]
+        for index in range(0 if self._is_filled else self.window):  # type: ignore[attr-defined]
+            base._reduce_states({name: getattr(self, f"{name}_{index}") for name in base._defaults})
+        base._update_count = self._num_vals_seen  # type: ignore[attr-defined]
+        self._is_filled = True
+
+    def compute(self) -> Any:
+        """Return the value of the windows of all ranks."""
+        self._fill_members()
+        try:
+            return self.base_metric.compute()  # type: ignore[attr-defined]
+        finally:
+            self.base_metric.reset()  # type: ignore[attr-defined]
+            self._is_filled = False
+
+
+class _DifferentiableRunning(Windowed, Composite):
+    """The same, differentiable."""
 
     _only_member = "base_metric"
-    _members_first = False
 
     def _joined(self, values: list[Any]) -> Any:
         self._move_into_window(self.base_metric)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""`differentiable`: a metric that exists already, as one that can be trained on.
+"""`differentiable` and `synced`: a metric that exists already, as one that can be trained on, or as one that is synced in one exchange.
 
-A class gets a subclass of the same name that stands on ``DifferentiableMetric``, made once; an instance is copied and the
-copy becomes of that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
+A class gets a subclass of the same name that stands on ``DifferentiableMetric`` or ``SyncedMetric``, made once; an instance is copied and
+the copy becomes of that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
 
 What cannot be trained on, and why, is in ``WITHOUT_GRADIENT``. The names are torchmetrics' own, which marks metrics of labels as
 differentiable too (1.9, measured 2026). A metric that is not listed is taken as it says of itself, and found out at its first value
@@ -15,20 +15,25 @@ import copyreg
 import functools
 import inspect
 from abc import ABCMeta
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, overload
 
 from torch import nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
-from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite
+from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite, Members
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step, check_options
-from lightning_ddp_losses.metrics.states import Gather, torchmetrics_names
+from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, torchmetrics_names
+from lightning_ddp_losses.metrics.synced import SYNCED_COMPOSITES, SyncedMetric
 
 M = TypeVar("M", bound="Metric | MetricCollection")
 C = TypeVar("C", bound="type[Metric] | type[MetricCollection]")
+S = TypeVar("S", bound="Metric | MetricCollection | MetricTracker")
+T = TypeVar("T", bound="type[Metric] | type[MetricCollection] | type[MetricTracker]")
 WithoutGradient = Literal["refuse", "keep"]
+_KINDS = (Metric, MetricCollection, MetricTracker)
 
 _IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
 _LABELS = "it compares cluster labels, which are integers"
@@ -116,9 +121,69 @@ def differentiable(  # type: ignore[misc]
     return copied  # type: ignore[no-any-return]
 
 
+@overload
+def synced(metric: S) -> S: ...
+@overload
+def synced(metric: T) -> T: ...
+def synced(metric: Any) -> Any:
+    """Return the same metric for evaluation, but that all its states are synced over the ranks in one exchange.
+
+    torchmetrics' ``compute`` hangs, or is wrong, if ranks hold other numbers of list states: three updates on one rank, one on another,
+    none on a third. With this they may, and the value is that of one process that made the updates of all ranks.
+
+    Args:
+        metric: An instance (copied with its states; parameters are shared), a class, a ``MetricCollection``, a ``MetricTracker``, a
+            wrapper, or a composition (``a + b``).
+
+    Returns:
+        An instance for an instance, a class for a class. Class for ``isinstance``, state dict, arguments and all methods are
+        torchmetrics': ``sync_on_compute``, ``dist_sync_on_step``, ``process_group``, ``sync``, ``unsync``, ``merge_state``, the cache of
+        ``compute``. One with a ``dist_sync_fn`` syncs by that, as in torchmetrics.
+
+    States are joined by their own reduction; lists by update first, by rank second. A state reduced by "mean" is weighted by each rank's
+    number of updates, as ``forward`` of torchmetrics does; so it is that of one process if every update has as many rows.
+    ``Running`` keeps a window for each rank, and ``BootStrapper`` draws on each: their value is that of the joined states.
+
+    ``compute`` keeps its value until the next update, as in torchmetrics. If you update some ranks only and compute again without
+    ``reset``, make the metric with ``compute_with_cache=False``.
+
+    Communication: ``compute`` (and ``forward`` with ``dist_sync_on_step=True``) one handshake with the states in it, or one more
+        collective for many of them; so do all members of a collection or wrapper together, per process group.
+
+    Raises:
+        ConfigurationError: for a state that only stacks (a tensor with ``dist_reduce_fx=None``) if it is not known what joins the stack.
+        RankMismatchError: on every rank, for states or metrics that differ, naming them.
+
+    Example:
+        >>> import torch
+        >>> from torchmetrics.retrieval import RetrievalMAP
+        >>> metric = synced(RetrievalMAP())
+        >>> metric.update(torch.tensor([0.2, 0.9]), torch.tensor([True, False]), indexes=torch.tensor([0, 0]))
+        >>> metric.compute()
+        tensor(0.5000)
+    """
+    if isinstance(metric, type) and issubclass(metric, _KINDS):
+        return _synced_class(metric)
+    expect(
+        isinstance(metric, _KINDS),
+        "synced",
+        expected="a metric, collection or tracker of torchmetrics, or a class of them",
+        got=getattr(metric, "__name__", type(metric).__name__),
+        fix="Give it the metric that is inside.",
+    )
+    copied = _copy_of(metric)
+    for part in _metrics_inside(copied):
+        if isinstance(part, (ExchangingMetric, Members)):
+            continue
+        _rebind_(part, _synced_class(type(part)))
+        if isinstance(part, SyncedMetric):
+            part._set_up()
+    return copied
+
+
 def _metrics_inside(metric: nn.Module) -> list[nn.Module]:
     """Return the metric and all that it holds, each once; a collection's own ``modules`` may leave some out."""
-    return [m for m in nn.Module.modules(metric) if isinstance(m, (Metric, MetricCollection))]
+    return [m for m in nn.Module.modules(metric) if isinstance(m, _KINDS)]
 
 
 # ---------------------------------------------------------------------- refusals
@@ -156,13 +221,12 @@ class _Generated(ABCMeta):
 
 
 def _reduce_class(cls: type) -> Any:
-    if "_original" in cls.__dict__:
-        return _class_of, (cls.__dict__["_original"], cls.__dict__["_keep"])
-    return cls.__qualname__  # a subclass of the user's is found by its name, as any class
+    # a subclass of the user's is found by its name, as any class
+    return cls.__dict__.get("_remade_by", cls.__qualname__)
 
 
 copyreg.pickle(_Generated, _reduce_class)
-_class_by_original: dict[tuple[type, bool], type] = {}
+_class_by_original: dict[tuple[type, bool | Literal["synced"]], type] = {}
 
 
 def _class_of(original: type, keep: bool = False) -> type:
@@ -181,19 +245,37 @@ def _class_of(original: type, keep: bool = False) -> type:
             return _class_of(original.__dict__["_original"], keep)
         bases = (original,)  # one that the user wrote: all that changes is what it promises
     if (original, keep) not in _class_by_original:
-        namespace = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "_original": original,
-            "_keep": keep,
-        }
+        namespace = {"_original": original, "_keep": keep, "_remade_by": (_class_of, (original, keep))}
         if issubclass(base, Composite):
-            namespace["__init__"] = _composite_init(original, keep)
+            convert = functools.partial(differentiable, without_gradient=_word_for(keep))
+            namespace["__init__"] = _composite_init(original, convert)
         if _makes_other_classes(original):
             namespace["__new__"] = _new_of_made(original, keep)
-        _class_by_original[original, keep] = _Generated(original.__name__, bases, namespace)
+        _class_by_original[original, keep] = _generated(original, bases, namespace)
     return _class_by_original[original, keep]
+
+
+def _synced_class(original: type) -> type:
+    """Return the subclass of a class whose states are synced in one exchange, made once; one that has an exchange stays."""
+    if issubclass(original, (ExchangingMetric, Members)):
+        return original
+    if (original, "synced") not in _class_by_original:
+        bases = (base for kind, base in SYNCED_COMPOSITES.items() if issubclass(original, kind))
+        base: type = next(bases, SyncedMetric)
+        namespace: dict[str, Any] = {"_remade_by": (_synced_class, (original,))}
+        if issubclass(base, Members):
+            namespace["__init__"] = _composite_init(original, synced)
+        if issubclass(original, MetricCollection):
+            namespace["add_metrics"] = _synced_add(original)
+        if _makes_other_classes(original):
+            namespace["__new__"] = _new_of_synced(original)
+        _class_by_original[original, "synced"] = _generated(original, (base, original), namespace)
+    return _class_by_original[original, "synced"]
+
+
+def _generated(original: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return _Generated(original.__name__, bases, names | namespace)
 
 
 def _makes_other_classes(original: type) -> bool:
@@ -216,6 +298,28 @@ def _new_of_made(original: type, keep: bool) -> Any:
     return new
 
 
+def _new_of_synced(original: type) -> Any:
+    """Return a ``__new__`` that makes what the class makes, and that synced."""
+
+    @functools.wraps(original.__new__)
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        made = original.__new__(original, *args, **kwargs)
+        # of the class itself after all: __init__ follows
+        return object.__new__(cls) if isinstance(made, original) else synced(made)
+
+    return new
+
+
+def _synced_add(original: type[MetricCollection]) -> Any:
+    """Return an ``add_metrics`` that syncs what is added."""
+
+    @functools.wraps(original.add_metrics)
+    def add_metrics(self: Any, metrics: Any, *additional_metrics: Metric) -> None:
+        original.add_metrics(self, *_converted_inside((metrics, *additional_metrics), synced))
+
+    return add_metrics
+
+
 def _word_for(keep: bool) -> WithoutGradient:
     return "keep" if keep else "refuse"
 
@@ -225,25 +329,25 @@ def _base_for(original: type) -> type:
     return next(found, DifferentiableMetric)
 
 
-def _composite_init(original: type, keep: bool) -> Any:
-    """Return an ``__init__`` that makes the metrics among its arguments differentiable."""
+def _composite_init(original: type, convert: Callable[[Any], Any]) -> Any:
+    """Return an ``__init__`` that converts the metrics among its arguments."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        args, kwargs = _differentiable_inside((args, kwargs), keep)
+        args, kwargs = _converted_inside((args, kwargs), convert)
         original.__init__(self, *args, **kwargs)  # type: ignore[misc]
 
     init.__signature__ = inspect.signature(original.__init__)  # type: ignore[attr-defined, misc]
     return init
 
 
-def _differentiable_inside(tree: Any, keep: bool) -> Any:
-    """Return the same nest, its metrics differentiable."""
-    if isinstance(tree, (Metric, MetricCollection)):
-        return differentiable(tree, without_gradient=_word_for(keep))
+def _converted_inside(tree: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return the same nest, its metrics converted."""
+    if isinstance(tree, _KINDS):
+        return convert(tree)
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_differentiable_inside(item, keep) for item in tree)
+        return type(tree)(_converted_inside(item, convert) for item in tree)
     if isinstance(tree, dict):
-        return {key: _differentiable_inside(item, keep) for key, item in tree.items()}
+        return {key: _converted_inside(item, convert) for key, item in tree.items()}
     return tree
 
 
@@ -269,10 +373,15 @@ def _convert_(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) 
         part._record.expects_gradient = False
     if isinstance(part, (DifferentiableMetric, Composite)):
         return
-    part.__class__ = _class_of(type(part))
+    _rebind_(part, _class_of(type(part)))
     if isinstance(part, DifferentiableMetric):
         # dist_sync_on_step=False is torchmetrics' default there, not the user's wish
         part._set_up(gather=gather, keep_graph=keep_graph, on_step=True, expects_gradient=not keep)
+
+
+def _rebind_(part: nn.Module, cls: type) -> None:
+    """Make an instance one of a subclass of its class, in place."""
+    part.__class__ = cls
     if isinstance(part, Metric):
         # torchmetrics wrapped the methods of the class that it was
         for name in ("update", "compute"):

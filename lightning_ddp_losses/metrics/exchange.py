@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
+from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
@@ -59,7 +61,7 @@ class State:
 
     Attributes:
         name: Names of the metric and the state, for messages.
-        value: A tensor, or a list of tensors.
+        value: A tensor, or a list of tensors; or of other objects (text, nests of tensors), which travel pickled.
         device: Device of the metric; tensors of a list on other devices are moved there.
         reduce: torchmetrics' reduction: a function of the stacked tensors or of the list; None: none.
         weight: Number of this rank's rows; a mean over ranks is one over their rows.
@@ -67,7 +69,7 @@ class State:
     """
 
     name: str
-    value: Tensor | list[Tensor]
+    value: Tensor | list[Any]
     device: torch.device
     reduce: Callable[..., Any] | None
     weight: float = 1.0
@@ -80,6 +82,11 @@ class State:
             return "rows"
         return "stack" if isinstance(self.value, Tensor) else "list"
 
+    @property
+    def holds_objects(self) -> bool:
+        """Whether an item of the list is no tensor."""
+        return isinstance(self.value, list) and not all(isinstance(item, Tensor) for item in self.value)
+
     def description(self) -> str:
         """Return name, kind and reduction, to compare between ranks."""
         return f"{self.name} ({self.kind}, {getattr(self.reduce, '__qualname__', 'none')})"
@@ -87,6 +94,8 @@ class State:
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Return the tensors that are sent, on one device; rows have at least one dimension and one dtype."""
         tensors = [self.value] if isinstance(self.value, Tensor) else list(self.value)
+        if self.holds_objects:
+            return [_pickled(item).to(device) for item in tensors]
         if self.kind == "rows":
             tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
             if len({tensor.dtype for tensor in tensors}) > 1:  # as torch.cat joins them
@@ -101,7 +110,7 @@ class State:
         if self.kind == "rows":
             return gathered[0] if gathered else []
         if self.kind == "list":
-            return gathered if self.reduce is None else self.reduce(gathered)
+            return gathered if self.reduce is None or not gathered else self.reduce(gathered)
         (stacked,) = gathered
         if self.reduce is None:
             return stacked
@@ -195,18 +204,31 @@ def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, 
     # handshake: shapes and row counts, and the bytes themselves if they fit
     weights = [state.weight for state in states if state.reduce is dim_zero_mean]
     contents = pack_contents(states, tensors)
-    payload = _head(True, weights, contents)
+    objects = [index for index, state in enumerate(states) if state.holds_objects]
+    payload = _head(True, weights, contents, objects)
     is_inline = len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
         is_inline = False  # to bring them to the host would wait for the device
-    payload = payload + _joined_bytes(own, device) if is_inline else _head(False, weights, contents)
+    payload = payload + _joined_bytes(own, device) if is_inline else _head(False, weights, contents, objects)
     described = ", ".join(state.description() for state in states)
     must_match = {**must_match, "device": device.type, "states": described}
     received = [sent.partition(b"\n") for sent in handshake.all_gather(title, must_match, payload, group=group)]
-    inline, weights_by_rank, all_contents = zip(*(json.loads(head) for head, _, _ in received), strict=True)
+    heads = (json.loads(head) for head, _, _ in received)
+    inline, weights_by_rank, all_contents, all_objects = zip(*heads, strict=True)
 
     # gather: the tensors of all ranks in one buffer, in the order of one process
     names, kinds = tuple(state.name for state in states), tuple(state.kind for state in states)
+    pickled = sorted(set(itertools.chain.from_iterable(all_objects)))
+    for index in pickled:
+        counts = [json.loads(text)[0][index] for text in all_contents]
+        found = ["objects" if index in of_rank else "tensors" for of_rank in all_objects]
+        found = [what if count else "nothing" for what, count in zip(found, counts, strict=True)]
+        if len({*found} - {"nothing"}) > 1:
+            fix = "Append the same kind of items on every rank."
+            expected = "tensors, or other objects, on every rank"
+            raise RankMismatchError(
+                f"{title}: state `{names[index]}`", expected=expected, ranks=found, fix=fix, collective=True
+            )
     plan = plan_buffer(title, names, kinds, all_contents)
     if all(inline):
         buffer = _buffer_from_bytes(plan, [data for _, _, data in received]).to(device)
@@ -215,6 +237,8 @@ def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, 
 
     # read: this rank's own slices with their graph, then reduce
     gathered = _read_with_grad(plan, buffer, own, group)
+    for index in pickled:
+        gathered[index] = [_unpickled(tensor, states[index].device) for tensor in gathered[index]]
     by_rank = zip(*weights_by_rank, strict=True)
     rows = [next(by_rank) if state.reduce is dim_zero_mean else () for state in states]
     return [state.reduced(values, of_ranks) for state, values, of_ranks in zip(states, gathered, rows, strict=True)]
@@ -227,9 +251,18 @@ def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     return b"".join(map(host_bytes, tensors))
 
 
-def _head(is_inline: bool, weights: Sequence[float], contents: str) -> bytes:
-    """Return the first line of a message: whether the bytes of the tensors follow it, and what they are."""
-    return json.dumps([is_inline, weights, contents], separators=(",", ":")).encode() + b"\n"
+def _head(is_inline: bool, weights: Sequence[float], contents: str, objects: Sequence[int]) -> bytes:
+    """Return the first line of a message: whether the bytes of the tensors follow it, what they are, and which are pickled."""
+    return json.dumps([is_inline, weights, contents, objects], separators=(",", ":")).encode() + b"\n"
+
+
+def _pickled(item: Any) -> Tensor:
+    item = nests.map_tensors(lambda tensor: tensor.detach().cpu(), item)
+    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor, device: torch.device) -> Any:
+    return nests.map_tensors(lambda tensor: tensor.to(device), pickle.loads(host_bytes(data)))
 
 
 # ---------------------------------------------------------------------- the plan of the buffer
@@ -391,9 +424,11 @@ def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], con
 
 
 def _common_row(title: str, name: str, entries: Sequence[Sequence[Entry]]) -> Entry:
-    """Return the rows' dtype and the shape of one row; tensors of shape (0,) are ignored, as in torch.cat."""
+    """Return the rows' dtype and the shape of one row; tensors of shape (0,) are ignored, as in torch.cat, and the dtype of empty ones."""
     known = list(itertools.chain.from_iterable(entries))
     with_rows = [entry for entry in known if entry[1] != (0,)] or known
+    dtypes = [dtype for dtype, shape in with_rows if shape[0]]
+    with_rows = [(dtype if shape[0] or not dtypes else dtypes[0], shape) for dtype, shape in with_rows]
     found = {(dtype, shape[1:]) for dtype, shape in with_rows}
     if len(found) > 1:
         by_rank = []

@@ -28,6 +28,7 @@ from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
 from lightning_ddp_losses.metrics.states import (
+    ExchangingMetric,
     Gather,
     MetricRecord,
     MetricStates,
@@ -245,7 +246,7 @@ class DifferentiableMetric(MetricStates):
 
     def merge_state(self, incoming_state: dict[str, Any] | Metric) -> None:
         """Add the states of another metric of the same kind, differentiable or not, or a dict of them."""
-        kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, MetricStates))
+        kind = next(cls for cls in type(self).__mro__ if not issubclass(cls, ExchangingMetric))
         if kind is Metric:
             kind = type(self)
         if isinstance(incoming_state, DifferentiableMetric):
@@ -262,10 +263,8 @@ class DifferentiableMetric(MetricStates):
     # ------------------------------------------------------------------ as a member of an exchange
 
     @property
-    def _has_peers(self) -> bool:
-        """Whether there are other ranks to exchange states with."""
-        available = self.distributed_available_fn
-        return bool(available is None or available()) and process_groups.world_size(self.process_group) > 1
+    def _waits(self) -> bool:
+        return super()._waits and self._record.gather == "states"
 
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
@@ -279,12 +278,6 @@ class DifferentiableMetric(MetricStates):
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an update has no rows while other ranks may have some."""
         return self._has_peers and self._record.gather == "states" and has_no_rows(args, kwargs)
-
-    def _title(self, where: str = "") -> str:
-        title = f"metric {type(self).__name__}"
-        if where:
-            title += f", {where}"
-        return title
 
 
 # ---------------------------------------------------------------------- a forward

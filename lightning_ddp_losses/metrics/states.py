@@ -1,7 +1,7 @@
 """Holds a metric's states: taken, put, widened, added up, sent and copied, with nothing of a graph left behind.
 
 Which metrics must see the rows of all ranks in one update, because their states do not add up over ranks, is said here too
-(``needs_whole_batch``), and what their states lack where ranks have few rows (``MetricStates._receive``).
+(``needs_whole_batch``), and what their states lack where ranks have few rows (``ExchangingMetric._receive``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs, nests, precision
 from lightning_ddp_losses.core.configuration import configuration
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.metrics.exchange import State
+from lightning_ddp_losses.metrics.exchange import Packet, State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -76,15 +77,34 @@ class Progress(NamedTuple):
     seen: Seen
 
 
-class MetricStates(Metric):
-    """torchmetrics' base, with the handling of states that a differentiable metric needs."""
+class ExchangingMetric(Metric):
+    """torchmetrics' base, for metrics whose states travel in one exchange, alone or with those of other metrics."""
 
     # a module that holds a metric can be scripted: TorchScript reads annotations and properties, and cannot compile these
-    __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_adds_up", "_has_peers"]
-    if TYPE_CHECKING:
-        _record: MetricRecord
+    __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "_waits"]
 
-    # ------------------------------------------------------------------ take and put
+    def packet(self) -> Packet:
+        """Return the states of everything since ``reset``, to be exchanged."""
+        raise NotImplementedError
+
+    def _receive(self, values: Sequence[Any]) -> States:
+        """Put the states of all ranks, in the order of the packet, in the place of this rank's."""
+        reduced = dict(zip(self._reductions, values, strict=True))
+        if _is_correlation(type(self)):
+            _widen_scales_(reduced)
+        self._assign(reduced)
+        return reduced
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether there are other ranks to exchange states with."""
+        available = self.distributed_available_fn
+        return bool(available is None or available()) and process_groups.world_size(self.process_group) > 1
+
+    @property
+    def _waits(self) -> bool:
+        """Whether ``compute`` will sync the states."""
+        return self._to_sync and self._computed is None and not self._is_synced
 
     def _states(self) -> States:
         """Return the states by name; lists are copied, tensors are not."""
@@ -97,6 +117,29 @@ class MetricStates(Metric):
     def _assign(self, values: dict[str, Any]) -> None:
         """Set attributes, past torch.nn.Module, which takes ten times as long."""
         self.__dict__.update(values)
+
+    def _title(self, where: str = "") -> str:
+        title = f"metric {type(self).__name__}"
+        if where:
+            title += f", {where}"
+        return title
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self.process_group)] = self.process_group  # a group of processes has no copy
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+
+class MetricStates(ExchangingMetric):
+    """The handling of states that a differentiable metric needs."""
+
+    __jit_unused_properties__: ClassVar[list[str]] = [*ExchangingMetric.__jit_unused_properties__, "_adds_up"]
+    if TYPE_CHECKING:
+        _record: MetricRecord
+
+    # ------------------------------------------------------------------ take and put
 
     def _progress(self) -> Progress:
         """Return all that is accumulated, to be put back later."""
@@ -144,14 +187,6 @@ class MetricStates(Metric):
             value = self._split_by_update(name)
             found.append(State(f"{title}.{name}", value, self.device, reduce, float(seen.rows), untouched))
         return found
-
-    def _receive(self, values: Sequence[Any]) -> States:
-        """Put the states of all ranks, as ``_states_to_send`` named them, in the place of this rank's."""
-        reduced = dict(zip(self._defaults, values, strict=True))
-        if _is_correlation(type(self)):
-            _widen_scales_(reduced)
-        self._assign(reduced)
-        return reduced
 
     def _split_by_update(self, name: str) -> Any:
         """Return a state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
@@ -236,13 +271,6 @@ class MetricStates(Metric):
         for name in (*self._defaults, "_forward_cache", "_computed"):
             state[name] = nests.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
         return state
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self.process_group)] = self.process_group  # a group of processes has no copy
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
 
 
 @functools.cache

@@ -1,0 +1,131 @@
+"""`SyncedMetric`: a metric of torchmetrics as it is, but for the sync of its states, which is one exchange.
+
+torchmetrics gathers state by state, and a list that is not concatenated item by item: ranks with other numbers of updates wait for each
+other (its issue 3336). Here all states travel at once with their lengths. What makes the classes is ``conversion.synced``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import MetricCollection, MetricTracker
+from torchmetrics.metric import CompositionalMetric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.distributed import gather_all_tensors
+from torchmetrics.wrappers import ClasswiseWrapper, Running
+from torchmetrics.wrappers.abstract import WrapperMetric
+
+from lightning_ddp_losses.core.configuration import configuration_digest
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.metrics.composites import Classwise, Members, Windowed
+from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
+from lightning_ddp_losses.metrics.states import ExchangingMetric, States, torchmetrics_names
+
+# their compute joins the stacked tensors of all ranks
+_JOINS_STACKS = ("PearsonCorrCoef", "NormalizedRootMeanSquaredError")
+
+
+class SyncedMetric(ExchangingMetric):
+    """A metric whose states are synced in one exchange; a leaf of what ``synced`` makes."""
+
+    _configuration = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Note how the metric was made, before its first update; refuse what cannot be joined."""
+        what = f"synced {type(self).__name__}"
+        foreign = (cls for cls in type(self).__mro__ if not cls.__module__.startswith(("torchmetrics.", __package__)))
+        override = next((cls.__name__ for cls in foreign if "_sync_dist" in vars(cls)), None)
+        expect(
+            override is None,
+            f"{what}: _sync_dist",
+            expected="torchmetrics' own",
+            got=f"that of {override}, whose exchange is not known here",
+            fix="Declare the states with add_state and a reduction.",
+        )
+        self._refuse_states()
+        self._configuration = configuration_digest(self)
+
+    def _refuse_states(self) -> None:
+        """Refuse tensors that are only stacked."""
+        if any(name in _JOINS_STACKS for name in torchmetrics_names(type(self))):
+            return
+        for name, reduce in self._reductions.items():
+            expect(
+                reduce is not None or not isinstance(getattr(self, name), Tensor),
+                f"synced {type(self).__name__}: state `{name}`",
+                expected="a list, or a tensor with a reduction",
+                got="a tensor with dist_reduce_fx=None: what joins those of all ranks is not known",
+                fix="Give add_state a reduction; dist_reduce_fx=lambda stacked: stacked if compute joins them itself.",
+            )
+
+    def packet(self) -> Packet:
+        """Return the states of everything since ``reset``, to be exchanged."""
+        self._refuse_states()
+        title, untouched, found = type(self).__name__, self._update_count == 0, []
+        for name, reduce in self._reductions.items():
+            value = getattr(self, name)
+            weight = float(self._update_count)
+            if untouched and reduce is dim_zero_mean:  # states may be loaded or merged without an update
+                weight = float(not torch.equal(value, self._defaults[name]))  # type: ignore[arg-type]
+            found.append(State(f"{title}.{name}", value, self.device, reduce, weight, untouched))  # type: ignore[arg-type]
+        return Packet(found, self.process_group, self._configuration)
+
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
+    ) -> None:
+        if dist_sync_fn not in (None, gather_all_tensors):  # a gather of the user's
+            super()._sync_dist(dist_sync_fn, process_group=process_group)  # type: ignore[arg-type]
+            return
+        group, title = process_group or self.process_group, self._title("compute")
+        try:
+            packet = self.packet()
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, title, group=group)
+        self._receive(*exchange(title, [packet._replace(group=group)]))
+
+    def _receive(self, values: Sequence[Any]) -> States:
+        reduced = super()._receive(values)
+        for name, reduce in self._reductions.items():
+            if reduce is dim_zero_cat and isinstance(reduced[name], list):  # no rank has rows
+                setattr(self, name, torch.tensor([], device=self.device, dtype=self.dtype))
+        return reduced
+
+    @property
+    def _waits(self) -> bool:
+        return super()._waits and self.dist_sync_fn is None
+
+
+class SyncedTracker(Members):
+    """A metric for each increment; ``compute`` is of the last one, ``compute_all`` syncs all of them at once."""
+
+    def compute(self) -> Any:
+        """Return the value of the last increment."""
+        return super(Members, self).compute()  # type: ignore[misc]
+
+    def compute_all(self) -> Any:
+        """Return the values of all increments."""
+        with self._in_one_exchange():
+            return super().compute_all()  # type: ignore[misc]
+
+    def _leaves(self) -> list[ExchangingMetric]:
+        base = {id(leaf) for leaf in self._base_metric.modules()}  # type: ignore[attr-defined]
+        return [leaf for leaf in super()._leaves() if id(leaf) not in base]
+
+
+SYNCED_COMPOSITES: dict[type, type[Members]] = {
+    MetricTracker: SyncedTracker,
+    Running: Windowed,
+    ClasswiseWrapper: Classwise,
+    WrapperMetric: Members,
+    CompositionalMetric: Members,
+    MetricCollection: Members,
+}
+"""For each class of torchmetrics that is made of metrics, what syncs its members; the first that fits."""
