@@ -30,6 +30,7 @@ from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text, row_tables, start_fingerprints
+from lightning_ddp_losses.metrics.states import ExchangingMetric
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
 _QUEUE_ROWS = 1024  # of a larger queue its first rows are compared, and as many others
@@ -173,9 +174,10 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
 
 
 def metric_states(module: nn.Module) -> dict[str, StateKind]:
-    """Return the kind of every metric state, by path, as it is about to be gathered."""
+    """Return the kind of every metric state, by path, as it is about to be gathered; not if one exchange takes any number."""
     found: dict[str, StateKind] = {}
-    for path, metric in metrics_of(module).items():
+    metrics = {path: each for path, each in metrics_of(module).items() if not isinstance(each, ExchangingMetric)}
+    for path, metric in metrics.items():
         for name, reduction in (compat.state_reductions(metric) or {}).items():
             value = getattr(metric, name, None)
             if isinstance(value, Tensor):

@@ -204,7 +204,7 @@ class _DifferentiableClasswise(Classwise, Composite):
     _only_member = "metric"
 
     def _joined(self, values: list[Any]) -> Any:
-        return self._convert_output(*values)  # type: ignore[attr-defined]
+        return self._convert_output(*values)
 
 
 class Windowed(Members):

@@ -43,7 +43,7 @@ from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
-from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 Kind = Literal["stack", "rows", "list"]
 Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -95,7 +95,7 @@ class State:
         """Return the tensors that are sent, on one device; rows have at least one dimension and one dtype."""
         tensors = [self.value] if isinstance(self.value, Tensor) else list(self.value)
         if self.holds_objects:
-            return [_pickled(item).to(device) for item in tensors]
+            return [_pickled(self.name, item).to(device) for item in tensors]
         if self.kind == "rows":
             tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
             if len({tensor.dtype for tensor in tensors}) > 1:  # as torch.cat joins them
@@ -256,9 +256,13 @@ def _head(is_inline: bool, weights: Sequence[float], contents: str, objects: Seq
     return json.dumps([is_inline, weights, contents, objects], separators=(",", ":")).encode() + b"\n"
 
 
-def _pickled(item: Any) -> Tensor:
+def _pickled(name: str, item: Any) -> Tensor:
     item = nests.map_tensors(lambda tensor: tensor.detach().cpu(), item)
-    return torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
+    try:
+        data = pickle.dumps(item)
+    except Exception as error:
+        raise InputError(f"state `{name}`", expected="items that can be pickled", got=error) from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor, device: torch.device) -> Any:

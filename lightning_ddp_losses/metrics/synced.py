@@ -25,8 +25,8 @@ from lightning_ddp_losses.metrics.composites import Classwise, Members, Windowed
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
 from lightning_ddp_losses.metrics.states import ExchangingMetric, States, torchmetrics_names
 
-# their compute joins the stacked tensors of all ranks
-_JOINS_STACKS = ("PearsonCorrCoef", "NormalizedRootMeanSquaredError")
+# their compute joins the stacked tensors of all ranks (that of NormalizedRootMeanSquaredError fails, torchmetrics 1.9)
+_JOINS_STACKS = ("PearsonCorrCoef",)
 
 
 class SyncedMetric(ExchangingMetric):
@@ -82,7 +82,7 @@ class SyncedMetric(ExchangingMetric):
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
     ) -> None:
         if dist_sync_fn not in (None, gather_all_tensors):  # a gather of the user's
-            super()._sync_dist(dist_sync_fn, process_group=process_group)  # type: ignore[arg-type]
+            super()._sync_dist(dist_sync_fn, process_group=process_group)
             return
         group, title = process_group or self.process_group, self._title("compute")
         try:

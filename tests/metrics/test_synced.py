@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
-from torchmetrics import MetricCollection, classification, detection, regression, retrieval, text
+from torchmetrics import MetricCollection, classification, detection, retrieval, text
 from torchmetrics.detection import mean_ap
-from torchmetrics.wrappers import BootStrapper, ClasswiseWrapper, MetricTracker, MinMaxMetric, MultioutputWrapper, Running
+from torchmetrics.wrappers import (
+    BootStrapper,
+    ClasswiseWrapper,
+    MetricTracker,
+    MinMaxMetric,
+    MultioutputWrapper,
+    Running,
+)
 
 from lightning_ddp_losses import ConfigurationError, differentiable, synced
 from lightning_ddp_losses.core.nests import map_tensors
@@ -44,7 +53,10 @@ def pair_of_two(seed: int) -> Batch:
 
 
 def binary(seed: int) -> Batch:
-    return (torch.rand(6 + seed % 3, generator=seeded(seed)), torch.randint(2, (6 + seed % 3,), generator=seeded(seed))), {}
+    return (
+        torch.rand(6 + seed % 3, generator=seeded(seed)),
+        torch.randint(2, (6 + seed % 3,), generator=seeded(seed)),
+    ), {}
 
 
 def classes(seed: int) -> Batch:
@@ -64,7 +76,7 @@ def panoptic(seed: int) -> Batch:
 
 
 def sentences(seed: int) -> Batch:
-    words = "the cat sat on a mat by my door".split()
+    words = ["the", "cat", "sat", "on", "a", "mat", "by", "my", "door"]
     order = torch.randperm(len(words), generator=seeded(seed)).tolist()
     return ([" ".join(words[i] for i in order), " ".join(words[:5])], [[" ".join(words)], [" ".join(words[2:6])]]), {}
 
@@ -77,7 +89,11 @@ def rouge(seed: int) -> Batch:
 def masks(seed: int) -> Batch:
     def one(k: int, number: int) -> dict[str, Tensor]:
         shape = torch.rand(number, 8, 8, generator=seeded(seed + k)) > 0.4
-        return {"masks": shape, "labels": torch.arange(number) % 2, "scores": torch.rand(number, generator=seeded(seed))}
+        return {
+            "masks": shape,
+            "labels": torch.arange(number) % 2,
+            "scores": torch.rand(number, generator=seeded(seed)),
+        }
 
     number = 1 + seed % 3
     return ([one(0, number)], [one(0, 2)]), {}
@@ -94,6 +110,11 @@ class Sentences(tm.Metric):
     """Lists of text, of lists of tensors, and of numbers that are summed as the metric says."""
 
     full_state_update = False
+    texts: list[Any]
+    nested: list[Any]
+    sums: Any
+    least: Tensor
+    stacked: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -121,6 +142,7 @@ class Mean(tm.Metric):
     """The mean of means: exact as every update has as many rows."""
 
     full_state_update = False
+    mean: Tensor
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -134,8 +156,11 @@ class Mean(tm.Metric):
 
 
 def segmentations() -> tm.Metric:
-    mean_ap._TORCHVISION_AVAILABLE = True  # asked for, and not needed for masks
-    return detection.MeanAveragePrecision(iou_type="segm")
+    # asked for, and not needed for masks
+    vars(mean_ap)["_TORCHVISION_AVAILABLE"] = True
+    for name in ("torchvision", "torchvision.ops"):
+        sys.modules.setdefault(name, MagicMock(__spec__=None))
+    return mean_ap.MeanAveragePrecision(iou_type="segm")
 
 
 def binned_and_others() -> MetricCollection:
@@ -157,7 +182,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "MaxMetric": (tm.MaxMetric, numbers),
     "MeanMetric": (tm.MeanMetric, numbers),
     "SpearmanCorrCoef": (tm.SpearmanCorrCoef, pair),
-    "NormalizedRootMeanSquaredError": (regression.NormalizedRootMeanSquaredError, pair),
     "R2Score": (lambda: tm.R2Score(multioutput="raw_values"), pair_of_two),
     "RetrievalMAP": (retrieval.RetrievalMAP, queries),
     "PanopticQuality": (lambda: detection.PanopticQuality(things={0}, stuffs={1}), panoptic),
@@ -184,13 +208,13 @@ def updated(metric: Any, batch: Callable[[int], Batch], seeds: list[int]) -> Any
     return metric
 
 
-def own_seeds(rank: int) -> list[int]:
-    return [10 * step + rank for step in range(UPDATES[rank])]
+def own_seeds(rank: int, more: int = 0) -> list[int]:
+    return [10 * step + rank for step in range(UPDATES[rank] + more)]
 
 
-def all_seeds() -> list[int]:
+def all_seeds(more: int = 0) -> list[int]:
     """In the order of one process: by update, then by rank."""
-    return sorted(seed for rank in range(len(UPDATES)) for seed in own_seeds(rank))
+    return sorted(seed for rank in range(len(UPDATES)) for seed in own_seeds(rank, more))
 
 
 def offline(metric: Any) -> Any:
@@ -207,9 +231,9 @@ def numbers_in(value: Any) -> list[Tensor]:
 
 
 def assert_equal(ours: Any, truth: Any) -> None:
-    ours, truth = numbers_in(ours), numbers_in(truth)
-    assert len(ours) == len(truth) > 0
-    for a, b in zip(ours, truth, strict=True):
+    got, wanted = numbers_in(ours), numbers_in(truth)
+    assert len(got) == len(wanted) > 0
+    for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
@@ -225,11 +249,15 @@ def uneven(name: str) -> list[str]:
             value = metric.compute()
         alone = updated(offline(make()), batch, all_seeds())
         assert_equal(value, alone.compute())
-        metric = updated(pickle.loads(pickle.dumps(metric)) if rank and name != "Sentences" else metric, batch, [40 + rank])
-        assert_equal(metric.compute(), updated(alone, batch, [40, 41, 42]).compute())
+        if name != "Sentences":  # holds a lambda
+            metric = pickle.loads(pickle.dumps(metric))
+        updated(metric, batch, own_seeds(rank, more=1)[-1:])
+        alone.reset()
+        assert_equal(metric.compute(), updated(alone, batch, all_seeds(more=1)).compute())
         metric.reset()
         assert not any(each._is_synced for each in metric.modules() if isinstance(each, tm.Metric))
-        return collectives.names
+        names: list[str] = collectives.names
+        return names
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -239,3 +267,264 @@ def test_uneven_updates_equal_one_process_in_one_exchange(pool: RankPool, name: 
     for names in pool.run(3, uneven, name, fresh=True):
         assert 1 <= len(names) <= 3  # a handshake, at a size that it has not grown to yet, and a gather
         assert not any("barrier" in each for each in names)
+
+
+# ---------------------------------------------------------------------- wrappers with a window, draws, or several metrics
+
+
+def wrappers() -> list[int]:
+    """BootStrapper: the metric of the joined states of its draws; a tracker: each increment, and all of them in one exchange."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rank, found = dist.get_rank(), []
+        # Running keeps a window for each rank: the last two updates of rank 0 and the one of rank 2
+        window = updated(synced(Running(tm.SumMetric(), window=2)), numbers, own_seeds(rank))
+        assert_equal(window.compute(), updated(offline(tm.SumMetric()), numbers, [2, 10, 20]).compute())
+        # each rank draws by itself
+        drawn = synced(BootStrapper(tm.MeanSquaredError(), num_bootstraps=3, raw=True))
+        torch.manual_seed(rank)
+        updated(drawn, pair, own_seeds(rank))
+        states = [metric.metric_state for metric in drawn.metrics]
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, states)
+        merged = [offline(tm.MeanSquaredError()) for _ in states]
+        for of_rank in every:
+            for metric, state in zip(merged, of_rank, strict=True):
+                metric.merge_state(state)
+        with CountCollectives() as collectives:
+            value = drawn.compute()
+        found.append(len(collectives.names))
+        assert_equal(value["raw"], torch.stack([metric.compute() for metric in merged]))
+        # a tracker
+        tracker, alone = synced(MetricTracker(tm.MeanSquaredError())), MetricTracker(offline(tm.MeanSquaredError()))
+        assert isinstance(tracker, MetricTracker)
+        for _ in range(3):
+            tracker.increment()
+            alone.increment()
+            updated(tracker, pair, own_seeds(rank))
+            updated(alone, pair, all_seeds())
+        with CountCollectives() as collectives:
+            value = tracker.compute_all()
+        found.append(len(collectives.names))
+        assert_equal(value, alone.compute_all())
+        assert_equal(tracker.compute(), alone.compute())
+        assert tracker.best_metric() == pytest.approx(alone.best_metric())
+        return found
+
+
+def test_wrappers_join_what_the_ranks_hold(pool: RankPool) -> None:
+    for found in pool.run(3, wrappers):
+        assert found == [1, 1]
+
+
+# ---------------------------------------------------------------------- as torchmetrics has it
+
+
+def semantics(ours: bool) -> list[Any]:
+    """One story that torchmetrics' own metrics can tell too: as many updates on each rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        found: list[Any] = []
+        as_is: Callable[[Any], Any] = synced if ours else lambda metric: metric
+        groups = [dist.new_group([other]) for other in range(world)]
+
+        def told(metric: Any) -> None:
+            found.append([each.tolist() for each in numbers_in(metric.metric_state)])
+
+        for make in (tm.MeanMetric, tm.CatMetric, lambda **kw: tm.AUROC(task="binary", **kw), tm.PearsonCorrCoef):
+            by_name = {"MeanMetric": numbers, "CatMetric": numbers, "PearsonCorrCoef": pair}
+            batch = by_name.get(make.__name__, binary)
+            for options in (
+                {},
+                {"sync_on_compute": False},
+                {"dist_sync_on_step": True},
+                {"process_group": groups[rank]},
+                {"compute_with_cache": False},
+                {"distributed_available_fn": lambda: False},
+                {"dist_sync_fn": lambda tensor, group: [tensor, tensor]},
+            ):
+                metric = as_is(make(**options))
+                for seed in (rank, 10 + rank):
+                    args, kwargs = batch(seed)
+                    found.append([each.tolist() for each in numbers_in(metric(*args, **kwargs))])
+                told(metric)
+                # rows of an update lie together, as in one process; torchmetrics' by rank
+                found += [sorted(each.tolist()) for each in numbers_in(metric.compute())]
+                found += [metric._is_synced, metric._computed is None, metric.update_count, list(metric.state_dict())]
+                told(metric)
+            # by hand
+            metric = as_is(make())
+            updated(metric, batch, [rank])
+            metric.sync()
+            found.append(metric._is_synced)
+            found += [
+                len(value) if isinstance(value, list) else list(value.shape) for value in metric.metric_state.values()
+            ]
+            args, _ = batch(rank)
+            for wrong in (metric.sync, partial(metric, *args)):
+                with pytest.raises(tm.utilities.exceptions.TorchMetricsUserError) as error:
+                    wrong()
+                found.append(str(error.value))
+            metric.unsync()
+            with pytest.raises(tm.utilities.exceptions.TorchMetricsUserError) as error:
+                metric.unsync()
+            found.append(str(error.value))
+            with metric.sync_context(should_sync=False):
+                told(metric)
+            # copies, merged and stored states
+            other = metric.clone()
+            updated(other, batch, [20 + rank])
+            told(metric)
+            if make is not tm.PearsonCorrCoef:
+                metric.merge_state(other)
+            metric.persistent(True)
+            found.append(sorted(metric.state_dict()))
+            found.append([sorted(each.tolist()) for each in numbers_in(metric.compute())])
+            metric.reset()
+            told(metric)
+        return found
+
+
+def test_options_and_methods_are_torchmetrics(pool: RankPool) -> None:
+    for ours, theirs in zip(pool.run(2, semantics, True), pool.run(2, semantics, False), strict=True):
+        assert ours == theirs
+
+
+def empty_lists() -> list[Any]:
+    """What the states are after a sync of nothing, and `_reductions` that were set by hand."""
+    metric = synced(tm.CatMetric())
+    metric.sync()
+    found: list[Any] = [metric.value.shape, metric.value.dtype]
+    for maker in (synced, differentiable):
+        by_hand = maker(Sentences())
+        by_hand._reductions = {"foo": torch.sum, "bar": torch.cat}
+        by_hand.foo, by_hand.bar = torch.tensor(1), [torch.tensor([1])]
+        by_hand._sync_dist()
+        found += [int(by_hand.foo), by_hand.bar.tolist()]
+    return found
+
+
+def test_states_of_nothing_and_by_hand(pool: RankPool) -> None:
+    for found in pool.run(2, empty_lists):
+        assert found == [(0,), torch.float32, 2, [1, 1], 2, [1, 1]]
+
+
+def forms() -> list[Any]:
+    """Classes, classes that make others, copies, collections that grow, metrics that are ours already."""
+    rank = dist.get_rank()
+    made = synced(tm.AUROC)(task="binary")
+    classed = synced(MinMaxMetric)(tm.MeanMetric())
+    grown = synced(MetricCollection([tm.MeanMetric()]))
+    grown.add_metrics({"more": tm.SumMetric()})
+    updated(made, binary, own_seeds(rank))
+    for metric in (classed, grown):
+        updated(metric, numbers, own_seeds(rank))
+    with CountCollectives() as collectives:
+        values = [made.compute(), classed.compute(), grown.compute()]
+    truth = [updated(offline(tm.AUROC(task="binary")), binary, all_seeds()).compute()]
+    mean = updated(offline(tm.MeanMetric()), numbers, all_seeds()).compute()
+    total = updated(offline(tm.SumMetric()), numbers, all_seeds()).compute()
+    assert_equal(values, [*truth, mean, mean, mean, mean, total])
+    trained = differentiable(tm.MeanSquaredError())
+    same = [type(synced(made)) is type(made), type(synced(trained)) is type(trained)]
+    kinds = [
+        isinstance(made, classification.BinaryAUROC),
+        isinstance(classed, MinMaxMetric),
+        synced(tm.AUROC) is synced(tm.AUROC),
+    ]
+    return [len(collectives.names), *same, *kinds]
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_classes_and_growing_collections(pool: RankPool) -> None:
+    for found in pool.run(3, forms):
+        assert found == [3, True, True, True, True, True]
+
+
+# ---------------------------------------------------------------------- ranks that differ, and refusals
+
+
+def empties() -> list[Any]:
+    """Empty tensors of other dtypes beside rows: the rows, in their dtype."""
+    metric = synced(tm.CatMetric())
+    metric.value = [[torch.arange(3)], [torch.zeros(0)], [torch.zeros(0, dtype=torch.float64), torch.arange(2)]][
+        dist.get_rank()
+    ]
+    if dist.get_rank() == 2:
+        metric.value = metric.value[1:]
+    return metric.compute().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+def test_empty_tensors_do_not_count(pool: RankPool) -> None:
+    for found in pool.run(3, empties):
+        assert found == [0, 1, 2, 0, 1]
+
+
+def forgot() -> None:
+    metric = updated(synced(retrieval.RetrievalMAP()), queries, [dist.get_rank()])
+    if dist.get_rank():
+        metric.compute()
+    else:
+        synced(tm.SumMetric()).compute()
+
+
+def objects() -> None:
+    metric = synced(Sentences())
+    metric.texts = ["text"] if dist.get_rank() else [torch.zeros(1)]
+    metric.compute()
+
+
+def other_metrics() -> None:
+    updated(synced(tm.ConfusionMatrix(task="multiclass", num_classes=3 + dist.get_rank())), classes, [0]).compute()
+
+
+def breaks() -> None:
+    metric = synced(Sentences())
+    metric.texts = [lambda: None] if dist.get_rank() else ["text"]  # cannot be pickled
+    metric.compute()
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (forgot, ("RetrievalMAP", "SumMetric", "rank 0", "rank 1")),
+        (objects, ("Sentences.texts", "objects", "tensors", "rank 0", "rank 1")),
+        (other_metrics, ("Confusion", "rank 0", "rank 1")),
+        (breaks, ("Sentences.texts", "pickled")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ranks_that_differ_raise_on_all(pool: RankPool, job: Callable[[], None], words: tuple[str, ...]) -> None:
+    for error in pool.errors(2, job):
+        for word in words:
+            assert word in error.message
+
+
+class OwnSync(tm.SumMetric):
+    def _sync_dist(self, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+
+class Stacked(tm.SumMetric):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", torch.zeros(2), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (OwnSync, ("OwnSync", "_sync_dist", "add_state")),
+        (Stacked, ("Stacked", "`kept`", "dist_reduce_fx=None")),
+        (lambda: tm.NormalizedRootMeanSquaredError(), ("NormalizedRootMeanSquaredError", "`total`")),
+        (lambda: torch.nn.Linear(1, 1), ("Linear", "metric")),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_by_name(given: Callable[[], Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        synced(given())
+    for word in words:
+        assert word in str(error.value)
