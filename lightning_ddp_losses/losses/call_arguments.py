@@ -25,7 +25,7 @@ from pytorch_metric_learning.losses import SelfSupervisedLoss, VICRegLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.losses.pml_registry import is_of_pml, takes_class_labels
+from lightning_ddp_losses.losses.pml_registry import is_of_pml, takes_class_labels, two_views_loss
 
 _SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
 
@@ -100,17 +100,19 @@ def labelled_loss(loss: nn.Module) -> Any:
 
     A subclass may make something else of its views, and is a loss of its own.
     """
-    return loss.loss if type(loss) is SelfSupervisedLoss else loss
+    two_views = two_views_loss(loss)
+    return loss if two_views is None else two_views.loss
 
 
 def stacks_views(loss: nn.Module) -> bool:
     """Say whether a loss compares the rows of both views as one batch."""
-    return type(loss) is SelfSupervisedLoss and bool(loss.symmetric)
+    two_views = two_views_loss(loss)
+    return two_views is not None and bool(two_views.symmetric)
 
 
 def compares_one_way(loss: nn.Module) -> bool:
     """Say whether a loss compares the rows of one view with those of the other only."""
-    return type(loss) is SelfSupervisedLoss and not loss.symmetric
+    return two_views_loss(loss) is not None and not stacks_views(loss)
 
 
 def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -127,10 +129,10 @@ def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> di
     Raises:
         InputError: for a view that is missing, no tensor, or of another shape than the other.
     """
-    if type(loss) is not SelfSupervisedLoss:
+    if two_views_loss(loss) is None:
         return given
     _refuse_views(title, given)
-    if not loss.symmetric:
+    if not stacks_views(loss):
         return given
     return {"embeddings": torch.cat([given[name] for name in TWO_VIEWS])}
 

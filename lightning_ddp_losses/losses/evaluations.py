@@ -1,8 +1,9 @@
-"""The four ways to evaluate a loss over the global batch, each an object with ``run(call)``; ``global_batch`` chooses one per call.
+"""The five ways to evaluate a loss over the global batch, each an object with ``run(call)``; ``global_batch`` chooses one per call.
 
 | evaluation | this rank computes | ranks exchange |
 |---|---|---|
 | ``Elements`` | the element losses of its own rows | their sums and divisors |
+| ``FromMoments`` | products of its own rows | their sums, D x D numbers |
 | ``Rows`` | PML's formula on its own anchors against all rows, a few anchors at a time | their sums and divisors |
 | ``Tiled`` | the same in tiles of our own (``tiled``) | sums, divisors and, where symmetric, one statistic per row |
 | ``Replicated`` | the full loss on all rows | nothing more |
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
+from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.call_arguments import enough_pairs
 from lightning_ddp_losses.losses.element_losses import (
     collects_counts,
@@ -39,6 +41,7 @@ from lightning_ddp_losses.losses.element_losses import (
     torch_partial_sum,
 )
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
+from lightning_ddp_losses.losses.moments import barlow_twins, vicreg
 from lightning_ddp_losses.losses.partial_sums import (
     ONE_ELEMENT,
     GlobalSums,
@@ -48,7 +51,7 @@ from lightning_ddp_losses.losses.partial_sums import (
     sum_of,
     value_with_grad,
 )
-from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss
+from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss, name_in_lightly
 from lightning_ddp_losses.losses.tiled import TiledCall
 
 
@@ -94,6 +97,23 @@ class Elements:
         if embeddings.shape[0] or labels is not None:
             losses = element_losses(self.loss, embeddings, labels)
         return partial_sums_of(self.loss.reducer, losses, embeddings, labels)
+
+
+@dataclass(frozen=True)
+class FromMoments:
+    """A loss of lightly that is a function of mean and covariance over all ranks."""
+
+    loss: Any
+    group: Group
+
+    def run(self, call: LocalCall) -> Tensor:
+        """Return the global loss of two views, (B, D) each."""
+        first, second = (*call.args, *call.kwargs.values())
+        loss = self.loss
+        if name_in_lightly(loss) == "BarlowTwinsLoss":
+            return barlow_twins(first, second, lambd=loss.lambda_param, group=self.group)
+        weights = {"invariance": loss.lambda_param, "variance": loss.mu_param, "covariance": loss.nu_param}
+        return vicreg(first, second, **weights, eps=loss.eps, group=self.group)
 
 
 @dataclass(frozen=True)

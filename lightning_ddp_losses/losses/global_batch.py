@@ -32,7 +32,7 @@ from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.losses import call_arguments, pml_registry
 from lightning_ddp_losses.losses.call_arguments import GlobalTuples, labelled_loss
-from lightning_ddp_losses.losses.evaluations import Elements, LocalCall, Replicated, Rows, Tiled
+from lightning_ddp_losses.losses.evaluations import Elements, FromMoments, LocalCall, Replicated, Rows, Tiled
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.partial_sums import SumExchange
@@ -63,10 +63,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     Equivalent to: ``loss(torch.cat(embeddings of all ranks), torch.cat(labels of all ranks))`` in one process.
 
     Args:
-        loss: Any loss module: pytorch-metric-learning's (PML), torch.nn's, your own.
+        loss: Any loss module: pytorch-metric-learning's (PML), lightly's, torch.nn's, your own.
         mode: ``"replicated"``: gather all rows, every rank computes the full loss; exact for every deterministic loss.
             ``"rows"``: each rank computes its own anchors against all rows; for losses that are a sum over anchors.
-            ``"elements"``: nothing is gathered; for losses that are a sum over samples. ``"auto"``: the cheapest that
+            ``"elements"``: nothing is gathered; for losses that are a sum over samples. ``"moments"``: sums of D x D products travel; for
+            lightly's ``BarlowTwinsLoss`` and ``VICRegLoss``. ``"auto"``: the cheapest that
             is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed in full).
         backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
             gradient). ``"sum"``: coefficients may differ by rank; costs a collective in backward.
@@ -120,7 +121,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self,
         loss: nn.Module,
         *,
-        mode: Literal["auto", "replicated", "rows", "elements"] = "auto",
+        mode: Literal["auto", "replicated", "rows", "elements", "moments"] = "auto",
         backward: Backward = "own_slice",
         batch_dims: Mapping[int | str, int | None] | None = None,
         tile_bytes: int | None = None,
@@ -271,6 +272,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Return how a loss that is not PML's is evaluated, and its call."""
         if mode == "elements":
             return Elements(self.loss, self._exchange(rows)), LocalCall(args, kwargs)
+        if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in (*args, *kwargs.values())):
+            self._upstream_grad.take()  # the coefficients are compared by the sums' own watch
+            return FromMoments(self.loss, self._group), LocalCall(args, kwargs)
         gather = partial(self._gather, rows, self.backward)
         return Replicated(self.loss), TensorCall(self._title, args, kwargs, self.batch_dims, gather)
 

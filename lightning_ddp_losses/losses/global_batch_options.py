@@ -9,7 +9,13 @@ from torch import nn
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.call_arguments import labelled_loss
-from lightning_ddp_losses.losses.pml_registry import MODES, allowed_modes, gathers_by_itself, returns_no_number
+from lightning_ddp_losses.losses.pml_registry import (
+    MODES,
+    allowed_modes,
+    gathering_option,
+    gathers_by_itself,
+    returns_no_number,
+)
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
@@ -71,6 +77,14 @@ def refuse_unfit(loss: nn.Module) -> None:
             expected="losses and miners that look at the rows they are given",
             got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
             fix="Leave out one of the two wrappers.",
+        )
+        option = gathering_option(module)
+        expect(
+            not option,
+            f"{title}: {option}{place}",
+            expected="False in GlobalBatchLoss, which hands in the rows of all ranks",
+            got="True",
+            fix=f"Make the loss with {option}=False.",
         )
     expect(
         not isinstance(loss, TORCH_LOSS_TYPES) or getattr(loss, "reduction", "mean") != "none",

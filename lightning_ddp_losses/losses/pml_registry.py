@@ -1,4 +1,5 @@
-"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers. Everybody else asks here.
+"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers; and of lightly by name. Everybody
+else asks here.
 
 A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.py`` if it shall run in tiles. The rows were measured on PML
 2.9 in float64: sums and counts of two unequal halves against one process; ``separable.check_separable`` repeats that for any instance.
@@ -8,6 +9,7 @@ A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.p
 | ``replicated`` | every deterministic loss; needs no row |
 | ``rows`` | losses that are a sum over anchors |
 | ``elements`` | losses that are a sum over samples |
+| ``moments`` | lightly's losses that are a function of mean and covariance |
 
 The class alone does not decide: ``is_separable`` looks at how an instance is configured (regulariser, distance, reducer, random triplets).
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -30,8 +32,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, child_modules
 from lightning_ddp_losses.errors import expect
 
-Mode = Literal["replicated", "rows", "elements"]
-MODES: tuple[Mode, ...] = ("elements", "rows", "replicated")  # cheapest first
+Mode = Literal["replicated", "rows", "elements", "moments"]
+MODES: tuple[Mode, ...] = ("elements", "moments", "rows", "replicated")  # cheapest first
 
 PML_NAMES = ("embeddings", "labels", "indices_tuple", "ref_emb", "ref_labels", "enqueue_mask")
 """Arguments of PML's losses and miners, in the order of most of them."""
@@ -118,13 +120,15 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
     pml.VICRegLoss: LossFacts(pairs_views=True),
 }
 _NO_FACTS = LossFacts()
+_OF_MOMENTS = ("BarlowTwinsLoss", "VICRegLoss")  # of lightly
 # torch losses whose mean is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
 
 def facts_of(loss: nn.Module) -> LossFacts:
     """Return the row of a loss's class; a subclass inherits how it is called, but not in which mode it is exact."""
-    return LOSSES.get(type(loss)) or _inherited(type(loss))
+    cls = type(two_views_loss(loss) or loss)
+    return LOSSES.get(cls) or _inherited(cls)
 
 
 def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
@@ -133,6 +137,8 @@ def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
     facts = LOSSES.get(cls)
     if facts is not None and facts.mode != "replicated":
         return (facts.mode, "replicated")
+    if name_in_lightly(loss) in _OF_MOMENTS:
+        return ("moments", "replicated")
     if issubclass(cls, TORCH_LOSS_TYPES) and cls.__module__.startswith("torch.") and cls not in _TORCH_REPLICATED:
         return ("elements", "replicated")
     return ("replicated",)
@@ -187,7 +193,29 @@ def is_separable(loss: nn.Module, mode: Mode) -> bool:
 
 def is_pml_loss(loss: object) -> bool:
     """Say whether a loss is called as PML's are: embeddings, labels, tuples, references."""
-    return isinstance(loss, (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses))
+    is_theirs = isinstance(loss, (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses))
+    return is_theirs or two_views_loss(loss) is not None
+
+
+def name_in_lightly(module: object) -> str:
+    """Return the name of a class of lightly's losses, which is not imported; empty for any other."""
+    cls = type(module)
+    return cls.__name__ if cls.__module__.startswith("lightly.loss.") else ""
+
+
+def two_views_loss(loss: object) -> Any:
+    """Return the ``SelfSupervisedLoss`` that a loss is: itself, or that of lightly's ``NTXentLoss`` without a memory bank; else None."""
+    if type(loss) is pml.SelfSupervisedLoss:
+        return loss
+    if name_in_lightly(loss) == "NTXentLoss" and loss.memory_bank.size[0] == 0:  # type: ignore[attr-defined]
+        return _nt_xent(float(loss.temperature))  # type: ignore[attr-defined]
+    return None
+
+
+@lru_cache(maxsize=64)
+def _nt_xent(temperature: float) -> nn.Module:
+    loss: nn.Module = pml.SelfSupervisedLoss(pml.NTXentLoss(temperature))
+    return loss
 
 
 def takes_class_labels(inner: nn.Module) -> bool:
@@ -218,6 +246,13 @@ def gathers_by_itself(module: nn.Module) -> bool:
     """Say whether a module gathers the rows of all ranks: one of ours, or PML's own wrapper."""
     theirs = isinstance(module, (DistributedLossWrapper, DistributedMinerWrapper))
     return theirs or bool(getattr(module, "sees_global_batch", False))
+
+
+def gathering_option(module: nn.Module) -> str:
+    """Return the name of the option by which a loss of lightly gathers rows; empty: it does not."""
+    is_of_lightly = type(module).__module__.startswith("lightly.")
+    options = [name for name, value in vars(module).items() if name.endswith("gather_distributed") and value]
+    return options[0] if is_of_lightly and options else ""
 
 
 def pair_loss_of(loss: nn.Module) -> Any:

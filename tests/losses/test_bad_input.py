@@ -344,7 +344,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown backward": (lambda: GlobalBatchLoss(pml.SupConLoss(), backward="mean"), "'mean'"),  # type: ignore[arg-type]
     "no module": (lambda: GlobalBatchLoss(torch.sum), "torch.nn.Module"),  # type: ignore[arg-type]
     "no reduction": (lambda: GlobalBatchLoss(nn.CrossEntropyLoss(reduction="none")), "CrossEntropyLoss.*'none'"),
-    "tensors in a list": (lambda: ask(Sums(), [rows(), rows()]), "(?i)list"),
+    "tensors in an unknown list": (
+        lambda: ask(Sums(), type("Views", (list,), {})([rows(), rows()])),
+        "tensors in a Views",
+    ),
     "labels of the views only": (
         lambda: ask(pml.NTXentLoss(), rows(), ref_emb=rows(), ref_labels=LABELS),
         "ref_labels",

@@ -1,0 +1,120 @@
+"""lightly's losses in `GlobalBatchLoss`: known by their path, computed from moments or in tiles, equal to one process on all rows.
+
+lightly needs torchvision, so its formulas stand here under its paths.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
+from tests.oracle import assert_close
+from tests.rank_pool import RankPool
+from tests.ssl.test_ssl import naive_barlow, naive_vicreg
+
+ROWS, FEATURES = 40, 6
+
+
+class BarlowTwinsLoss(nn.Module):
+    def __init__(self, *, gather_distributed: bool = False) -> None:
+        super().__init__()
+        self.lambda_param, self.gather_distributed = 5e-3, gather_distributed
+
+    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
+        return naive_barlow(z_a, z_b)
+
+
+class VICRegLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lambda_param, self.mu_param, self.nu_param, self.eps = 25.0, 25.0, 1.0, 1e-4
+        self.gather_distributed = False
+
+    def forward(self, z_a: Tensor, z_b: Tensor) -> Tensor:
+        return naive_vicreg(z_a.flatten(0, -2), z_b.flatten(0, -2))
+
+
+class NTXentLoss(nn.Module):
+    def __init__(self, temperature: float = 0.5, rows_of_bank: int = 0) -> None:
+        super().__init__()
+        self.temperature, self.memory_bank = temperature, SimpleNamespace(size=(rows_of_bank,))
+
+    def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
+        rows = functional.normalize(torch.cat([out0, out1]))
+        logits = (rows @ rows.T / self.temperature).fill_diagonal_(-torch.inf)
+        return functional.cross_entropy(logits, torch.arange(len(rows)).roll(len(out0)))
+
+
+class DINOLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(FEATURES, dtype=torch.float64))
+
+    def forward(self, teacher_out: list[Tensor], student_out: list[Tensor]) -> Tensor:
+        targets = ((torch.stack(teacher_out).detach() - self.center) / 0.04).softmax(-1)
+        log_student = (torch.stack(student_out) / 0.1).log_softmax(-1)
+        loss = -torch.einsum("tbd,sbd->ts", targets, log_student).fill_diagonal_(0).sum() / (2 * len(teacher_out[0]))
+        self.center.lerp_(torch.cat(teacher_out).mean(0).detach(), 0.1)
+        return loss
+
+
+for _class in (BarlowTwinsLoss, VICRegLoss, NTXentLoss, DINOLoss):
+    _class.__module__ = f"lightly.loss.{_class.__name__.lower()}"
+
+# the loss, the mode that it runs in, and whether it takes lists; the calls of each train two steps
+CASES: dict[str, tuple[Any, str, bool]] = {
+    "Barlow Twins": (BarlowTwinsLoss, "moments", False),
+    "VICReg": (VICRegLoss, "moments", False),
+    "NT-Xent": (NTXentLoss, "rows", False),
+    "NT-Xent with a memory bank": (lambda: NTXentLoss(rows_of_bank=8), "replicated", False),
+    "DINO": (DINOLoss, "replicated", True),
+}
+
+
+def views() -> list[Tensor]:
+    return [*torch.randn(2, ROWS, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
+
+
+def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> dict[str, Tensor]:
+    """Values of two calls, and the gradients of their rows."""
+    found = {}
+    for step in range(2):
+        inner = loss.loss if isinstance(loss, GlobalBatchLoss) else loss
+        inner.temperature = 0.5 - 0.2 * step  # read in every call
+        leaves = [view[rows].clone().requires_grad_() for view in views()]
+        value = loss(leaves, leaves) if takes_lists else loss(*leaves)
+        value.backward()
+        found |= {f"value {step}": value.detach(), f"first {step}": leaves[0].grad, f"second {step}": leaves[1].grad}
+    return found
+
+
+def on_ranks(name: str, sizes: list[int]) -> dict[str, Tensor]:
+    make, _, takes_lists = CASES[name]
+    start = sum(sizes[: dist.get_rank()])
+    return two_steps(GlobalBatchLoss(make()), takes_lists, slice(start, start + sizes[dist.get_rank()]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process(pool: RankPool, name: str) -> None:
+    make, mode, takes_lists = CASES[name]
+    assert GlobalBatchLoss(make()).exact_modes()[0] == mode
+    truth = two_steps(make(), takes_lists, slice(None))
+    for sizes in ([20, 20], [29, 11]):
+        found = pool.run(2, on_ranks, name, sizes)
+        # after DDP's mean
+        whole = {key: torch.cat([rank[key] for rank in found]) / 2 for key in truth if "value" not in key}
+        whole |= {key: found[0][key] for key in truth if "value" in key}
+        assert_close(whole, truth, rtol=1e-10)
+
+
+def test_what_gathers_by_itself_is_refused() -> None:
+    words = r"gather_distributed.*expected False in GlobalBatchLoss.*Make the loss with gather_distributed=False"
+    with pytest.raises(ConfigurationError, match=f"(?s){words}"):
+        GlobalBatchLoss(BarlowTwinsLoss(gather_distributed=True))
