@@ -206,6 +206,7 @@ PLACES = (
         ".layers",
         ".samplers",
         ".strategies",
+        ".ssl",
         ".callbacks",
     ),
     *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.numbers", ".cli.pages.release"),

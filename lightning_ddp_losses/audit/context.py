@@ -7,6 +7,7 @@ another order. `Runs` makes each once.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,8 @@ class AuditContext:
         parameters = tuple(parameters) or tuple(row.parameter for row in about)
         known = {"W": self.W, "step": self.step, "names": quoted([self.name(name) for name in parameters])}
         texts = FAULTS[fault].explain(case, **(known | fields))
-        return Diagnosis(fault, texts.what, texts.evidence, texts.fix, texts.confirmed, severity, parameters)
+        fix = advice(texts.fix, self.runs.target.strategy)
+        return Diagnosis(fault, texts.what, texts.evidence, fix, texts.confirmed, severity, parameters)
 
     # ------------------------------------------------------------------ counterfactual runs
 
@@ -398,3 +400,21 @@ def loss_text(value: float | None) -> str:
 def comma_list(values: Iterable[object]) -> str:
     """List values with commas."""
     return ", ".join(map(str, values))
+
+
+# in a fix: our strategy as another way, after or before the way that is left
+_OUR_STRATEGY = re.compile(
+    r"[,;] or (?:use|train under) strategy='ddp_losses'(?:, which [^.)]*)?|^(?:Use|Take) strategy='ddp_losses', or "
+)
+
+
+def advice(fix: str, strategy: Any) -> str:
+    """Return what to change, without the advice to take our strategy if it runs already.
+
+    Args:
+        fix: As a sentence.
+        strategy: Name or object.
+    """
+    is_ours = "ddp_losses" in (strategy if isinstance(strategy, str) else type(strategy).__module__)
+    left = _OUR_STRATEGY.sub("", fix) if is_ours else fix
+    return left[:1].upper() + left[1:]

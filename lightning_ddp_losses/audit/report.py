@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,15 @@ class AuditReport:
         console.print(self)
         assert isinstance(console.file, StringIO)
         return console.file.getvalue()
+
+    def _repr_html_(self) -> str:
+        """Return the summary and the diagnoses, which a notebook shows of the last line of a cell; the rest folds out."""
+        parts = [f"<b>{html.escape(self.summary())}</b>"]
+        for each in self.diagnoses:
+            fault = f" ({each.fault})" if each.fault else ""
+            parts.append(f"{html.escape(each.title)}{fault}: {html.escape(each.fix)}")
+        parts.append(f"<details><summary>All</summary><pre>{html.escape(str(self))}</pre></details>")
+        return "<br>".join(parts)
 
     # ------------------------------------------------------------------ files
 

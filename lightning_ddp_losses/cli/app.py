@@ -357,14 +357,14 @@ def main() -> None:
             sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
         except ConfigurationError as error:
             sys.exit(f"ddp-losses: {error}")
-    # a config that comes with the package goes by its name; ranks that are started get its path
-    sys.argv[1:] = with_shipped_configs(sys.argv[1:])
     # what a user can do nothing about is not shown
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
-    extend_module_path_(sys.path, sys.argv[1:])
     auditing = sys.argv[1:2] == ["audit"]
     try:
+        # a config that comes with the package goes by its name; ranks that are started get its path
+        sys.argv[1:] = with_shipped_configs(sys.argv[1:])
+        extend_module_path_(sys.path, sys.argv[1:])
         status = LossCLI(parser_kwargs={"prog": "ddp-losses", "epilog": MORE_COMMANDS}).exit_status
     except SystemExit as stop:
         if stop.code == 2:  # a command line or a config that the parser refused

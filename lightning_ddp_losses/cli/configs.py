@@ -6,7 +6,9 @@ They lie in the folder ``configs`` at the top of the repository; a wheel holds t
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +48,9 @@ def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
 
     Args:
         arguments: Of ``ddp-losses``.
+
+    Raises:
+        ConfigurationError: A name that is neither a file nor one of these configs.
     """
     found = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
@@ -60,9 +65,20 @@ def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
 def _full_path(given: str) -> str:
     path, shipped = Path(given), shipped_configs()
     is_name = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml", ".yml")
-    if path.exists() or not is_name or path.stem not in shipped:
+    if path.exists() or not is_name:
         return given
-    return str(shipped[path.stem])
+    if path.stem in shipped:
+        return str(shipped[path.stem])
+    # a text of YAML is no name
+    near = difflib.get_close_matches(path.stem, shipped, n=1)
+    expect(
+        not re.fullmatch(r"[\w-]+(\.ya?ml)?", path.name),
+        f"--config {given}",
+        expected=f"a file, or one of {', '.join(shipped)}",
+        got="neither",
+        fix=f"Did you mean {near[0]}?" if near else "List them with what they train: ddp-losses configs.",
+    )
+    return given
 
 
 def run_configs(arguments: Sequence[str], console: Console | None = None) -> int:

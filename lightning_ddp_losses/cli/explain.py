@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import re
 from collections.abc import Sequence
 
@@ -29,8 +30,45 @@ _OVERVIEW = """# The manual
 * `ddp-losses explain changelog`, `ddp-losses explain citation`
 * `ddp-losses explain security`: what is trusted, and what is not
 
-Any other word is searched for: `ddp-losses explain gather`.
+Any other words are searched for: `ddp-losses explain loss is nan`.
 """
+_LITTLE = {
+    "a",
+    "an",
+    "and",
+    "are",
+    "at",
+    "by",
+    "do",
+    "does",
+    "i",
+    "in",
+    "is",
+    "it",
+    "my",
+    "not",
+    "of",
+    "on",
+    "or",
+    "the",
+    "to",
+    "why",
+    "with",
+}
+# what others call what no page names, and the topic that serves it
+_OWN_FORMULA = ("GlobalBatchLoss", "DifferentiableMetric")
+_MEANT = {
+    **dict.fromkeys(("dice", "iou", "jaccard", "lovasz", "tversky", "segmentation"), _OWN_FORMULA),
+    **dict.fromkeys(
+        ("moe", "experts", "router", "balancing", "tokens", "masked"), ("global_mean", "migrate token_means")
+    ),
+    **dict.fromkeys(
+        ("barlow", "vicreg", "sinkhorn", "swav", "dino", "byol", "simclr", "moco", "ema"), ("migrate lightly",)
+    ),
+    **dict.fromkeys(("clip", "siglip"), ("ClipLoss", "SigLipLoss", "migrate open_clip")),
+    **dict.fromkeys(("hang", "deadlock", "stuck", "freeze"), ("F32",)),
+    "nan": ("F79",),
+}
 
 
 def run_explain(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -92,36 +130,41 @@ def _letters(name: str) -> str:
 
 
 def not_found(text: str) -> str:
-    """Return a page for what is no topic: names like it, and faults and recipes that speak of it.
+    """Return a page for what is no topic: names like it, and faults, names and recipes that speak of it.
 
     Args:
         text: As it was written.
     """
-    names = {dotted.rpartition(".")[2]: dotted for dotted in manual.public_names()}
-    recipes = {f"migrate {name}": text for name, text in manual.recipes().items()}
-    peers = [name.removeprefix("migrate ") for name in recipes]
-    topics = {topic.lower(): topic for topic in (*FAULTS, *names, *recipes, *peers)}
-    near = [topics[match] for match in difflib.get_close_matches(text.lower(), topics, n=_MOST_MATCHES, cutoff=0.6)]
-    near = [f"migrate {match}" if f"migrate {match}" in recipes else match for match in near]
-    near += _speaking_of(text, {name: name for name in names})
-    lines = [f"# No page for “{text}”"]
-    lines += [f"* `ddp-losses explain {topic}`" for topic in dict.fromkeys(near)]
-    # faults and recipes by their words, also where a letter is missing
-    titles = {fault: f"{row.title} {row.symptom} {row.effect}" for fault, row in FAULTS.items()}
-    vocabulary = set(re.findall(r"[a-z_]{4,}", " ".join([*titles.values(), *recipes.values()]).lower()))
-    spelt = [difflib.get_close_matches(word, vocabulary, n=1, cutoff=0.8) for word in text.lower().split()]
-    if text.lower() not in " ".join(titles.values()).lower() and all(spelt):
-        text = " ".join(match for (match,) in spelt)
-    lines += [f"* `ddp-losses explain {fault}`: {FAULTS[fault].title}" for fault in _speaking_of(text, titles)]
-    spoken = _speaking_of(text, recipes)
-    lines += [f"* `ddp-losses explain {name}`: {manual.title_of(recipes[name])}" for name in spoken]
-    if len(lines) == 1:
-        return f"{lines[0]}\n\n{_OVERVIEW.partition(chr(10))[2]}"
-    return "\n".join([lines[0], "", "Near to it:", "", *dict.fromkeys(lines[1:])])
+    values = {dotted.rpartition(".")[2]: value for dotted, value in manual.public_names().items()}
+    recipes = {f"migrate {name}": page for name, page in manual.recipes().items()}
+    peers = {name.removeprefix("migrate "): name for name in recipes}
+    topics = {topic.lower(): topic for topic in (*FAULTS, *values, *recipes)} | peers
+    # what else it is called
+    words = _words(text)
+    meant = {stem: found for word, found in _MEANT.items() for stem in _words(word)}
+    near = [topic for word in words for topic in meant.get(word, ())]
+    near += [topics[match] for match in difflib.get_close_matches(text.lower(), topics, n=_MOST_MATCHES, cutoff=0.7)]
+    # by whole words, also if a letter is missing
+    pages = {fault: f"{row.title} {row.symptom} {row.effect} {row.fix}" for fault, row in FAULTS.items()}
+    pages |= {name: f"{name} {inspect.getdoc(value)}" for name, value in values.items()} | recipes
+    indexed = {topic: set(_words(page)) for topic, page in pages.items()}
+    vocabulary = set().union(*indexed.values())
+    spelt = [difflib.get_close_matches(word, vocabulary, n=1, cutoff=0.8) for word in words]
+    if words and not near:
+        words = [word if word in vocabulary else (match or [word])[0] for word, match in zip(words, spelt, strict=True)]
+    speaking = [topic for topic, found in indexed.items() if words and found.issuperset(words)]
+    for kind in (FAULTS, recipes, values):
+        near += [topic for topic in speaking if topic in kind][:_MOST_MATCHES]
+    if not near:
+        return f"# No page for “{text}”\n\n{_OVERVIEW.partition(chr(10))[2]}"
+    titles = {fault: row.title for fault, row in FAULTS.items()}
+    titles |= {name: (inspect.getdoc(value) or "").partition("\n")[0] for name, value in values.items()}
+    titles |= {name: manual.title_of(page) for name, page in recipes.items()}
+    lines = [f"* `ddp-losses explain {topic}`: {titles[topic]}" for topic in dict.fromkeys(near)]
+    return "\n".join([f"# No page for “{text}”", "", "Near to it:", "", *lines])
 
 
-def _speaking_of(text: str, texts: dict[str, str]) -> list[str]:
-    """Return the first keys of those texts that hold all words."""
-    words = text.lower().split()
-    found = [key for key, value in texts.items() if all(word in value.lower() for word in words)]
-    return found[:_MOST_MATCHES]
+def _words(text: str) -> list[str]:
+    """Return the words of a text without endings and little words, each as it is searched for."""
+    found = [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in _LITTLE]
+    return [re.sub(r"(?<=[a-z]{3})(?:ings?|ed|e?s|e)$", "", word) for word in found]

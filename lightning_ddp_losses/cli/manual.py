@@ -28,6 +28,7 @@ PLACES = (
     f"{PACKAGE}.layers",
     f"{PACKAGE}.samplers",
     f"{PACKAGE}.strategies",
+    f"{PACKAGE}.ssl",
     f"{PACKAGE}.callbacks",
     f"{PACKAGE}.audit",
     f"{PACKAGE}.cli",

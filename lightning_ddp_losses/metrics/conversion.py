@@ -195,7 +195,10 @@ def _refuse_class(cls: type, keep: bool) -> None:
         return
     reason = _reason_against(cls)  # type: ignore[arg-type]
     what, got = f"differentiable: {cls.__name__}", f"none, in one process either: {reason}"
-    fix = "To log it next to others: differentiable(metric, without_gradient='keep')."
+    fix = (
+        "To log it next to others: differentiable(metric, without_gradient='keep'). To train on it: GlobalBatchLoss(module) of a soft form "
+        "(Dice, IoU), or a DifferentiableMetric of your own. Both are exact."
+    )
     expect(reason is None or keep, what, expected="a metric with a gradient", got=got, fix=fix)
     own = next((c for c in cls.__mro__ if "forward" in vars(c)), Metric)
     expected = "torchmetrics' own forward, or a wrapper that is known here"

@@ -79,10 +79,18 @@ def test_a_file_of_the_users_goes_first_and_others_stay_as_they_are() -> None:
         "digits_arcface.yaml",
         "--config",
         "mine/digits_cosface.yaml",
-        "--config=unknown.yaml",
+        "--config=mine/unknown.yaml",
         "-c",
     ]
     assert configs.with_shipped_configs(line) == line
+
+
+def test_a_name_that_no_config_has_is_told_with_the_nearest() -> None:
+    said = run("fit", "--config", "digits_arcfase.yaml")
+    assert "--config digits_arcfase.yaml: expected a file, or one of" in said
+    assert "Did you mean digits_arcface?" in said
+    assert "digits_dino" in said
+    assert "List them with what they train: ddp-losses configs." in run("fit", "-c", "qqq")
 
 
 def test_a_config_by_its_name_trains(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,12 +121,27 @@ def test_sections_of_a_docstring() -> None:
         ("gathr", "ddp-losses explain F20"),
         ("hang backward", "ddp-losses explain F32"),
         ("qqqqq", "ddp-losses explain --all"),
+        ("barlow", "ddp-losses explain barlow_twins"),
+        ("moe", "ddp-losses explain global_mean"),
+        ("iou", "ddp-losses explain GlobalBatchLoss"),
+        ("dice", "ddp-losses explain DifferentiableMetric"),
+        ("lovasz", "ddp-losses explain DifferentiableMetric"),
+        ("clip", "ddp-losses explain ClipLoss"),
+        ("loss is nan", "ddp-losses explain F79"),
+        ("hangs", "ddp-losses explain F32"),
+        ("teacher", "ddp-losses explain migrate lightly"),
     ],
 )
 def test_an_unknown_topic_names_what_is_near(topic: str, near: str) -> None:
     text = shown(*topic.split(), width=110, status=1)
     assert "No page for" in text
     assert near in text
+
+
+def test_words_are_whole() -> None:
+    assert "indices" in " ".join(row.effect for row in FAULTS.values())
+    assert not re.search(r"explain F\d", shown("dice", width=110, status=1))
+    assert "from lightning_ddp_losses.ssl import sinkhorn" in shown("sinkhorn", width=110)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
