@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import inspect
 import os
 import pydoc
@@ -32,6 +33,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
@@ -151,7 +153,12 @@ class LossCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:  # a strategy or precision that Lightning does not know
-            raise ConfigurationError(f"trainer: {error}") from error
+            strategy, said = str(config.get("strategy")), f"trainer: {error}"
+            near = difflib.get_close_matches(strategy, StrategyRegistry, n=1)
+            if near and strategy not in StrategyRegistry:
+                ours = ", ".join(name for name in StrategyRegistry if "ddp_losses" in name)
+                said += f" Did you mean {near[0]}? Names of ours: {ours}."
+            raise ConfigurationError(said) from error
 
     def instantiate_classes(self) -> None:
         """Make model, data and trainer; our own errors come out as they are, not inside jsonargparse's account of types."""

@@ -17,9 +17,11 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import AuditReport, audit
+from lightning_ddp_losses import AuditReport, DDPLossStrategy, audit
 from lightning_ddp_losses.audit.compare import ComparedRow
+from lightning_ddp_losses.audit.context import Diagnosis, advice
 from lightning_ddp_losses.audit.report import draw_audit
+from lightning_ddp_losses.core.faults import FAULTS
 from tests.audit import modules as m
 from tests.audit.modules import Module, even, learned
 
@@ -150,3 +152,22 @@ def test_no_process_holds_more_than_three_times_the_parameters(tmp_path: Path) -
     extra = [int(peak) - before for _, peak in found]
     assert max(extra) <= 3.5 * bytes_of_parameters, [each / bytes_of_parameters for each in extra]
     assert resident() - before <= 3.0 * bytes_of_parameters, (resident() - before) / bytes_of_parameters
+
+
+def test_a_notebook_shows_a_report_in_short() -> None:
+    found = Diagnosis("F07", "a <dtype>", "seen.", "Do this.")
+    shown = AuditReport(False, [], [], [], [found], [], {"devices": 2, "steps": 3})._repr_html_()
+    short, rest = shown.split("<details>")
+    assert "Different: 2 ranks" in short
+    assert "a &lt;dtype&gt; (F07): Do this." in short
+    assert "Diagnosis 1: a &lt;dtype&gt;" in rest
+
+
+def test_advice_does_not_name_the_strategy_that_runs() -> None:
+    fix = FAULTS["F07"].explain("audit", name="w", event="changed").fix
+    assert fix == advice(fix, "ddp")
+    assert fix.endswith("; or use strategy='ddp_losses'.")
+    for ours in ("ddp_losses_find_unused_parameters_true", DDPLossStrategy()):
+        assert advice(fix, ours).endswith("not the weight.")
+    changed = FAULTS["F78"].explain("changed", name="w", event="changed").fix
+    assert advice(changed, "ddp_losses").startswith("Run the loss outside autocast")

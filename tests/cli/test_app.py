@@ -170,6 +170,7 @@ def test_without_the_plotting_packages_training_ends_well_and_says_what_is_missi
         (["--trainer.bogus", "1"], "unrecognized arguments: --trainer.bogus"),
         (["--model.init_args.loss.init_args.margins", "1"], "Option 'margins' is not accepted"),
         (["--trainer.strategy", "dpp"], "strategy='dpp'"),
+        (["--trainer.strategy", "ddp_loses"], "Did you mean ddp_losses?"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -68,6 +68,7 @@ def global_rows() -> Names:
         "labels": torch.randint(10, (ROWS,), generator=generator),
         "targets": torch.randn(ROWS, 4, generator=generator),
         "numbers": 100 + torch.arange(ROWS),
+        "negatives": torch.randn(ROWS, FEATURES, generator=generator),
     }
 
 
@@ -86,7 +87,8 @@ def loaders(rows: Names, model: nn.Module) -> Names:
 
 def views(rows: Names, model: nn.Module) -> Names:
     first, second = rows["images"], rows["other"]
-    return {"view1": first, "view2": second, "queries": first, "answers": second, "model": model}
+    given = {"view1": first, "view2": second, "queries": first, "answers": second, "model": model}
+    return {**given, "negatives": rows["negatives"], "numbers": rows["numbers"]}
 
 
 def taught(rows: Names, model: nn.Module) -> Names:
@@ -97,7 +99,7 @@ def taught(rows: Names, model: nn.Module) -> Names:
     both = {"views": ("view1", "view2"), "swapped": ("view2", "view1")}
     given |= {name: torch.cat([given[part] for part in parts]) for name, parts in both.items()}
     # statistics do not know of a bias: the tanh lets it have a gradient
-    return {**given, "model": lambda x: model(x).tanh(), "teacher": teacher, "numbers": rows["numbers"]}
+    return {**given, "model": lambda x: model(x).tanh(), "teacher": teacher}
 
 
 def towers(rows: Names, model: nn.Module) -> Names:
@@ -206,6 +208,12 @@ def swav(given: Names) -> tuple[Tensor, None]:
 def moco(given: Names) -> tuple[Tensor, None]:
     queries, keys = normalize(given["model"](given["view1"])), normalize(given["teacher"](given["view2"]).detach())
     return cross_entropy(queries @ keys.T / 0.1, torch.arange(ROWS)), None
+
+
+def hard_ranking(given: Names) -> tuple[Tensor, None]:
+    model = given["model"]
+    references = normalize(model(torch.cat([given["answers"], given["negatives"]])))
+    return cross_entropy(20 * normalize(model(given["queries"])) @ references.T, torch.arange(ROWS)), None
 
 
 def pearson(given: Names) -> tuple[Tensor, None]:
@@ -459,6 +467,7 @@ RECIPES = {
     **{f"lightly, {name}": Recipe(taught, alone, page="lightly", section=name) for name, alone in OBJECTIVES.items()},
     "torchmetrics": Recipe(metric_rows, pearson, {"model": 0.5}),
     "sentence_transformers": Recipe(views, ranking, {"model": None}),
+    "sentence_transformers, hard": Recipe(views, hard_ranking, page="sentence_transformers", section="Hard negatives"),
     "data_parallel": Recipe(simple, arcface, options=BARE),
     "sync_batch_norm": Recipe(simple, squares, options={"encoder": {"width": 4, "norm": True}, **BARE}),
     "detr": Recipe(boxes, box_mean, {"model": 1.0}),
@@ -574,7 +583,7 @@ def test_a_divided_head_has_the_gradient_of_a_whole_one(pool: RankPool, section:
 
 def test_every_page_has_a_test_or_starts_something() -> None:
     tested = {recipe.page or name for name, recipe in RECIPES.items()} | {"insightface"}
-    starting = {"torchrun", "slurm", "kubernetes", "notebook", "hydra", "wandb", "security"}
+    starting = {"torchrun", "slurm", "kubernetes", "notebook", "hydra", "wandb", "security", "lightning_cli"}
     assert tested | starting == set(manual.recipes())
 
 
@@ -583,8 +592,8 @@ def test_a_page_is_whole(page: str) -> None:
     text = manual.recipes()[page]
     assert text.startswith("# ")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    objectives = ["Other objectives", *OBJECTIVES] if page == "lightly" else []
-    assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers", *objectives])
+    further = {"lightly": ["Other objectives", *OBJECTIVES], "sentence_transformers": ["Hard negatives"]}
+    assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers", *further.get(page, [])])
     # code can be read, and what it imports from us is there
     for language, code in BLOCK.findall(text):
         if language != "python":
