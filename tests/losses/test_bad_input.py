@@ -346,7 +346,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no reduction": (lambda: GlobalBatchLoss(nn.CrossEntropyLoss(reduction="none")), "CrossEntropyLoss.*'none'"),
     "tensors in an unknown list": (
         lambda: ask(Sums(), type("Views", (list,), {})([rows(), rows()])),
-        "tensors in a Views",
+        "a Views of tensors",
     ),
     "labels of the views only": (
         lambda: ask(pml.NTXentLoss(), rows(), ref_emb=rows(), ref_labels=LABELS),
