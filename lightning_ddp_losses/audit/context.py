@@ -193,6 +193,14 @@ class AuditContext:
         ranks, one = self.runs.traced(self.off, self.step)
         return first_traced_difference(ranks, one, min(0.1, 256 * self.unit))
 
+    @cached_property
+    def cut_lines(self) -> list[list[str]]:
+        """Kind and the user's line of each collective that cuts the graph of a rank's loss at the first step that differs."""
+        if self.runs.joins_windows:
+            return []
+        ranks, _ = self.runs.traced(self.off, self.step)
+        return [cut for record in ranks.records for cut in record.cut_lines]
+
     # ------------------------------------------------------------------ what the ranks recorded
 
     @property

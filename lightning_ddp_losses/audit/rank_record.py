@@ -153,6 +153,7 @@ class RankRecord:
             has reduced its own; ``"hooked"``: after the module's ``on_before_optimizer_step``; ``"used"``: as the step used them.
         parameter_events: What happened to a parameter after the wrap (``"replaced after the wrap"``), by name.
         trace: Calls of the modules in the traced step, in forward order.
+        cut_lines: The user's lines of that step that cut the graph of the loss between ranks, each with its kind of collective.
         module_info: The module and its trainer when training started.
     """
 
@@ -172,6 +173,7 @@ class RankRecord:
     fingerprints: list[dict[str, dict[str, int]]] = field(default_factory=list)
     parameter_events: dict[str, str] = field(default_factory=dict)
     trace: list[ModuleCall] = field(default_factory=list)
+    cut_lines: list[list[str]] = field(default_factory=list)
     module_info: ModuleInfo = field(default_factory=ModuleInfo)
 
     def to_json(self) -> str:

@@ -43,6 +43,7 @@ from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.module_search import find_hidden
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
+from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.fingerprint import fingerprints
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
@@ -101,6 +102,7 @@ class Recorder(Callback):
         self.record = RankRecord()
         self._hooks = contextlib.ExitStack()  # what is undone when the run ends
         self._ablations = contextlib.ExitStack()  # what is switched off for the length of a batch
+        self._trace: CollectiveTrace | None = None  # of the batch that is being trained on
         self._unwritten_step = 0  # the step whose parameters are still to be written; 0: none
         self._inside_strategy_step = False
         self._rng_before = ""
@@ -294,6 +296,8 @@ class Recorder(Callback):
         if is_first:
             self.record.norms_in_training = norm_classes(pl_module)
         self._rng_before = ablations.rng_digest()
+        if step == self.run.trace and self.run.ranks:
+            self._trace = self._ablations.enter_context(CollectiveTrace())  # type: ignore[no-untyped-call]
         if "randomness" in self.run.without:
             self._ablations.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
 
@@ -350,6 +354,10 @@ class Recorder(Callback):
         self._ablations.close()
         self.record.used_rng.append(ablations.rng_digest() != self._rng_before)
         self.record.losses.append(_loss_value(trainer, pl_module, outputs))
+        loss = _loss_of(outputs)
+        if self._trace is not None and loss is not None:
+            self.record.cut_lines += [[cut.kind, cut.line] for cut in self._trace.reaching(loss)]
+        self._trace = None
         if self._unwritten_step:
             parameters = parameters_by_name(trainer, pl_module)
             self.writer.write(self._unwritten_step, "parameter", parameters.items())
@@ -433,13 +441,18 @@ def _loader_sizes(loaders: Any) -> LoaderRows:
 
 def _loss_value(trainer: Trainer, module: LightningModule, outputs: Any) -> float | None:
     """Return the loss that ``training_step`` returned; None where that was no tensor."""
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-    if not isinstance(loss, Tensor):
+    loss = _loss_of(outputs)
+    if loss is None:
         return None
     value = float(loss.mean())
     if module.automatic_optimization:
         value *= trainer.accumulate_grad_batches  # Lightning has divided by it
     return value
+
+
+def _loss_of(outputs: Any) -> Tensor | None:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss if isinstance(loss, Tensor) else None
 
 
 def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str]:

@@ -355,6 +355,17 @@ def own_rows_first(context: AuditContext) -> Diagnosis | None:
     return context.diagnosis("F26", losses=losses, wrapper=context.pml_wrapper or "none")
 
 
+def traced_cut(context: AuditContext) -> Diagnosis | None:
+    """F20, F23: a collective cuts the graph of rows that get the rest of their gradient in another way."""
+    cuts = context.cut_lines
+    if not cuts or context.is_local_mean:
+        return None
+    kind, line = cuts[0]
+    fault = "F20" if kind == "gather" else "F23"
+    counts: dict[str, Any] = {"count": len(context.wrong), "total": len(context.rows)}
+    return context.diagnosis(fault, "traced", about=context.wrong, line=line, **counts)
+
+
 def unknown(context: AuditContext) -> Diagnosis:
     """Say where the runs differ first, where no rule knows why."""
     return Diagnosis(
@@ -497,5 +508,6 @@ STAGES: tuple[tuple[Rule, ...], ...] = (
     (gather_without_autograd, graph_cut),
     (double_scaling,),
     (own_rows_first,),
+    (traced_cut,),
 )
 """Asked where something differs, until a stage finds something."""

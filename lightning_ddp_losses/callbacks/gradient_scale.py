@@ -10,6 +10,9 @@ and W say nothing: a stop-gradient or a straight-through estimator is no fault. 
 symmetric loss over rows of all ranks (a memory that holds the batch itself) has the ratio 1/W too: where the gradient goes through a
 gather that has one, 1/W is no sign of a cut.
 
+A part may get one share of its gradient through a cut gather and another in a right way. Its ratio is then any number. So the first
+forward is traced (``collective_trace.py``): where the ratio is not 1, the collectives that cut the graph are named, with the user's line.
+
 Legend: ``W`` ranks, ``v`` a random direction, ``g`` the gradient on one rank.
 """
 
@@ -35,6 +38,7 @@ from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.shard import shard_of
 
 STEP = 1e-5
@@ -48,6 +52,7 @@ _NO_SLOPE = 1e-6  # a derivative that is so small beside the loss says nothing
 _MAX_NODES = 64  # of the graph next to the loss, where a factor is looked for
 # where the collectives live whose backward exchanges gradients, ours and torch's own
 _WITH_GRADIENT = ("lightning_ddp_losses.distributed.", "torch.distributed.")
+_KIND_OF = {"F20": "gather", "F23": "reduce"}  # the kind of collective that a fault is about
 # operations between the loss and a factor on it
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy")
 
@@ -81,11 +86,13 @@ class GradientScales:
         parts: Children of the module whose derivative is not zero.
         collectives: Names of the collectives that the forward ran.
         is_multiplied: Whether the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
+        cut_lines: By kind of collective, lines of the user's that cut the graph of rows which the value depends on, on any rank.
     """
 
     parts: list[PartScale]
     collectives: list[str]
     is_multiplied: bool
+    cut_lines: dict[str, list[str]]
 
 
 def find_wrong_scales(
@@ -93,7 +100,8 @@ def find_wrong_scales(
 ) -> list[Finding]:
     """Measure the scales, and say which of them can only mean a fault; the same on every rank.
 
-    Communication: what 1 + 2 * parts forwards of the module and one backward run, a handshake after each, and one gather for each part.
+    Communication: what 1 + 2 * parts forwards of the module and one backward run, a handshake after each, one gather for each part, and one
+        of the lines.
     """
     world = process_groups.world_size()
     scales = measure_gradient_scales(trainer, module, batch, batch_idx, row_exchange)
@@ -104,7 +112,7 @@ def find_wrong_scales(
     large = [part for part in scales.parts if part.is_shared and part.is_about(world)]
     found = [_finding("F21", part.name, world, part.ratio) for part in large]
     if not cut:
-        return found
+        return found + _findings_of_lines(scales)
     # the factor W of the value makes up for a cut graph: a part that is not cut is W times too large
     if scales.is_multiplied:
         full = [part for part in scales.parts if part.is_about(1.0)]
@@ -113,12 +121,40 @@ def find_wrong_scales(
     fault = "F23" if "reduce" in collectives and "gather" not in collectives else "F20"
     if metrics_of(module):
         fault = "F27"
-    return found + [_finding(fault, part.name, world, part.ratio) for part in cut]
+    line = next(iter(scales.cut_lines.get(_KIND_OF.get(fault, ""), [])), "")
+    return found + [_finding(fault, part.name, world, part.ratio, line) for part in cut]
 
 
-def _finding(fault: str, name: str, world: int, ratio: float) -> Finding:
+def _findings_of_lines(scales: GradientScales) -> list[Finding]:
+    """Name the collectives that cut the graph of a part which gets the rest of its gradient in another way."""
+    # a factor W may make up for it; a gradient that is the derivative has nothing to make up for
+    wrong = [f"`{part.name}`" for part in scales.parts if not part.is_about(1.0)]
+    if not wrong or scales.is_multiplied:
+        return []
+    found = []
+    for fault, kind in _KIND_OF.items():
+        for line in scales.cut_lines.get(kind, []):
+            texts = FAULTS[fault].explain("line", line=line, names=", ".join(wrong))
+            found.append(Finding(fault, texts.what, texts.expected, name=line, fix=texts.fix))
+    return found
+
+
+def _cut_lines(trace: CollectiveTrace, value: Tensor, row_exchange: RowExchange) -> dict[str, list[str]]:
+    """Return the user's lines that cut the graph of the value on any rank, by kind of collective."""
+    local = [[cut.kind, cut.line] for cut in trace.reaching(value) if not cut.is_meant]
+    found: dict[str, list[str]] = {}
+    for kind, line in itertools.chain.from_iterable(row_exchange.gather_json(_PLACE, local)):
+        found.setdefault(kind, [])
+        if line not in found[kind]:
+            found[kind].append(line)
+    return found
+
+
+def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") -> Finding:
     known = "W" if ratio > 1 else "1/W"
     what = f"gradient of `{name}` is {ratio:.4f} times the derivative of the loss, {known} for W = {world}"
+    if line:
+        what += f" ({line})"
     return Finding(fault, what, expected="1", name=name, fix=FAULTS[fault].explain("scale").fix)
 
 
@@ -134,7 +170,7 @@ def measure_gradient_scales(
     trial = _Trial(trainer, module, batch, batch_idx)
     if not _on_all_ranks(row_exchange, trial.is_ready):
         return None
-    with _CollectiveNames() as collectives:
+    with CollectiveTrace() as trace:
         value = trial.value({})
     if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
         return None
@@ -166,7 +202,7 @@ def measure_gradient_scales(
             gathered = not prepared.gathered.isdisjoint(members)
             part = replace(part, is_gathered=any(row_exchange.gather_json(_PLACE, gathered)))
         parts.append(part)
-    return GradientScales(parts, collectives.seen, prepared.is_multiplied)
+    return GradientScales(parts, trace.names, prepared.is_multiplied, _cut_lines(trace, value, row_exchange))
 
 
 def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[str, Tensor]) -> float:
@@ -378,17 +414,3 @@ def _has_factor(value: Tensor, world: int) -> bool:
             if isinstance(factor, Tensor) and factor.numel() == 1 and float(factor) in (float(world), 1 / world):
                 return True
     return False
-
-
-class _CollectiveNames(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the names of the collectives that this thread runs."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what belongs to c10d."""
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.seen.append(compat.operator_schema(func).name.rpartition("::")[2])
-        return func(*args, **(kwargs or {}))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm, dropout, loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _python_dispatch, _pytree
@@ -310,6 +311,14 @@ def function_of_node(node: Any) -> type | None:
 def operator_schema(function: Any) -> Any:
     """Return the schema of an operator that a dispatch mode sees; torch gives it no public name."""
     return function._schema
+
+
+def memory_reference(tensor: Tensor) -> StorageWeakRef | None:
+    """Return a weak reference to a tensor's memory, whose address is ``cdata``; None for a tensor without one memory (a sparse one)."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def tree_leaves(nest: Any) -> list[Any]:

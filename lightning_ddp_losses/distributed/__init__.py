@@ -11,6 +11,7 @@
 * ``accumulation``: windows of several micro-batches, divided by what all of them count; ``accumulation_window`` for hand-written loops
 * ``window_parts``: what the parts of a loss count in a window, and their weights
 * ``window_graph``: the paths from the value that a window back-propagates to the parameters
+* ``collective_trace``: collectives that cut the graph of a loss, with the user's line
 * ``upstream_grad``: whether a global value is back-propagated alike on all ranks
 * ``shard``: the tag on a parameter that is sharded
 * ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks

@@ -569,6 +569,86 @@ class HalfGathered(Gathered):
         return outer + contrast(all_gather_with_grad(self.encoder(features)), cut_gather(labels))
 
 
+class BesideProxies(Gathered):
+    """A gather that is cut where sick, beside a term on the same encoder that is right: its gradient is off by no known factor."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        rows = self.head(self.encoder(features))
+        return contrast(self.gather(rows), cut_gather(labels)) + nn.functional.cross_entropy(rows, labels)
+
+
+class OwnSlice(BesideProxies):
+    """Rows of all ranks as keys, gathered by MoCo's function; where sick from the encoder that learns."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        with torch.no_grad():
+            dist.all_gather(parts, rows if self.sick else rows.detach())
+        return torch.cat(parts)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        rows = self.head(self.encoder(features))
+        targets = torch.arange(len(rows)) + len(rows) * dist.get_rank()
+        return nn.functional.cross_entropy(rows @ self.gather(rows).T, targets) + rows.square().mean()
+
+
+class OneBuffer(BesideProxies):
+    """The gather into one tensor, where own rows are written back."""
+
+    def gather(self, rows: Tensor) -> Tensor:
+        if not self.sick:
+            return torch.distributed._functional_collectives.all_gather_single_autograd(rows, 0, dist.group.WORLD)
+        gathered = rows.new_empty(dist.get_world_size() * len(rows), CLASSES)
+        dist.all_gather_single(gathered, rows.detach())
+        start = dist.get_rank() * len(rows)
+        gathered[start : start + len(rows)] = rows
+        return gathered
+
+
+class InPlaceBeside(InPlace):
+    """A sum over ranks in place, beside a term that is right."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        right = nn.functional.cross_entropy(self.head(self.encoder(features)), labels)
+        return super().objective(features, labels, index) + right
+
+
+class RepairedBeside(BesideProxies):
+    """Healthy in both forms: the factor W mends the gather, and the other term has none."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        rows = self.head(self.encoder(features))
+        mended = dist.get_world_size() * contrast(cut_gather(rows), cut_gather(labels))
+        return mended + nn.functional.cross_entropy(rows, labels)
+
+
+class GatheredToLog(StopGradient):
+    """Healthy: rows that have a graph are gathered to be logged, beside a stop-gradient; the loss does not use them."""
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            rows = OwnSlice.gather(self, self.head(self.encoder(features)))  # type: ignore[arg-type]
+        self.log("spread", rows.std(), sync_dist=True)
+        return super().objective(features, labels, index)
+
+
+class MomentumKeys(Subject):
+    """Healthy: MoCo; the keys of all ranks come from an average of the encoder, which is moved inside of the step."""
+
+    def build(self) -> None:
+        self.average = nn.Linear(WIDTH, WIDTH, dtype=torch.float64).requires_grad_(False)
+        del self.head
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.average.parameters(), self.encoder.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+            keys = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+            dist.all_gather(keys, self.average(features))
+        targets = torch.arange(len(features)) + len(features) * dist.get_rank()
+        return nn.functional.cross_entropy(self.encoder(features) @ torch.cat(keys).T, targets)
+
+
 class Dropping(Subject):
     """Healthy: dropout, batch norm, random noise."""
 
@@ -587,11 +667,15 @@ SCALE = [
     Case(ComplexGathered, "F20", G, "filter", ranks=()),
     Case(SparselyGathered, "F20", G, "table", ranks=()),
     Case(HalfGathered, "F20", G, "head", ranks=()),
+    Case(BesideProxies, "F20", G, "in cut_gather: dist.all_gather(parts, rows.detach()", ranks=()),
+    Case(OwnSlice, "F20", G, "in gather: dist.all_gather(parts, rows if self.sick", ranks=(), strategy="ddp_losses"),
+    Case(OneBuffer, "F20", G, "in gather: dist.all_gather_single(", ranks=()),
     Case(InPlace, "F23", G, "encoder", ranks=()),
+    Case(InPlaceBeside, "F23", G, "in objective: dist.all_reduce(total)", ranks=()),
     Case(Wrapped, "F24", G, "loss", ranks=()),
     Case(MetricLoss, "F27", G, "encoder", ranks=()),
     Case(Twice, "F21", G, "encoder", ranks=()),
 ]
-HEALTHY = [Repaired, WrappedPlain, StopGradient, Remembered, Dropping]
+HEALTHY = [Repaired, WrappedPlain, StopGradient, Remembered, Dropping, RepairedBeside, GatheredToLog, MomentumKeys]
 
 CASES = [*PARAMETERS, *FLOW, *OPTIMIZERS, *SCALE]

@@ -1,0 +1,188 @@
+"""Follows what collectives without a gradient return, up to the loss: where does the user's code cut the graph between ranks?
+
+``dist.all_gather`` has no gradient. If it gathers rows that have a graph, and the loss uses the result, the ranks that sent the rows
+learn nothing from it. ``CollectiveTrace`` sees every operator of a forward. It marks the memory of tensors that have a graph, and of those
+that a collective returned. An operator hands the marks of its inputs to its outputs, whether it records a graph or not.
+
+A stop-gradient is no fault: ``keys.detach()`` may be gathered on purpose. ``CutCollective.is_meant`` tells the two apart.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.distributed import process_groups
+
+_OURS = Path(__file__).parents[1]
+_PASS_ON = (
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "python",
+)  # they call torch.distributed for others
+# gathers of these packages have a gradient of their own, or a fault of their own (F24, F27)
+_KNOWN = (_OURS.name, "torchmetrics", "pytorch_metric_learning")
+
+
+class _Mark(NamedTuple):
+    """One origin of a tensor's values: the rows that a collective returned, this rank's own or others'; or a tensor with a graph."""
+
+    collective: int
+    is_own: bool = False
+
+
+_GRAPH = _Mark(-1)
+_Marks = frozenset[_Mark]
+
+
+class CutCollective(NamedTuple):
+    """A collective that got a tensor with a graph and returned one without.
+
+    Attributes:
+        kind: ``"gather"`` or ``"reduce"``.
+        line: The user's line: file, number, function and text.
+        is_meant: Whether it may be a stop-gradient: the input was detached, and this rank's own rows were not put back afterwards.
+    """
+
+    kind: str
+    line: str
+    is_meant: bool
+
+
+class _Call(NamedTuple):
+    kind: str
+    line: str
+    is_detached: bool
+    outputs: list[Tensor]
+    versions: list[int]  # they tell whether somebody wrote into an output afterwards
+
+
+class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Traces one forward in this thread. ``reaching`` then lists the collectives that cut the loss's graph.
+
+    Attributes:
+        names: Names of all collectives so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self._calls: list[_Call] = []
+        # by address; a weak reference keeps the address of freed memory from being used again
+        self._marks: dict[int, tuple[Any, _Marks]] = {}
+
+    def reaching(self, loss: Tensor) -> list[CutCollective]:
+        """List the collectives that cut the graph and whose result the loss depends on, the first of each line."""
+        marks = self._marks_of(loss)
+        found: dict[str, CutCollective] = {}
+        for index, call in enumerate(self._calls):
+            is_written = _versions(call.outputs) != call.versions
+            got_graph = (
+                call.kind == "gather" and not is_written and any(out.grad_fn is not None for out in call.outputs)
+            )
+            if _Mark(index) in marks and not got_graph:
+                keeps_own = _Mark(index, is_own=True) in marks and not is_written
+                found.setdefault(call.line, CutCollective(call.kind, call.line, call.is_detached and keeps_own))
+        return [*found.values()]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and hand marks on."""
+        kwargs = kwargs or {}
+        if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
+            return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
+        marks = _Marks().union(*map(self._marks_of, nests.tensors_in((args, kwargs))))
+        result = func(*args, **kwargs)
+        name = compat.operator_schema(func).name.rpartition("::")[2]
+        if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            self.names.append(name)
+            self._see_collective(func.namespace, name, args, result)
+        elif marks:
+            self._add_marks(nests.tensors_in(result), marks)
+        return result
+
+    def _see_collective(self, namespace: str, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Remember a collective of the user's that gets what has a graph, and mark what it returns."""
+        # outputs are the result, or the first argument; without a second one they are the inputs too
+        first, second = nests.tensors_in(args[:1]), nests.tensors_in(args[1:2])
+        inputs, outputs = (first, nests.tensors_in(result)) if namespace != "c10d" else (second or first, first)
+        with_graph = [tensor for tensor in inputs if tensor.is_floating_point() and _GRAPH in self._marks_of(tensor)]
+        is_inference = any(tensor.is_inference() for tensor in outputs)  # no graph takes these
+        line = _users_line() if with_graph and not is_inference and "broadcast" not in name else ""
+        if not line:
+            return
+
+        kind = "reduce" if "reduce" in name else "gather"
+        is_detached = all(tensor.grad_fn is None for tensor in with_graph)
+        index = len(self._calls)
+        self._calls.append(_Call(kind, line, is_detached, outputs, _versions(outputs)))
+        # one output for each rank, or one that holds the rows of all
+        own, others = _Mark(index, is_own=True), _Mark(index)
+        if len(outputs) != process_groups.world_size():
+            self._add_marks(outputs, _Marks([own, others]))
+            return
+        for rank, output in enumerate(outputs):
+            self._add_marks([output], _Marks([own if rank == process_groups.rank() else others]))
+
+    def _marks_of(self, tensor: Tensor) -> _Marks:
+        memory = compat.memory_reference(tensor)
+        marks = _Marks() if memory is None else self._marks.get(memory.cdata, (None, _Marks()))[1]
+        return marks | {_GRAPH} if tensor.grad_fn is not None else marks
+
+    def _add_marks(self, tensors: Iterable[Tensor], marks: _Marks) -> None:
+        for tensor in tensors:
+            memory = compat.memory_reference(tensor)
+            if memory is not None:
+                known, before = self._marks.get(memory.cdata, (memory, _Marks()))
+                self._marks[memory.cdata] = known, before | marks
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+# ---------------------------------------------------------------------- the user's line
+
+
+def _users_line() -> str:
+    """Return the line of the user's code that called a collective; empty if it has a gradient, or belongs to a known package."""
+    frames = [(frame, number) for frame, number in traceback.walk_stack(None) if frame.f_code.co_filename != __file__]
+    apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+    if any(frame.f_code is apply for frame, _ in frames):
+        return ""  # the forward of a function with a backward
+    # from the collective outwards: who called it, and the first line that is no library's
+    found = ""
+    for frame, number in frames:
+        path = frame.f_code.co_filename
+        package = _package_of(path)
+        if package in _PASS_ON:
+            continue
+        if package in _KNOWN and not found:
+            return ""
+        if not found or not package:
+            text = linecache.getline(path, number, frame.f_globals).strip()
+            found = f"{os.path.basename(path)}:{number}, in {frame.f_code.co_name}: {text}"
+        if not package:
+            break
+    return found
+
+
+def _package_of(path: str) -> str:
+    """Return the name of the library that a file belongs to; empty for the user's own code."""
+    if Path(path).is_relative_to(_OURS):
+        return _OURS.name
+    parts = Path(path).parts
+    for folder in {"site-packages", "dist-packages"}.intersection(parts):
+        return parts[parts.index(folder) + 1]
+    is_python = path.startswith("<frozen") or Path(path).is_relative_to(sysconfig.get_path("stdlib"))
+    return "python" if is_python else ""
