@@ -321,6 +321,11 @@ def memory_reference(tensor: Tensor) -> StorageWeakRef | None:
         return None
 
 
+def write_count(tensor: Tensor) -> int:
+    """Return how often somebody wrote into a tensor in place; torch gives the number no public name."""
+    return tensor._version
+
+
 def tree_leaves(nest: Any) -> list[Any]:
     """Return what a nest of lists, tuples and dicts holds; torch's own walk, which has no public name."""
     return _pytree.tree_leaves(nest)

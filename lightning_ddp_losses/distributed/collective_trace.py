@@ -148,7 +148,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+    return [*map(compat.write_count, tensors)]
 
 
 # ---------------------------------------------------------------------- the user's line
