@@ -28,8 +28,9 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``microbatch`` | an encoder over a large batch in pieces |
 | ``ssl`` | statistics of self-supervised losses: Sinkhorn, centre, KoLeo, Barlow Twins, VICReg |
 | ``callbacks`` | checks on every rank during a fit |
-| ``audit`` | N ranks against one process on the same batches, and why they differ |
+| ``audit`` | N ranks against one process on the same batches, and why they differ; of a LightningModule, or of any loop |
 | ``demo`` | the modules, data and encoders that the shipped configs train |
+| ``testing`` | a plugin for pytest: ranks that live for a whole test run, and parity as an assertion |
 | ``cli`` | the ``ddp-losses`` command: training, audits, the manual, the doctor |
 
 The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, ``lightning_ddp_losses.cli.pages.recipes``, the way here
@@ -37,8 +38,8 @@ from other libraries, ``lightning_ddp_losses.cli.pages.numbers``, times and memo
 ``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite; in a terminal ``ddp-losses explain``. Names below the top
 level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``,
 ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``,
-``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit``
-and ``lightning_ddp_losses.cli``.
+``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit``,
+``lightning_ddp_losses.testing`` and ``lightning_ddp_losses.cli``.
 
 ``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
 
@@ -55,7 +56,7 @@ Where a newcomer adds:
 
 import lightning.pytorch as _lightning  # noqa: F401 - first: in the order in which our modules ask for it, it takes a tenth longer
 
-from lightning_ddp_losses.audit import AuditReport, assert_parity, audit
+from lightning_ddp_losses.audit import AuditReport, assert_parity, audit, parity
 from lightning_ddp_losses.callbacks import (
     BatchCheck,
     BufferSyncCheck,
@@ -140,6 +141,7 @@ __all__ = [
     "gather_predictions",
     "global_mean",
     "microbatched",
+    "parity",
     "synced",
 ]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,8 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the forkserver starts: i
 
 import torch
 
-from tests import rank_worker
-from tests.rank_pool import RankPool
+pytest_plugins = ["lightning_ddp_losses.testing"]
 
 torch.set_num_threads(1)
 sys.dont_write_bytecode = False  # each of pytest's workers collects all files
@@ -33,16 +31,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
-    """The rank processes of this test run."""
-    ranks = RankPool()
-    yield ranks
-    ranks.close()
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _as_in_the_ranks() -> None:
     """What makes fits shorter; the process that only hands tests to its workers does without Lightning."""
+    from lightning_ddp_losses.testing import rank_worker
+
     rank_worker.look_for_plugins_once()
     rank_worker.seed_no_absent_devices()

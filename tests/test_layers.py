@@ -27,7 +27,7 @@ LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("ssl", "integrations"), TRAINING),
     (("callbacks", "audit"), REPORTING),
     (("demo",), None),
-    (("cli",), None),
+    (("cli", "testing"), None),
     (("__init__", "__main__"), None),
 ]
 LAYER_OF = {unit: number for number, (units, _) in enumerate(LAYERS) for unit in units}
@@ -78,6 +78,9 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
     },
     "strategies/ddp_setup.py": {
         "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process",
+    },
+    "testing/rank_worker.py": {
+        "_clear_sharding_prop_cache": "what DTensor remembers of a group that has ended; torch has no public way to forget it",
     },
 }
 # two documented import paths for what lies below them
@@ -244,6 +247,7 @@ NAMES_OF_CUDA = {
     "audit/api.py": "what a user calls an accelerator of Lightning's",
     "audit/worker.py": "a process that has used CUDA cannot be forked",
     "core/forward_patch.py": "CUDA's graphs",
+    "testing/rank_worker.py": "each kind of accelerator is asked whether it is there",
 }
 
 

@@ -47,6 +47,7 @@ PINNED = [
     "gather_predictions",
     "global_mean",
     "microbatched",
+    "parity",
     "synced",
 ]
 MODULES = sorted(

@@ -3,8 +3,10 @@
 An audit from top to bottom:
 
 * `api`: `audit` and `assert_parity`; puts the report together.
+* `parity`: the same for any training loop.
 * `runs`: makes the recordings, each once, when a comparison or a rule asks.
 * `worker`: starts processes, awaits them within a time limit; in each a Trainer.
+* `loop_run`: the part of one process in a run of `parity`.
 * `recorder`: the callback that writes down what a run does.
 * `rank_record`: what it writes, one `RankRecord` and the tensors of each rank, and how they are read.
 * `replay`: what a run is, and the ranks' batches for another run: joined, cut, or one after the other.
@@ -29,6 +31,7 @@ A newcomer who adds a fault writes a function in `rules`, gives it its place in 
 """
 
 from lightning_ddp_losses.audit.api import assert_parity, audit
+from lightning_ddp_losses.audit.parity import parity
 from lightning_ddp_losses.audit.report import AuditReport
 
-__all__ = ["AuditReport", "assert_parity", "audit"]
+__all__ = ["AuditReport", "assert_parity", "audit", "parity"]

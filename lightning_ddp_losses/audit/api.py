@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning_ddp_losses.audit.diagnosis import diagnose, notes
 from lightning_ddp_losses.audit.replay import AuditTarget
 from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.audit.runs import Runs, joins_windows
+from lightning_ddp_losses.audit.worker import perform
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect, expect_count
 
@@ -84,26 +86,42 @@ def audit(
     options = dict(trainer_kwargs or {})
     _validate(model, devices, steps, off, strategy)
     options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
-    started = time.monotonic()
-    scratch = Path(tempfile.mkdtemp(prefix="ddp-losses-audit-"))
-    try:
-        # record ranks and one process, compare them
+    with scratch_folder() as scratch:
         target = AuditTarget(model, data, strategy, options, deterministic, scratch, timeout_seconds, ckpt_path)
-        context = AuditContext.of(Runs(target, devices, steps, tolerance), off)
-        # explain what differs, with counterfactual runs
-        found = diagnose(context)
-        report = AuditReport(
-            equal=context.comparison.equal and not found,
-            rows=context.comparison.rows,
-            updates=context.comparison.updates,
-            losses=compare_losses(context.ranks, context.one),
-            diagnoses=found,
-            notes=notes(context),
-            settings=_report_settings(context, strategy),
-            accumulation=context.accumulation(),
-        )
+        return compare_with_one(Runs(target, devices, steps, tolerance, perform), off)
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder that goes with the context."""
+    folder = Path(tempfile.mkdtemp(prefix="ddp-losses-audit-"))
+    try:
+        yield folder
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def compare_with_one(runs: Runs, off: frozenset[str]) -> AuditReport:
+    """Record ranks and one process, compare them, and explain the difference.
+
+    Args:
+        runs: Makes the recordings.
+        off: Names out of ``ABLATIONS`` that are switched off on both sides.
+    """
+    started = time.monotonic()
+    context = AuditContext.of(runs, off)
+    # explain what differs, with counterfactual runs
+    found = diagnose(context)
+    report = AuditReport(
+        equal=context.comparison.equal and not found,
+        rows=context.comparison.rows,
+        updates=context.comparison.updates,
+        losses=compare_losses(context.ranks, context.one),
+        diagnoses=found,
+        notes=notes(context),
+        settings=_report_settings(context, runs.target.strategy),
+        accumulation=context.accumulation(),
+    )
     report.settings["seconds"] = round(time.monotonic() - started, 2)
     return report
 
@@ -128,8 +146,7 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
     """
     __tracebackhide__ = True
     report = audit(model, data, devices=devices, **options)
-    if not report.equal:
-        raise AssertionError(str(report))
+    report.raise_if_different()
     return report
 
 

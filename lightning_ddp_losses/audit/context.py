@@ -156,6 +156,11 @@ class AuditContext:
         of_same, of_whole = self._compare(self.ranks, same), self._compare(self.ranks, self.on_whole_windows)
         return AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
 
+    def accumulation_factor(self) -> float | None:
+        """Return the common ratio of the gradients to those of one process on all rows of each step at once; None without one."""
+        rows = self._compare(self.ranks, self.on_whole_windows).first_rows()
+        return _common_factor([row for row in rows if not row.noise])
+
     @cached_property
     def is_local_mean(self) -> bool:
         """Whether the ranks do what DDP promises up to the first step that differs: the mean of their own gradients."""
@@ -232,6 +237,11 @@ class AuditContext:
     def used_rng(self) -> bool:
         """Whether a step drew random numbers, with what is left switched on."""
         return any(any(record.used_rng) for record in (*self.ranks.records, *self.one.records))
+
+    @property
+    def by_trainer(self) -> bool:
+        """Whether the runs are fits of a LightningModule; else a loop of the user's."""
+        return "backward" in self.record.fingerprints[0]
 
     @property
     def fingerprints_by_rank(self) -> list[dict[str, dict[str, int]]]:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,12 +131,12 @@ class Recorder(Callback):
         self._hook_backwards(trainer, pl_module)
         self._hook_metrics(pl_module)
         if self.run.trace:
-            self._hook_layers(pl_module)
+            self._hooks.enter_context(followed_layers(pl_module, self.record, self.run.trace))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start from the weights of the ranks' run, and write them down."""
         if self.run.start:
-            self._load_start_(pl_module)
+            load_start_(pl_module, self.run, self.writer.rank)
         if self.run.perturb is not None:
             unit = ablations.unit_roundoff(pl_module, str(trainer.precision))
             ablations.perturb_module_(pl_module, unit, self.run.perturb)
@@ -147,26 +147,6 @@ class Recorder(Callback):
         self.record.module_info = dataclasses.replace(describe_module(trainer, pl_module), repeated_rows=repeated)
         if self.run.seed is not None:
             seed_everything(self.run.seed, verbose=False)
-
-    def _load_start_(self, module: LightningModule) -> None:
-        """Copy the initial weights of another run into the module: rank 0's, or this rank's block."""
-        # a block of a sharded parameter is this rank's own; one process takes all blocks joined
-        start = Path(self.run.start)
-        source = Recording(start, len(list(start.glob("rank-*"))))
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            sharded = source.shard_places(name) is not None
-            if sharded and not self.run.ranks:
-                entry = source.joined_shards(0, "initial", name)
-            else:
-                entry = source.entries(self.writer.rank if sharded else 0, 0, "initial").get(name)
-            if entry is None or not entry.exists or entry.shape != tuple(tensor.shape):
-                continue
-            with torch.no_grad():
-                if isinstance(tensor, DTensor):  # this rank's part, which no other has to send
-                    mesh, placements = tensor.device_mesh, tensor.placements
-                    tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
-                elif entry.digest != tensor_digest(tensor):
-                    tensor.copy_(entry.tensor())
 
     # ------------------------------------------------------------------ hooks on these objects only
 
@@ -229,27 +209,6 @@ class Recorder(Callback):
             if is_metric(child):
                 self._hooks.callback(child.register_forward_hook(functools.partial(note, name)).remove)
 
-    def _hook_layers(self, module: LightningModule) -> None:
-        """Follow one step: a few numbers for each row of each layer's output and of its gradient, in forward order."""
-
-        def record_call(name: str, layer: nn.Module, args: Any, output: Any) -> None:
-            first = next(iter(nests.tensors_in(output)), None)
-            is_traced = self.record.steps + 1 == self.run.trace
-            if not is_traced or first is None or not first.is_floating_point():
-                return
-            call = ModuleCall(name, type(layer).__name__, _projections(first))
-            self.record.trace.append(call)
-
-            def record_gradient(gradient: Tensor) -> None:
-                call.gradient = _projections(gradient)
-
-            if first.requires_grad:
-                first.register_hook(record_gradient)  # type: ignore[no-untyped-call]
-
-        for name, child in module.named_modules():
-            if name and next(child.children(), None) is None:
-                self._hooks.callback(child.register_forward_hook(functools.partial(record_call, name)).remove)
-
     def _wrap_method(
         self, owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
     ) -> None:
@@ -276,15 +235,7 @@ class Recorder(Callback):
 
     def _gradient_fingerprints(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
         """Return what gradients are now, by name; nothing in one process, which has nobody to compare them with."""
-        if not self.run.ranks:
-            return {}
-        given = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-        # of what fully_shard divides, each rank has another part
-        is_whole = {
-            name: grad.layout == torch.strided and not isinstance(grad, DTensor) for name, grad in given.items()
-        }
-        gradients = {name: grad for name, grad in given.items() if is_whole[name]}
-        return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
+        return gradient_fingerprints(parameters) if self.run.ranks else {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the batch, and switch off what the run is without."""
@@ -375,6 +326,62 @@ class Recorder(Callback):
         self.writer.write_record(self.record)
 
 
+# ---------------------------------------------------------------------- of any training loop
+
+
+def load_start_(module: nn.Module, run: Run, rank: int) -> None:
+    """Copy the initial weights of another run into the module: rank 0's, or this rank's block."""
+    # a block of a sharded parameter is this rank's own; one process takes all blocks joined
+    start = Path(run.start)
+    source = Recording(start, len(list(start.glob("rank-*"))))
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        sharded = source.shard_places(name) is not None
+        if sharded and not run.ranks:
+            entry = source.joined_shards(0, "initial", name)
+        else:
+            entry = source.entries(rank if sharded else 0, 0, "initial").get(name)
+        if entry is None or not entry.exists or entry.shape != tuple(tensor.shape):
+            continue
+        with torch.no_grad():
+            if isinstance(tensor, DTensor):  # this rank's part, which no other has to send
+                mesh, placements = tensor.device_mesh, tensor.placements
+                tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
+            elif entry.digest != tensor_digest(tensor):
+                tensor.copy_(entry.tensor())
+
+
+@contextlib.contextmanager
+def followed_layers(module: nn.Module, record: RankRecord, step: int) -> Iterator[None]:
+    """Follow one step: a few numbers for each row of each layer's output and of its gradient, in forward order."""
+
+    def record_call(name: str, layer: nn.Module, args: Any, output: Any) -> None:
+        first = next(iter(nests.tensors_in(output)), None)
+        is_traced = record.steps + 1 == step
+        if not is_traced or first is None or not first.is_floating_point():
+            return
+        call = ModuleCall(name, type(layer).__name__, _projections(first))
+        record.trace.append(call)
+
+        def record_gradient(gradient: Tensor) -> None:
+            call.gradient = _projections(gradient)
+
+        if first.requires_grad:
+            first.register_hook(record_gradient)  # type: ignore[no-untyped-call]
+
+    with contextlib.ExitStack() as hooks:
+        for name, child in module.named_modules():
+            if name and next(child.children(), None) is None:
+                hooks.callback(child.register_forward_hook(functools.partial(record_call, name)).remove)
+        yield
+
+
+def gradient_fingerprints(parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Return what gradients are now, by name; of what fully_shard divides, each rank has another part, which says nothing."""
+    given = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    gradients = {n: g for n, g in given.items() if g.layout == torch.strided and not isinstance(g, DTensor)}
+    return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
+
+
 # ---------------------------------------------------------------------- what can be known by looking
 
 
@@ -455,7 +462,7 @@ def _loss_of(outputs: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str]:
+def parameter_owners(module: nn.Module, names: list[str]) -> dict[str, str]:
     """Return ``encoder``, ``unregistered`` or the name of the loss that a parameter belongs to, for each name."""
     # losses that the strategies know, and what is called one
     losses = [loss.name for loss in find_losses(module)]
@@ -470,7 +477,7 @@ def parameter_owners(module: LightningModule, names: list[str]) -> dict[str, str
     return found
 
 
-def _local_pair_losses(module: LightningModule) -> list[str]:
+def local_pair_losses(module: nn.Module) -> list[str]:
     """List the losses that compare rows, by name, but those inside something that gathers the rows of all ranks."""
     found = []
     gathering: tuple[str, ...] = ()
@@ -514,7 +521,7 @@ def describe_module(trainer: Trainer, module: LightningModule) -> ModuleInfo:
         unoptimized=[n for n, p in module.named_parameters() if p.requires_grad and id(p) not in optimized],
         shards=shards,
         module_types={name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
-        pair_losses=_local_pair_losses(module),
+        pair_losses=local_pair_losses(module),
         dropout=[name for name, m in modules.items() if isinstance(m, compat.DROPOUT_TYPES) and getattr(m, "p", False)],
         automatic=module.automatic_optimization,
         accumulate=trainer.accumulate_grad_batches,

@@ -271,6 +271,14 @@ def batch_digest(tree: Any) -> str:
     return found.hexdigest()
 
 
+def row_digests(batch: Any, rows: int) -> list[str]:
+    """Digest each row of a batch; none if its rows hold no more than one number that is not whole."""
+    parts = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows]
+    if not any(part.is_floating_point() and part[0].numel() > 1 for part in parts if rows):
+        return []
+    return [batch_digest([part[row] for part in parts]) for row in range(rows)]
+
+
 def _has_arrays(tree: Any) -> bool:
     return any(is_array(leaf) for _, leaf in leaves(tree))
 

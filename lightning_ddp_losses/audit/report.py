@@ -91,6 +91,16 @@ class AuditReport:
         """A parameter as the user knows it."""
         return str(self.settings.get("aliases", {}).get(parameter, parameter))
 
+    def raise_if_different(self) -> None:
+        """Fail a test if the ranks differ from one process.
+
+        Raises:
+            AssertionError: with the report as its text.
+        """
+        __tracebackhide__ = True
+        if not self.equal:
+            raise AssertionError(str(self))
+
     # ------------------------------------------------------------------ text
 
     def summary(self) -> str:

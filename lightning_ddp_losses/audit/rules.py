@@ -19,12 +19,14 @@ What the patterns mean, ratios being those of norms on the ranks over norms in o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, quoted
 from lightning_ddp_losses.audit.rank_record import Entry
+from lightning_ddp_losses.audit.replay import load_batch, row_digests
 
 Rule = Callable[[AuditContext], Diagnosis | None]
 
@@ -46,6 +48,52 @@ def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
         return None
     evidence, _, fix = text.partition("\n")
     return context.diagnosis("F68", evidence=evidence, fix=fix)
+
+
+# ---------------------------------------------------------------------- loops without a Trainer
+
+
+def repeated_rows(context: AuditContext) -> Diagnosis | None:
+    """F67: ranks share some rows. Rows of few numbers may be equal by chance, and say nothing."""
+    batches = [record.batches[0] for record in context.user_run.records]
+    if context.by_trainer or identical_batches(context) is not None:
+        return None
+    of_ranks = [row_digests(load_batch(batch.file), batch.total_rows) for batch in batches]
+    counts = Counter(chain.from_iterable(map(set, of_ranks)))
+    repeated = sum(count > 1 for count in counts.values())
+    if not repeated:
+        return None
+    return context.diagnosis("F67", "rows", repeated=repeated, total=sum(map(len, of_ranks)))
+
+
+def accumulation_factor(context: AuditContext) -> Diagnosis | None:
+    """F18: micro-batches whose losses are divided by their number not once."""
+    size = context.info.accumulate
+    if size == 1 or context.by_trainer:
+        return None
+    factor = context.accumulation_factor()
+    names = {"A": size, "1/A": 1 / size, "1/A**2": 1 / size**2}
+    which = next((name for name, value in names.items() if _is_factor(factor, value)), None)
+    if which is None:
+        return None
+    return context.diagnosis("F18", "accumulation", which=which, accumulate=size, factor=_factor_text(factor))
+
+
+def never_reduced(context: AuditContext) -> Diagnosis | None:
+    """SYNC: each rank steps with its own gradient."""
+    rows = context.desynchronized
+    if not rows or context.by_trainer or changed_after_reduction(context) is not None:
+        return None
+    return context.diagnosis("SYNC", "loop", about=rows)
+
+
+def clipped_before_reduction(context: AuditContext) -> Diagnosis | None:
+    """F13: each rank clips its own gradient, and the clipped ones are reduced."""
+    if context.by_trainer or context.desynchronized:
+        return None
+    by_rank = context.fingerprints_by_rank
+    rows = [row for row in context.wrong if _agree(by_rank, "reduced", row.parameter) is False]
+    return context.diagnosis("F13", "early", about=rows) if rows else None
 
 
 # ---------------------------------------------------------------------- at the wrap
@@ -476,7 +524,7 @@ def _factor_text(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
 
 
-DATA_RULES: tuple[Rule, ...] = (identical_batches, sampler_shuffled_apart)
+DATA_RULES: tuple[Rule, ...] = (identical_batches, repeated_rows, sampler_shuffled_apart, accumulation_factor)
 """Asked in every audit."""
 
 DESYNC_RULES: tuple[Rule, ...] = (
@@ -492,6 +540,7 @@ DESYNC_RULES: tuple[Rule, ...] = (
     unequal_start,
     own_queue,
     changed_outside_step,
+    never_reduced,
 )
 """For ranks that do not agree with each other; all that apply are named, in this order."""
 
@@ -499,6 +548,7 @@ STAGES: tuple[tuple[Rule, ...], ...] = (
     (rounding,),
     DESYNC_RULES,
     (not_finite,),
+    (clipped_before_reduction,),
     (metric_as_loss,),
     (factor_on_loss,),
     (local_batch_norm,),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_ddp_losses.audit.ablations import unit_roundoff
 from lightning_ddp_losses.audit.compare import Tolerances, measure_tolerances
 from lightning_ddp_losses.audit.rank_record import Recording
 from lightning_ddp_losses.audit.replay import AuditTarget, Run, plan_replay
-from lightning_ddp_losses.audit.worker import Failure, perform, run_processes
+from lightning_ddp_losses.audit.worker import Failure, run_processes
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import (
     AuditError,
@@ -30,6 +30,7 @@ from lightning_ddp_losses.errors import (
 
 _PERTURBATION_SEEDS = (1, 2)
 _FLOAT64_TOLERANCE = 1e-9  # what differs by less than this in float64 is equal
+Perform = Callable[[Any, Run, Path, int], None]
 _OF_WINDOWS = ("joined", "reversed")  # assignments that can join the micro-batches of a window
 
 
@@ -41,12 +42,16 @@ class Runs:
         devices: Number of ranks.
         steps: Optimizer steps.
         tolerance: The user's own; None: estimated.
+        perform: Does one process's part of a run: ``worker.perform`` for a LightningModule, ``loop_run.perform_loop`` for other loops.
 
     Attributes:
         needs_group: Whether the one process got a process group of its own, for a module that asks for one.
     """
 
-    def __init__(self, target: AuditTarget, devices: int, steps: int, tolerance: float | None) -> None:
+    def __init__(
+        self, target: AuditTarget, devices: int, steps: int, tolerance: float | None, perform: Perform
+    ) -> None:
+        self._perform = perform
         self.target, self.devices, self.steps, self.tolerance = target, devices, steps, tolerance
         self.needs_group = False
         self._made: dict[str, Recording] = {}
@@ -74,7 +79,7 @@ class Runs:
 
         def work(index: int) -> None:
             run, rank = parts[index]
-            perform(self.target, run, self._folder_of(run), rank)
+            self._perform(self.target, run, self._folder_of(run), rank)
 
         title = " and ".join(run.name for run in runs)
         failures = run_processes(len(parts), work, title=title, folder=output, seconds=self.target.seconds)
@@ -221,6 +226,10 @@ HINTS: tuple[tuple[str, str], ...] = (
     (
         r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with|CUDA in forked",
         "The model asks for a GPU and this process has none: use self.device in the module, or audit where there is one.",
+    ),
+    (
+        r"must have the same dtype|expected scalar type|same dtype, but got",
+        "A part of the loop stays in another dtype than its model: parity(dtype=None) leaves all as they are.",
     ),
     (
         r"Timed out|timed out|Connection (closed|reset)|took more than",

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -266,8 +266,9 @@ def _load(indexed: tuple[int, ReplayBatch], *, unit: float, seed: int | None) ->
     return batch if seed is None else ablations.perturb_batch(batch, unit, seed * 1000 + index)
 
 
-def perform(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
-    """Do one process's part of ``run`` in a process of its own: join the ranks, fit, leave."""
+@contextlib.contextmanager
+def joined_ranks(target: AuditTarget, run: Run, folder: Path, rank: int) -> Iterator[None]:
+    """Be a rank of ``run`` for the length of the context, if the run has ranks; its warnings are not shown."""
     world = run.ranks or int(run.group)
     if world:
         backend = "gloo" if target.options.get("accelerator") == "cpu" else "cpu:gloo,cuda:nccl"
@@ -278,9 +279,15 @@ def perform(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     try:
-        _fit(target, run, folder, rank)
+        yield
     finally:
         process_groups.close(world=True)
+
+
+def perform(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:
+    """Do one process's part of ``run`` in a process of its own: join the ranks, fit, leave."""
+    with joined_ranks(target, run, folder, rank):
+        _fit(target, run, folder, rank)
 
 
 def _fit(target: AuditTarget, run: Run, folder: Path, rank: int) -> None:

@@ -1,6 +1,7 @@
 """The command line: `ddp-losses fit|validate|test|predict|audit --config X` trains any LightningModule with exact distributed losses.
 
-`ddp-losses explain` is the manual, `configs` lists the configs that come with the package, `doctor` looks at the installation.
+`ddp-losses parity` compares loops without a Trainer, `explain` is the manual, `configs` lists the configs that come with the
+package, `doctor` looks at the installation.
 
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
@@ -34,12 +35,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
-from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit
 from lightning_ddp_losses.cli.configs import run_configs, with_shipped_configs
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
 from lightning_ddp_losses.cli.explain import run_explain
+from lightning_ddp_losses.cli.parity import run_parity, show_report
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.demo.data import BatchedArrayDataModule
 from lightning_ddp_losses.distributed import process_groups
@@ -54,6 +55,7 @@ QUIET = (
 """Messages of warnings that the command line leaves out."""
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "parity": run_parity,
     "explain": run_explain,
     "configs": run_configs,
     "doctor": run_doctor,
@@ -61,8 +63,9 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 """What the command does beside training and auditing, by its first word."""
 
 MORE_COMMANDS = (
-    "Besides: `ddp-losses explain` is the manual, with known faults and what to do about them; `ddp-losses configs` lists the configs that "
-    "come with the package; `ddp-losses doctor` looks at the installation; `ddp-losses --version`."
+    "Besides: `ddp-losses parity` compares any training loop on N ranks with one process; `ddp-losses explain` is the manual, with known "
+    "faults and what to do about them; `ddp-losses configs` lists the configs that come with the package; `ddp-losses doctor` looks at the "
+    "installation; `ddp-losses --version`."
 )
 """What the help says of them."""
 
@@ -278,19 +281,7 @@ def run_audit(
     asked = vars(options) | {"devices": devices_of(options, trainer)}
     folder = _new_name(Path(asked.pop("output")))
     report = audit(model, data, strategy=strategy, trainer_kwargs=given, ckpt_path=ckpt_path, **asked)
-    # what it found: on the terminal, then in a folder of its own
-    console = Console()
-    console.print(report, highlight=False)
-    report.to_json(folder / "report.json")
-    report.to_html(folder / "report.html")
-    written = ["report.html", "report.json"]
-    try:
-        report.plot(folder / "ratios.png")
-        written.append("ratios.png")
-    except ImportError:
-        console.print("no picture: pip install 'lightning-ddp-losses[demo]'", markup=False)
-    sentence = f"\nWritten to {folder}: {', '.join(written)} ({report.settings['seconds']} s)"
-    console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+    show_report(report, folder)
     return report
 
 

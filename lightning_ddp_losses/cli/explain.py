@@ -23,6 +23,7 @@ _MOST_MATCHES = 8
 _SECURITY = "security"
 _OVERVIEW = """# The manual
 
+* `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
 * `ddp-losses explain --all`: the known faults, by how they show
 * `ddp-losses explain F24`: one fault; checks, audits and errors name it
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example

@@ -31,6 +31,7 @@ PLACES = (
     f"{PACKAGE}.ssl",
     f"{PACKAGE}.callbacks",
     f"{PACKAGE}.audit",
+    f"{PACKAGE}.testing",
     f"{PACKAGE}.cli",
 )
 RECIPES = Path(__file__).parent / "pages"
@@ -122,7 +123,7 @@ def recipes() -> dict[str, str]:
 
 
 def about() -> dict[str, str]:
-    """Return the pages about the package itself by name: the changelog, and how to cite it."""
+    """Return the pages about the package itself by name: "Is my loop right?", the changelog, and how to cite it."""
     version = importlib.import_module(PACKAGE).__version__
     return {
         path.stem: path.read_text().replace("VERSION", version) for path in sorted((RECIPES / "about").glob("*.md"))

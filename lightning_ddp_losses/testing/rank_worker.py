@@ -20,11 +20,15 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lightning_ddp_losses.distributed import process_groups
+
 GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
 
 
 @dataclass(frozen=True)
 class Task:
+    """One call for all ranks."""
+
     generation: int
     world_size: int  # 0: no process group
     store: str
@@ -34,6 +38,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
+    """What a rank's call returned."""
+
     value: Any
 
 
@@ -57,6 +63,7 @@ class RankError:
     traceback: str
 
     def is_a(self, name: str) -> bool:
+        """Say whether the error is of a class of this name, or of one derived from it."""
         return any(base.rpartition(".")[2] == name for base in self.bases)
 
     @property
@@ -66,6 +73,7 @@ class RankError:
 
 
 def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None:
+    """Answer one task after the other until the pool closes the pipe."""
     _redirect_output(home)
     threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
     sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests anew
@@ -104,7 +112,9 @@ def look_for_plugins_once() -> None:
 
     What every fit would bring first is brought here: the processes of an audit are forks, and each would bring it for itself.
     """
-    from lightning.fabric.utilities import registry
+    from lightning.fabric.utilities import registry as lightning_registry
+
+    registry: Any = lightning_registry
 
     registry.entry_points = functools.cache(registry.entry_points)
     for group in ("lightning.fabric.callbacks_factory", "lightning.pytorch.callbacks_factory"):
@@ -118,7 +128,8 @@ def seed_no_absent_devices() -> None:
     """
     import torch
 
-    for device in (torch.cuda, torch.xpu, torch.mtia):
+    devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+    for device in devices:
         if not device.is_available():
             device.manual_seed_all = lambda seed: None
 
@@ -143,22 +154,13 @@ def _redirect_output(home: str) -> None:
 
 
 def _join_group(task: Task, rank: int) -> None:
-    import torch.distributed as dist
-
     if task.world_size:
-        store = dist.FileStore(task.store, task.world_size)
-        store.set_timeout(GROUP_TIMEOUT)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=GROUP_TIMEOUT)
+        process_groups.join(task.store, rank, task.world_size, backend="gloo", timeout=GROUP_TIMEOUT)
 
 
 def _leave_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        groups = sys.modules.get("lightning_ddp_losses.distributed.process_groups")
-        if groups is not None:
-            groups.close()
-        dist.destroy_process_group()  # all groups that were made under it too
+    if process_groups.is_distributed():
+        process_groups.close(world=True)  # all groups that were made under it too
         # now, when all ranks leave: a group with an unmet message waits until its peers are gone
         gc.collect()
         gc.freeze()  # what is left is modules: the next group's end need not go through them again

@@ -1,0 +1,23 @@
+"""Loops that are wrong in a known way are found at their first step, with the factor named; mended ones are silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_ddp_losses import parity
+from tests.parity.loops import CASES, Case
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_wrong_loops_are_named_and_mended_ones_silent(case: Case, ranks: int) -> None:
+    report = parity(ranks=ranks, **case.wrong)
+    assert not report.equal
+    assert case.fault in [each.fault for each in report.diagnoses], str(report)
+    found = next(each for each in report.diagnoses if each.fault == case.fault)
+    assert case.words.format(W=ranks) in f"{found.title} {found.evidence}"
+    assert report.first_step in (1, None)  # None: faults of the data
+    with pytest.raises(AssertionError, match=case.fault):
+        report.raise_if_different()
+    mended = parity(ranks=ranks, **case.mended)
+    assert mended.equal, str(mended)
