@@ -248,7 +248,7 @@ class Recorder(Callback):
             self.record.norms_in_training = norm_classes(pl_module)
         self._rng_before = ablations.rng_digest()
         if step == self.run.trace and self.run.ranks:
-            self._trace = self._ablations.enter_context(CollectiveTrace())  # type: ignore[no-untyped-call]
+            self._trace = self._ablations.enter_context(CollectiveTrace())
         if "randomness" in self.run.without:
             self._ablations.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
 

@@ -316,7 +316,7 @@ def operator_schema(function: Any) -> Any:
 def memory_reference(tensor: Tensor) -> StorageWeakRef | None:
     """Return a weak reference to a tensor's memory, whose address is ``cdata``; None for a tensor without one memory (a sparse one)."""
     try:
-        return StorageWeakRef(tensor.untyped_storage())
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
         return None
 
