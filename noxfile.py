@@ -208,6 +208,7 @@ PLACES = (
         ".strategies",
         ".ssl",
         ".callbacks",
+        ".testing",
     ),
     *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.numbers", ".cli.pages.release"),
 )

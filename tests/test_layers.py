@@ -52,6 +52,8 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
     },
     "metrics/composites.py": {
         "_base_metric": "the member of MinMaxMetric, which is subclassed",
+        "_defaults": "the states of a metric, which no public method names",
+        "_should_unsync": "torchmetrics' flag around compute, which members of a composite share",
         "_compute_and_reduce": "MetricCollection's names for its values, which no public method gives",
         "_convert_output": "a wrapper's names for its values, which no public method gives",
         "_filter_kwargs": "what a composition and a collection call their members with",
@@ -66,6 +68,11 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_to_sync": "torchmetrics' flags around compute, which forward sets as the forward that it overrides",
         "_wrap_compute": "overridden: full precision, and a graph that ends there",
         "_wrap_update": "overridden: update with a graph, or with the rows of all ranks",
+    },
+    "metrics/synced.py": {
+        "_base_metric": "the metric that MetricTracker copies, which is subclassed",
+        "_defaults": "the states of a metric as reset leaves them",
+        "_reductions": "how a metric joins each state, which no public method gives",
     },
     "metrics/states.py": {
         "_defaults": "the states by name; torchmetrics offers no public list of them",

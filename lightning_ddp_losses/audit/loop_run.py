@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -44,7 +44,7 @@ from lightning_ddp_losses.audit.replay import (
 from lightning_ddp_losses.audit.worker import joined_ranks
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.nests import children_of, rebuild_nest
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import InputError, expect
 
 _SEED = 0  # of every process, before the model is built and again before it trains
@@ -369,8 +369,8 @@ def refuse_unequal_build(model: nn.Module) -> None:
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = [(name, tensor_digest(tensor), tensor.flatten()[:1].tolist()) for name, tensor in named.items()]
-    found: list[Any] = [None] * process_groups.world_size()
-    dist.all_gather_object(found, own)
+    payloads = handshake.all_gather("build()", {}, json.dumps(own).encode())
+    found = [[tuple(entry) for entry in json.loads(sent)] for sent in payloads]
     nothing: tuple[str, str, list[float]] = ("nothing", "", [])
     for column in zip_longest(*found, fillvalue=nothing):
         if len({entry[:2] for entry in column}) > 1:

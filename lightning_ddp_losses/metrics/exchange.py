@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,14 +35,14 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import nests, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
-from lightning_ddp_losses.errors import InputError, RankMismatchError
+from lightning_ddp_losses.errors import RankMismatchError
 
 Kind = Literal["stack", "rows", "list"]
 Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -258,15 +257,12 @@ def _head(is_inline: bool, weights: Sequence[float], contents: str, objects: Seq
 
 def _pickled(name: str, item: Any) -> Tensor:
     item = nests.map_tensors(lambda tensor: tensor.detach().cpu(), item)
-    try:
-        data = pickle.dumps(item)
-    except Exception as error:
-        raise InputError(f"state `{name}`", expected="items that can be pickled", got=error) from error
+    data = safe_payload.pack_readable(item, f"state `{name}`")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor, device: torch.device) -> Any:
-    return nests.map_tensors(lambda tensor: tensor.to(device), pickle.loads(host_bytes(data)))
+    return nests.map_tensors(lambda tensor: tensor.to(device), safe_payload.unpack(host_bytes(data)))
 
 
 # ---------------------------------------------------------------------- the plan of the buffer

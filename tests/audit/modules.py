@@ -123,15 +123,6 @@ class BesideProxies(Module):
         return F.cross_entropy(z, y) + F.mse_loss(rows @ rows.T, alike)
 
 
-class KeysGathered(Module):
-    """MoCo's own slice, with keys of the encoder that learns, beside a term that is right."""
-
-    def objective(self, z: Tensor, y: Tensor) -> Tensor:
-        keys = self.all_gather(z).flatten(0, 1) if world() > 1 else z
-        targets = torch.arange(len(z)) + len(z) * rank()
-        return F.cross_entropy(z, y) + F.cross_entropy(z @ keys.T, targets)
-
-
 class CutGather(Module):
     """A gather whose result has no graph, made a leaf so that backward runs: the encoder has no gradient."""
 

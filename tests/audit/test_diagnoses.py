@@ -97,7 +97,6 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "gather without any graph": ("F20", m.CutGather, even, GLOBAL),
     "gather without any graph, ArcFace": ("F20", on(learned, m.CutGather), even, GLOBAL),
     "own slot beside a right term": ("F20", m.BesideProxies, even, {}),
-    "own slice beside a right term": ("F20", m.KeysGathered, even, {}),
     "all_reduce in place": ("F20", m.InPlaceReduce, even, {}),
     "PML's wrapper around ArcFace": ("F24", wrapped(learned), even, {}),
     "PML's wrapper around SoftTriple, 3 ranks": ("F24", wrapped(soft_triple), few, THREE),
@@ -176,7 +175,6 @@ TITLES = {
 WORDS = {
     "a metric as loss": "differentiable(metric)",
     "own slot beside a right term": "in own_slot: dist.all_gather(parts, z.detach())",
-    "own slice beside a right term": "in objective: keys = self.all_gather(z)",
     "no valid target in a micro-batch": "batch 0: rank 0 1.",
     "infinite on one rank": "rank 1 inf",
 }

@@ -592,7 +592,11 @@ def test_a_page_is_whole(page: str) -> None:
     text = manual.recipes()[page]
     assert text.startswith("# ")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    further = {"lightly": ["Other objectives", *OBJECTIVES], "sentence_transformers": ["Hard negatives"]}
+    further = {
+        "lightly": ["Other objectives", *OBJECTIVES],
+        "sentence_transformers": ["Hard negatives"],
+        "torchmetrics": ["For evaluation"],
+    }
     assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers", *further.get(page, [])])
     # code can be read, and what it imports from us is there
     for language, code in BLOCK.findall(text):

@@ -5,8 +5,11 @@ lightly needs torchvision, so its formulas stand here under its paths.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -65,8 +68,15 @@ class DINOLoss(nn.Module):
         return loss
 
 
-for _class in (BarlowTwinsLoss, VICRegLoss, NTXentLoss, DINOLoss):
-    _class.__module__ = f"lightly.loss.{_class.__name__.lower()}"
+@contextlib.contextmanager
+def paths_of_lightly() -> Iterator[None]:
+    """Give the classes lightly's paths, for a while: a command that looks for losses would import them."""
+    classes = (BarlowTwinsLoss, VICRegLoss, NTXentLoss, DINOLoss)
+    with contextlib.ExitStack() as stack:
+        for each in classes:
+            stack.enter_context(mock.patch.object(each, "__module__", f"lightly.loss.{each.__name__.lower()}"))
+        yield
+
 
 # the loss, the mode that it runs in, and whether it takes lists; the calls of each train two steps
 CASES: dict[str, tuple[Any, str, bool]] = {
@@ -98,13 +108,15 @@ def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> dict[str, Tens
 def on_ranks(name: str, sizes: list[int]) -> dict[str, Tensor]:
     make, _, takes_lists = CASES[name]
     start = sum(sizes[: dist.get_rank()])
-    return two_steps(GlobalBatchLoss(make()), takes_lists, slice(start, start + sizes[dist.get_rank()]))
+    with paths_of_lightly():
+        return two_steps(GlobalBatchLoss(make()), takes_lists, slice(start, start + sizes[dist.get_rank()]))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(pool: RankPool, name: str) -> None:
     make, mode, takes_lists = CASES[name]
-    assert GlobalBatchLoss(make()).exact_modes()[0] == mode
+    with paths_of_lightly():
+        assert GlobalBatchLoss(make()).exact_modes()[0] == mode
     truth = two_steps(make(), takes_lists, slice(None))
     for sizes in ([20, 20], [29, 11]):
         found = pool.run(2, on_ranks, name, sizes)
@@ -116,5 +128,5 @@ def test_one_process(pool: RankPool, name: str) -> None:
 
 def test_what_gathers_by_itself_is_refused() -> None:
     words = r"gather_distributed.*expected False in GlobalBatchLoss.*Make the loss with gather_distributed=False"
-    with pytest.raises(ConfigurationError, match=f"(?s){words}"):
+    with paths_of_lightly(), pytest.raises(ConfigurationError, match=f"(?s){words}"):
         GlobalBatchLoss(BarlowTwinsLoss(gather_distributed=True))

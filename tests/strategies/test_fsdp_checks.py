@@ -174,7 +174,7 @@ def a_step_is_skipped(module: Towers) -> None:
 
 
 PLANTED: list[tuple[Callable[[Towers], None], list[str]]] = [
-    (a_loss_weight_drifts, ["loss.loss.W", "rank 1"]),
+    (a_loss_weight_drifts, ["weights", "rank 1"]),
     (a_gradient_of_a_loss_changes, ["loss.loss.W"]),
     (a_loss_is_skipped, ["ranks met at different places", "rank 1"]),
     (labels_are_out_of_range, ["labels", "rank 1"]),
