@@ -96,6 +96,13 @@ def torchft(session: nox.Session) -> None:
 
 
 @nox.session
+def integrations(session: nox.Session) -> None:
+    """Run the tests in other hosts: Fabric, accelerate, Hugging Face's Trainer, sentence-transformers."""
+    install(session, "test", "integrations", extras="[demo]")
+    session.run("python", "-m", "pytest", "tests/integrations", *session.posargs)
+
+
+@nox.session
 def oldest(session: nox.Session) -> None:
     """Run the tests with the oldest releases that are promised, torch too: several GB, which CI does not load."""
     lower = [re.sub(r"\[.*\]", "", d).split(",")[0].replace(">=", "==") for d in PROJECT["project"]["dependencies"]]
@@ -242,6 +249,9 @@ TEMPLATE = """
 {% endmacro %}
 """
 
+# pictures as wide as the text: else they push the page's menu over it
+STYLE = ".pdoc img { max-width: 100%; }"
+
 
 def broken_links(site: Path) -> list[str]:
     """Return the links of HTML pages to other pages, and to places in pages, that are not there."""
@@ -266,6 +276,7 @@ def docs(session: nox.Session) -> None:
     templates = Path(session.create_tmp()) / "templates"
     templates.mkdir(exist_ok=True)
     (templates / "module.html.jinja2").write_text(TEMPLATE)
+    (templates / "custom.css").write_text(STYLE)
     modules = [f"lightning_ddp_losses{place}" for place in PLACES]
     options = ("--docformat", "google", "--no-show-source", "--template-directory", str(templates), "-o", "site")
     session.run("pdoc", *options, *modules, *session.posargs)

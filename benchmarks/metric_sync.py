@@ -1,10 +1,12 @@
-"""A metric's forward over all ranks: `differentiable` beside torchmetrics with `dist_sync_on_step=True`, W = 2.
+"""A metric's forward and compute over all ranks, compared to torchmetrics, W = 2.
 
-256 rows per rank. Counted: collectives of a forward in steady state (1 for states that are scalars, for a collection of them and for
-few rows, 2 with many) and of a backward (none), and calls of `update`. Timed: forward, both in turns in the same processes, one each,
-torchmetrics' twice (A/A is the same estimate where nothing differs); a forward counts as long as its slowest rank.
-Values are compared first; so are gradients, where torchmetrics' are 1/W of ours. Last, the memory of a sync of many rows:
-the highest resident set in fresh processes above what was there before, over the bytes that were gathered.
+256 rows per rank. Forward: `differentiable` and torchmetrics with `dist_sync_on_step=True`. Counted: collectives of a forward in steady
+state (1 for states that are scalars, for a collection of them and for few rows, 2 with many) and of a backward (none). Compute: `synced`
+and torchmetrics, after two updates on each rank. Counted: collectives (1, or 2 with many rows).
+
+Both are timed in turns in the same processes, torchmetrics' twice (A/A is the same estimate without a difference). A call takes the time
+of its slowest rank. Values are compared first, and so are gradients: torchmetrics' are 1/W of ours. Last, the memory of a sync of many
+rows: the highest resident set in fresh processes above the one before, over the bytes that were gathered.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import argparse
 import ctypes
 import gc
 import statistics
-from functools import partial
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +28,8 @@ from benchmarks.interleave import time_in_turns
 from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
-from lightning_ddp_losses import differentiable
+from lightning_ddp_losses import differentiable, synced
+from lightning_ddp_losses.core.nests import tensors_in
 from tests.counting import CountCollectives
 
 __all__ = ["main"]
@@ -44,6 +48,20 @@ JOBS: dict[str, tuple[tuple[str, ...], float | None, int]] = {  # metrics, limit
 }
 
 
+BINARY = ("BinaryAUROC", "BinaryAveragePrecision", "BinaryROC", "BinaryAccuracy", "BinaryF1Score", "BinaryStatScores")
+COMPUTES: dict[str, tuple[Callable[[], Any], int]] = {  # metric, limit of the collectives
+    "ConfusionMatrix": (lambda: tm.ConfusionMatrix(task="binary", compute_with_cache=False), 1),
+    "PearsonCorrCoef": (lambda: tm.PearsonCorrCoef(compute_with_cache=False), 1),
+    "SpearmanCorrCoef": (lambda: tm.SpearmanCorrCoef(compute_with_cache=False), 2),
+    "AUROC": (lambda: tm.AUROC(task="binary", compute_with_cache=False), 2),
+    "RetrievalMAP": (lambda: tm.retrieval.RetrievalMAP(compute_with_cache=False), 2),
+    "collection with compute groups": (
+        lambda: tm.MetricCollection([getattr(tm.classification, name)(compute_with_cache=False) for name in BINARY]),
+        2,
+    ),
+}
+
+
 def make(job: str, *, ours: bool) -> Any:
     """One metric, or a collection."""
     names = JOBS[job][0]
@@ -54,7 +72,7 @@ def make(job: str, *, ours: bool) -> Any:
 
 def values_of(value: Any) -> list[Tensor]:
     """All numbers that came out."""
-    return list(value.values()) if isinstance(value, dict) else [value]
+    return tensors_in(value)
 
 
 class Contestant:
@@ -66,11 +84,40 @@ class Contestant:
         self.target = torch.randn(ROWS, generator=generator)
         self.preds = (self.target + torch.randn(ROWS, generator=generator)).requires_grad_()
 
-    def step(self) -> list[Tensor]:
-        """One forward, from reset states (rows would pile up)."""
-        found = values_of(self.metric(self.preds, self.target))
+    def call(self) -> Any:
+        """One forward."""
+        return self.metric(self.preds, self.target)
+
+    def after(self) -> None:
+        """Reset the states: rows would pile up."""
         self.metric.reset()
+
+    def step(self) -> list[Tensor]:
+        """One forward from reset states."""
+        found = values_of(self.call())
+        self.after()
         return found
+
+
+class Evaluated:
+    """One metric with two updates on this rank's rows."""
+
+    def __init__(self, job: str, *, ours: bool) -> None:
+        metric = COMPUTES[job][0]()
+        self.metric = synced(metric) if ours else metric
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            target = torch.randint(2, (ROWS,), generator=generator)
+            preds = (target + torch.randn(ROWS, generator=generator)).sigmoid()
+            queries = {"indexes": torch.arange(ROWS) % 16} if job == "RetrievalMAP" else {}
+            self.metric.update(preds, target.float() if "Corr" in job else target, **queries)
+
+    def call(self) -> Any:
+        """One compute."""
+        return self.metric.compute()
+
+    def after(self) -> None:
+        """Keep the states."""
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -106,21 +153,34 @@ def check(job: str) -> Row:
     }
 
 
-def timed(job: str, rounds: int, seconds: float) -> tuple[Row, list[list[float]]]:
+def check_compute(job: str) -> Row:
+    """Equal values, and counts. Rows of an update lie together in ours, by rank in torchmetrics'."""
+    found: list[tuple[Tensor, list[str]]] = []
+    for ours in (True, False):
+        contestant = Evaluated(job, ours=ours)
+        contestant.call()
+        with CountCollectives() as collectives:
+            values = torch.cat([value.double().flatten() for value in values_of(contestant.call())])
+            found.append((values, collectives.take()))
+    (values, names), (theirs, their_names) = found
+    return {"off": relative(values, theirs), "ours": len(names), "theirs": len(their_names), "extra": 0, "scale": None}
+
+
+def timed(is_forward: bool, job: str, rounds: int, seconds: float) -> tuple[Row, list[list[float]]]:
     """Milliseconds of (torchmetrics, torchmetrics again, ours) for each round."""
-    checked = check(job)
-    contestants = [Contestant(job, ours=ours) for ours in (False, False, True)]
-    steps = [partial(each.metric, each.preds, each.target) for each in contestants]
-    times = time_in_turns(
-        steps, rounds, seconds, warm_up=3, least=7, after=lambda index: contestants[index].metric.reset()
-    )
+    warnings.filterwarnings("ignore", message="Metric `.*` will save all")
+    checked = check(job) if is_forward else check_compute(job)
+    kind: type[Contestant | Evaluated] = Contestant if is_forward else Evaluated
+    contestants = [kind(job, ours=ours) for ours in (False, False, True)]
+    steps = [each.call for each in contestants]
+    times = time_in_turns(steps, rounds, seconds, warm_up=3, least=7, after=lambda index: contestants[index].after())
     return checked, times
 
 
-def row_of(job: str, rounds: int, seconds: float) -> Row:
+def row_of(job: str, rounds: int, seconds: float, *, is_forward: bool) -> Row:
     """Counts and times of one job."""
-    _, limit, most = JOBS[job]
-    answers = run_ranks(timed, job, rounds, seconds)
+    limit, most = JOBS[job][1:] if is_forward else (None, COMPUTES[job][1])
+    answers = run_ranks(timed, is_forward, job, rounds, seconds)
     both = list(zip(*(table for _, table in answers), strict=True))
     theirs, again, ours = ([max(rank[i] for rank in ranks) for ranks in both] for i in range(3))
     checked = answers[0][0]
@@ -129,7 +189,7 @@ def row_of(job: str, rounds: int, seconds: float) -> Row:
     ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
     right = off <= EQUAL and checked["ours"] <= most and checked["extra"] == 0
     return {
-        "table": f"Forward of a metric over all ranks, 2 ranks, {ROWS} rows each, slowest rank",
+        "table": f"{'Forward' if is_forward else 'Compute'} of a metric over all ranks, 2 ranks, {ROWS} rows each, slowest rank",
         "metric": job,
         "torchmetrics_ms": statistics.median(theirs),
         "ours_ms": statistics.median(ours),
@@ -192,11 +252,12 @@ def memory_row(mebibytes: int) -> Row:
 
 
 def main(arguments: list[str]) -> list[Row]:
-    """One row per metric, and one for memory."""
+    """One row per metric, for forward and for compute, and one for memory."""
     parser = argparse.ArgumentParser("metric_sync", description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=15.0, help="of timed rounds per row at most")
     parser.add_argument("--mebibytes", type=int, default=96, help="of rows on each rank, for memory")
     options: Any = parser.parse_args(arguments)
-    rows = [row_of(job, options.rounds, options.seconds) for job in JOBS]
+    rows = [row_of(job, options.rounds, options.seconds, is_forward=True) for job in JOBS]
+    rows += [row_of(job, options.rounds, options.seconds, is_forward=False) for job in COMPUTES]
     return [*rows, memory_row(options.mebibytes)]

@@ -130,7 +130,7 @@ MODES: dict[str, Mode] = {
     "CLIP, ring": Mode(
         lambda w: ClipLoss(gather="ring"), 0, 2, 0, lambda w: 3 * scattered(w) + 4 * ROWS * WORD * (w - 1), 4096, 4
     ),
-    "SigLIP, ring": Mode(lambda w: SigLipLoss(gather="ring"), 0, 2, 0, lambda w: 3 * scattered(w), 4096, 3),
+    "SigLIP, ring": Mode(lambda w: SigLipLoss(gather="ring"), 0, 2, 0, lambda w: 2 * scattered(w), 4096, 2),
 }
 
 

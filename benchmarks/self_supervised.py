@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.interleave import time_in_turns
 from benchmarks.memory import MIB, peak_of, return_freed_blocks
@@ -24,6 +23,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import ssl
 from lightning_ddp_losses.collectives import all_gather_with_grad
+from tests.counting import CountCollectives
 
 __all__ = ["main"]
 
@@ -75,37 +75,16 @@ class Contestant:
         return value.detach()
 
 
-class CountBytes(TorchDispatchMode):
-    """Counts collectives, and the bytes of the tensors that this rank hands to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls, self.bytes = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.calls += 1
-            # the larger of what is given and what is filled: a gather fills W times its input
-            self.bytes += max(_num_bytes(argument) for argument in args)
-        return func(*args, **(kwargs or {}))
-
-
-def _num_bytes(argument: Any) -> int:
-    if isinstance(argument, Tensor):
-        return argument.nbytes
-    return sum(map(_num_bytes, argument)) if isinstance(argument, (list, tuple)) else 0
-
-
 def timed(loss: str, rounds: int, seconds: float) -> tuple[Row, list[list[float]]]:
     """Differences and counts; milliseconds of (gather, gather again, ours) for each round."""
     found, counts = [], []
     for ours in (False, True):
         contestant = Contestant(loss, ours=ours)
-        with CountBytes() as counter:
+        with CountCollectives() as counter:
             value = contestant.step()
         grads = torch.cat([view.grad for view in contestant.views if view.grad is not None])
         found.append((value, grads))
-        counts.append((counter.calls, counter.bytes))
+        counts.append((len(counter.names), counter.num_bytes))
     (truth, truth_grads), (value, grads) = found
     off = max(float((value - truth).abs() / truth.abs()), float((grads - truth_grads).norm() / truth_grads.norm()))
     contestants = [Contestant(loss, ours=ours) for ours in (False, False, True)]

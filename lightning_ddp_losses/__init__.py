@@ -27,6 +27,7 @@ Layout; imports go down only (``tests/test_layers.py``):
 | ``strategies`` | the Lightning strategy: losses beside the model's DDP, their reduction, checkpoints |
 | ``microbatch`` | an encoder over a large batch in pieces |
 | ``ssl`` | statistics of self-supervised losses: Sinkhorn, centre, KoLeo, Barlow Twins, VICReg |
+| ``integrations`` | other hosts: Fabric, Hugging Face's Trainer, sentence-transformers |
 | ``callbacks`` | checks on every rank during a fit |
 | ``audit`` | N ranks against one process on the same batches, and why they differ; of a LightningModule, or of any loop |
 | ``demo`` | the modules, data and encoders that the shipped configs train |
@@ -52,6 +53,10 @@ Where a newcomer adds:
 | collective | one function and table row in ``distributed/collectives.py`` | a row in ``tests/distributed`` |
 | strategy option | one keyword of ``DDPLossStrategy`` and its use | one row in ``tests/strategies`` |
 | config | ``configs/<name>.yaml``, its command in the header | ``tests/cli`` runs each for 2 steps |
+
+From another package: ``losses.check_separable(loss)`` measures the modes that are exact for a loss. ``losses.register_row_separable`` and
+``losses.register_element_wise`` declare them (``pair_loss=`` adds an evaluation in tiles). ``register_loss_type`` lets the strategy find
+losses of a class. A check is a subclass of ``RankCheck``, passed to ``DDPChecks``.
 """
 
 import lightning.pytorch as _lightning  # noqa: F401 - first: in the order in which our modules ask for it, it takes a tenth longer
@@ -81,6 +86,7 @@ from lightning_ddp_losses.errors import (
     PeerError,
     RankMismatchError,
 )
+from lightning_ddp_losses.integrations import register_fabric_strategies
 from lightning_ddp_losses.layers import SyncBatchNorm
 from lightning_ddp_losses.losses import (
     ClassShardedLoss,
@@ -156,3 +162,4 @@ register_loss_type(ClipLoss)
 register_loss_type(SigLipLoss)
 use_global_wrapper(GlobalBatchLoss)
 use_layer_sync(SyncBatchNorm)
+register_fabric_strategies()

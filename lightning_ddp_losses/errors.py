@@ -236,6 +236,17 @@ def format_error(
     return "\n".join(lines)
 
 
+def listed(names: Sequence[str], at_most: int = 6) -> str:
+    """Return the first of some names, and the number of the others.
+
+    Example:
+        >>> listed(["a", "b", "c"], at_most=2)
+        'a, b and 1 more'
+    """
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return f"{', '.join(names[:at_most])}{more}"
+
+
 def expect(
     holds: object,
     what: str,
@@ -244,14 +255,15 @@ def expect(
     got: object | None = None,
     fix: str | None = None,
     error: type[DDPLossError] = ConfigurationError,
+    collective: bool = False,
 ) -> None:
-    """Raise an error unless a condition holds; the arguments are those of ``format_error``.
+    """Raise an error unless a condition holds; the arguments are those of ``DDPLossError``.
 
     Example:
         >>> expect(0.1 <= 1, "sample_rate", expected="at most 1", got=0.1)
     """
     if not holds:
-        raise error(what, expected=expected, got=got, fix=fix)
+        raise error(what, expected=expected, got=got, fix=fix, collective=collective)
 
 
 def expect_option(what: str, value: object, allowed: Iterable[object]) -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 
@@ -47,7 +48,7 @@ def microbatched(
     Raises:
         ConfigurationError: for batch norm in training and other layers that write their buffers, by name; a bad chunk size; in
             backward, where a parameter has changed since forward.
-        InputError: for a call without a batch.
+        InputError: for a call without a batch, and for results whose first dimension does not count rows (a sequence's time).
 
     Source: the aim of Gao et al. 2021, arXiv:2101.06983 (GradCache), by recomputation.
 
@@ -72,6 +73,7 @@ class _Pieces:
         self.encoder, self.chunk_size, self.batch_norm = encoder, chunk_size, batch_norm
         self._title = f"microbatched({type(encoder).__name__})"
         self.forward: Callable[..., Any] = encoder
+        self._has_rows_first = False
 
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +83,10 @@ class _Pieces:
             raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
         self._refuse_batch_norm()
         # 2. one piece after the other; a rank without rows still runs its encoder
-        joined, versions = _Joined(rows), self._parameter_versions()
-        for number in range(self._number_of_pieces(rows)):
+        joined, versions, pieces = _Joined(rows), self._parameter_versions(), self._number_of_pieces(rows)
+        if pieces > 1 and not self._has_rows_first:
+            self._refuse_other_dims(versions, args, kwargs, rows)
+        for number in range(pieces):
             start = min(number * self.chunk_size, rows)
             piece = slice(start, min(start + self.chunk_size, rows))
             piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
@@ -96,6 +100,19 @@ class _Pieces:
             joined.add(result, piece)
         # 3. the results of all rows
         return joined.result()
+
+    def _refuse_other_dims(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
+        """Refuse results whose first dimension does not count rows: it may have the size of a piece by chance.
+
+        Runs a piece of another size, without a graph, at the first call in pieces.
+        """
+        piece = slice(0, min(rows, self.chunk_size - 1 or 2))
+        piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
+        with torch.no_grad(), preserve_random_state(global_generators(devices_in_use())):
+            for tensor in nests.tensors_in(self._run(versions, piece_args, piece_kwargs)):
+                if tensor.shape[:1] != (piece.stop,):
+                    raise _without_rows(tensor, f"({piece.stop}, ...)", piece.stop)
+        self._has_rows_first = True
 
     def _number_of_pieces(self, rows: int) -> int:
         """Return how many pieces this call has; the most of any rank where each forward waits for all ranks.
@@ -250,12 +267,7 @@ class _Joined:
         self._sizes.append(size)
         for tensor, joined, graph_ends in zip(tensors, self._joined, self._graph_ends, strict=True):
             if tuple(tensor.shape) != (size, *joined.shape[1:]) or tensor.dtype != joined.dtype:
-                raise InputError(
-                    "microbatched: result",
-                    expected=f"a row for each row of the batch: shape {(size, *joined.shape[1:])}, {joined.dtype}",
-                    got=f"shape {tuple(tensor.shape)}, {tensor.dtype} from {size} rows",
-                    fix="What is reduced over the batch, or differs between pieces, cannot be computed in pieces.",
-                )
+                raise _without_rows(tensor, f"{(size, *joined.shape[1:])}, {joined.dtype}", size)
             graph_ends.append(_Write.apply(tensor, joined[piece]))  # type: ignore[no-untyped-call]
 
     def result(self) -> Any:
@@ -265,6 +277,16 @@ class _Joined:
             joined.append(_JoinedRows.apply(tensor, self._sizes, *graph_ends))  # type: ignore[no-untyped-call]
         tensors = iter(joined)
         return _rebuilt(lambda leaf: next(tensors) if leaf is _TENSOR else leaf, self._form)
+
+
+def _without_rows(tensor: Tensor, shape: str, size: int) -> InputError:
+    """Return the error for a tensor that cannot be joined with those of other pieces."""
+    return InputError(
+        "microbatched: result",
+        expected=f"a row for each row of the batch: shape {shape}",
+        got=f"shape {tuple(tensor.shape)}, {tensor.dtype} from {size} rows",
+        fix="What is reduced over the batch, or differs between pieces, cannot be computed in pieces.",
+    )
 
 
 def _placeholder(leaf: Any) -> Any:

@@ -10,6 +10,10 @@ is refused, and these are counted:
 | own waits | those that a line of ours asked for, not one of a library that it calls |
 | waits | the host needs a value now: ``item``, ``tolist``, ``bool``, ``nonzero``, a boolean index, a blocking copy to the host |
 | uploads | values that travel from the host to the device |
+| products | products of matrices, among the launches; of bf16 into float32 too, as CUDA has them |
+| passes, bytes | the other launches on tensors of at least ``counting(large=...)`` entries, and the bytes that they read and write |
+
+``peak_bytes`` is the most memory that its tensors have held since ``counting`` began.
 
 A copy to the host with ``non_blocking=True`` is no wait, and its memory holds rubbish until an event that was recorded behind it is
 waited for. ``catch_up`` is the moment in which the device has done all that was asked of it (between two steps); an event that is waited
@@ -26,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -101,15 +106,46 @@ _OTHERS = (
     "lightning",
 )  # whose formulas, loggers and loops wait by themselves
 _counts = Counts()
+_large = [0]
+_storages: dict[int, list[int]] = {}  # by address: tensors that share it, and its bytes
+_memory = {"live": 0, "peak": 0}
 _on_their_way: list[tuple[Tensor, Tensor]] = []  # host memory, and what will be in it
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counts]:
-    """Counts what the block costs."""
+def counting(large: int = 1) -> Iterator[Counts]:
+    """Counts what the block costs; passes and bytes of tensors of at least so many entries."""
     before, found = Counts(_counts), Counts()
+    _large[0], _memory["peak"] = large, _memory["live"]
     yield found
     found.update(_counts - before)
+
+
+def peak_bytes() -> int:
+    """Returns the most memory that tensors of the device have held since ``counting`` began."""
+    return _memory["peak"]
+
+
+def _hold(tensor: PretendTensor) -> None:
+    """Counts the memory of a tensor until it is gone."""
+    storage = tensor._host.untyped_storage()
+    address, size = storage.data_ptr(), storage.nbytes()
+    if not size:
+        return
+    held = _storages.setdefault(address, [0, size])
+    held[0] += 1
+    if held[0] == 1:
+        _memory["live"] += size
+        _memory["peak"] = max(_memory["peak"], _memory["live"])
+    weakref.finalize(tensor, _release, address)
+
+
+def _release(address: int) -> None:
+    held = _storages[address]
+    held[0] -= 1
+    if not held[0]:
+        _memory["live"] -= held[1]
+        del _storages[address]
 
 
 def catch_up() -> None:
@@ -133,6 +169,7 @@ class PretendTensor(torch.Tensor):
             device=torch.device(DEVICE, 0),
         )
         made._host = host
+        _hold(made)
         return made  # type: ignore[no-any-return]
 
     @classmethod
@@ -216,7 +253,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if to is not None:
         kwargs = {**kwargs, "device": "cpu"}
     host_args, host_kwargs = _tree_map(_unwrapped, (args, kwargs))
-    result = func(*host_args, **host_kwargs)
+    result = (_bf16_product if ".dtype" in name and "mm." in name else func)(*host_args, **host_kwargs)
     # what it costs
     if name.startswith("copy_"):
         return _copied(args, kwargs, on_device)
@@ -226,6 +263,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         _count_wait(name)
     if not name.startswith(_FREE):
         _counts["launches"] += 1
+        _count_pass(name, inputs, result)
     if name.startswith(("_local_scalar_dense", "equal.", "is_nonzero", "is_same_size")):
         return result
     # what is written into keeps its tensor
@@ -234,6 +272,27 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
     if "out" in kwargs:
         return kwargs["out"]
     return _tree_map(_wrapped, result)
+
+
+def _bf16_product(*args: Any, out: Tensor | None = None, **factors: Any) -> Tensor:
+    """Multiplies bf16 matrices into float32, as CUDA does and the CPU cannot."""
+    *added, left, right, _ = args
+    if added:
+        return torch.addmm(*added, left.float(), right.float(), out=out, **factors)
+    return torch.mm(left.float(), right.float(), out=out)
+
+
+def _count_pass(name: str, inputs: list[Tensor], result: Any) -> None:
+    """Counts a product, or a pass over large tensors and its bytes."""
+    if name.startswith(("mm.", "addmm", "bmm.")):
+        _counts["products"] += 1
+        return
+    made = [value for value in _pytree.tree_leaves(result) if isinstance(value, Tensor)]
+    if max((value.numel() for value in (*inputs, *made)), default=0) >= _large[0]:
+        _counts["passes"] += 1
+        # what is written into is among the inputs too; it is read unless the operator is a copy
+        read = inputs[1:] if name.startswith("copy_") else [value for value in inputs if value is not None]
+        _counts["bytes"] += sum(value.numel() * value.element_size() for value in (*read, *made))
 
 
 # a view that is conjugated or negated only when it is read: down here nobody would read it so

@@ -38,6 +38,7 @@ from lightning_ddp_losses import (
     differentiable,
 )
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
+from lightning_ddp_losses.distributed import handshake
 from tests.devices import HOST, Device
 from tests.lightning_ranks import QUIET, RankEnvironment
 from tests.pretend_forks import on_forked_ranks
@@ -129,15 +130,25 @@ class Poisoned(Fitted):
         return value * torch.nan if batch_idx == self.batch_idx else value
 
 
+def handshakes() -> int:
+    """Handshakes of this rank so far, of losses, strategy and checks."""
+    if dist.get_world_size() == 1:
+        return 0
+    names: tuple[handshake.ChannelName, ...] = ("handshakes", "checks")
+    return sum(handshake.Channel.of(None, name).opened for name in names)
+
+
 class CountedBatches(Callback):
     """Counts what each batch costs, from its start to the start of the next one; the device catches up between them."""
 
     def __init__(self, device: Device, file: Path | None = None) -> None:
         self.device, self.file, self.by_batch = device, file, list[Counter[str]]()
         self._open: Any = None
+        self._handshakes = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.end()
+        self._handshakes = handshakes()
         self.device.catch_up()
         self._open = self.device.counting()
         self.by_batch.append(self._open.__enter__())
@@ -146,6 +157,7 @@ class CountedBatches(Callback):
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
+            self.by_batch[-1]["handshakes"] = handshakes() - self._handshakes
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         self.end()
@@ -231,6 +243,8 @@ FITS: dict[str, Bound] = {
     "fit, 2 ranks over gloo": Bound(Fitted, tuple, 1350, 39, 30, own_waits=35),
     "fit, 2 ranks": Bound(Fitted, tuple, 1030, 2, 14),
 }
+# handshakes of a window of two batches at most: three losses, batch norm, the strategy, and one of all checks
+HANDSHAKES = {"fit, 1 rank": 0, "fit, 2 ranks over gloo": 18, "fit, 2 ranks": 18}
 _RANKS = {"fit, 1 rank": 1, "fit, 2 ranks over gloo": 2, "fit, 2 ranks": 2}
 
 

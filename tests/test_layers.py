@@ -24,7 +24,7 @@ LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("distributed", "collectives", "sharding"), TORCH),
     (("samplers",), TORCH | {"lightning"}),
     (("losses", "metrics", "layers", "strategies", "microbatch"), TRAINING),
-    (("ssl", "integrations"), TRAINING),
+    (("ssl", "integrations"), TRAINING | {"sentence_transformers", "transformers"}),  # a host in its own file
     (("callbacks", "audit"), REPORTING),
     (("demo",), None),
     (("cli", "testing"), None),
@@ -36,7 +36,6 @@ LAYER_OF = {unit: number for number, (units, _) in enumerate(LAYERS) for unit in
 COMPAT = ROOT / "core" / "compat.py"
 # subclassing or overriding what a library keeps private: file, then the names it may use and why
 PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
-    "audit/ablations.py": {"_python_dispatch": "TorchDispatchMode is subclassed; torch gives it no public path"},
     "cli/app.py": {
         "_add_configure_optimizers_method_to_model": "the optimizer of the command line, which an audit's model has too",
         "_add_arguments": "a subcommand of LightningCLI's adds what its own have",

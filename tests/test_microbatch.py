@@ -305,7 +305,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "parametrizations.weight.0._u",
     ),
     "tensors inside an object": (lambda: microbatched(Hides(), 2)(rows()), "inside a SimpleNamespace"),
-    "a width that depends on the piece": (lambda: microbatched(Ragged(), 2)(rows()), "shape (2, 4)"),
+    "a width that depends on the piece": (lambda: microbatched(Ragged(), 2)(rows()), "shape (2, 5)"),
     "a result without rows": (lambda: microbatched(Whole(), 2)(rows()), "a row for each row"),
     "no batch": (lambda: microbatched(encoder(), 2)(torch.zeros(())), "dim 0"),
     "a step before backward": (lambda: stepped(microbatched(Own(), 5)), "changed in between"),
@@ -343,3 +343,43 @@ def test_batch_norm_at_rest() -> None:
     norm.eval()
     objective(module(rows())).backward()
     assert_close(ours, gradients(module))
+
+
+class TimeFirst(nn.Module):
+    """A sequence encoder: (B, features) -> (time, B, width)."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.steps = steps
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.stack([self.layer(rows) * step for step in range(self.steps)])
+
+
+@pytest.mark.parametrize(("chunk_size", "rows"), [(4, 8), (1, 3), (2, 4), (3, 7)])
+def test_a_dimension_that_has_the_size_of_a_piece_by_chance_is_refused(chunk_size: int, rows: int) -> None:
+    with pytest.raises(InputError, match="a row for each row of the batch"):
+        microbatched(TimeFirst(chunk_size), chunk_size)(torch.randn(rows, 3))
+
+
+def test_one_piece_may_have_any_form() -> None:
+    encoder, rows = TimeFirst(4), torch.randn(4, 3)
+    assert torch.equal(microbatched(encoder, 4)(rows), encoder(rows))
+
+
+def test_the_look_at_the_form_is_taken_once_and_draws_nothing() -> None:
+    sizes: list[int] = []
+    dropped = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+    dropped.register_forward_hook(lambda module, args, result: sizes.append(len(result)))
+    rows = torch.randn(8, 3)
+    pieces = microbatched(dropped, 4)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = pieces(rows)
+    torch.manual_seed(0)
+    assert torch.equal(found, torch.cat([dropped(rows[:4]), dropped(rows[4:])]))
+    sizes.clear()
+    with torch.no_grad():
+        pieces(rows)
+    assert sizes == [4, 4]

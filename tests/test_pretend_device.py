@@ -66,6 +66,11 @@ def test_runs(tmp_path: Path) -> None:
         launches, difference = slopes[name]
         assert launches <= slope.launches, f"{name}: {launches} launches a tile, at most {slope.launches}"
         assert difference < ROUNDED, f"{name}: {difference}"
+    passes = found.pop("passes")
+    for name, most in pretend_runs.PASSES.items():
+        for unit, number in passes[name].items():
+            limit = getattr(most, unit)
+            assert number < limit + 0.05, f"{name}: {number} {unit}, at most {limit}"
     problems = {
         name: text for name, bound in pretend_runs.BOUNDS.items() if (text := beyond(found[name], bound, ROUNDED))
     }
@@ -97,6 +102,8 @@ def test_fits(tmp_path: Path) -> None:
     found = found_by("pretend_fits", tmp_path)
     problems = {name: beyond(found[name], bound, FITTED) for name, bound in pretend_fits.FITS.items()}
     assert not any(problems.values()), problems
+    messages = {name: found[name]["forward"].get("handshakes", 0) for name in pretend_fits.FITS}
+    assert all(messages[name] <= most for name, most in pretend_fits.HANDSHAKES.items()), messages
     # a loss that is judged one step later names its own step: in the last batch, at the end of training
     assert "F79, before backward of step 2: the loss is not a finite number" in str(found["late"])
     assert "nan in batch 5" in str(found["late"])
@@ -192,6 +199,41 @@ other = device.to_device(weight + torch.arange(4.0)[:, None])
 assert sharded.fingerprint(other) == first
 assert sharded.fingerprint(other, at_once=True) != first
 assert sharded.fingerprint(device.to_device(weight * torch.nan), at_once=True) == b""
+""",
+    # classes are drawn on the device, equal to those of the CPU; the optimizer waits once, to see whether the gradient was zeroed
+    "sampled classes": """
+import torch
+from pytorch_metric_learning import losses
+from lightning_ddp_losses import ClassShardedLoss
+from tests.losses.harness import line_of_rows
+from tests.pretend_device import catch_up, counting
+
+def trained(place, unbiased):
+    torch.manual_seed(0)
+    loss = ClassShardedLoss(losses.ArcFaceLoss(40, 6), sample_rate=0.25, unbiased=unbiased, chunk_size=4).to(place)
+    optimizer = torch.optim.SGD([loss.weight], lr=0.1, momentum=0.9, weight_decay=0.1)
+    loss.attach(optimizer)
+    found, waits = [], []
+    for step in range(4):
+        rows = (line_of_rows(count=8, dtype=torch.float32) * (step + 1)).detach().to(place)
+        labels = (torch.arange(8) * 5 + step).to(place)
+        with counting() as counts:
+            value = loss(rows, labels)
+            value.backward()
+            forward_and_backward = counts
+        with counting() as counts:
+            optimizer.step()
+            optimizer.zero_grad()
+        waits.append((forward_and_backward.own_waits, counts.own_waits))
+        catch_up()
+        found += [value.detach().cpu(), loss.sampler.sampled.cpu()]
+    return [*found, loss.weight.detach().cpu()], waits
+
+for unbiased in (False, True):
+    expected, _ = trained("cpu", unbiased)
+    found, waits = trained(device.name, unbiased)
+    torch.testing.assert_close(found, expected)
+    assert waits[1:] == [(0, 1)] * 3, waits
 """,
     # `get_scale` waits; checks read it in every step
     "the scale of a gradient scaler is read later": """

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from tests.rank_pool import RankFailure, RankPool
+from lightning_ddp_losses.testing import RankFailure, RankPool
 
 
 @pytest.fixture(scope="module")

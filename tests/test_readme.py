@@ -1,4 +1,4 @@
-"""The README is short, its links lead somewhere, and its code and commands run."""
+"""The README is short, its links lead somewhere, and its code and commands run, as does the code of the tour of the parts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import torch.distributed as dist
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.cli.explain import run_explain
 from tests.oracle import assert_close
 from tests.processes import ROOT, TORCHRUN, run_python
 from tests.rank_pool import RankPool
 
 README = (ROOT / "README.md").read_text()
-WORDS = 2000
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+WORDS = 1300
+PARTS = manual.about()["parts"]
+PARITY, *SNIPPETS = re.findall(r"```python\n(.*?)```", README + PARTS, re.DOTALL)
 
 
 def test_it_is_short() -> None:
@@ -36,7 +38,7 @@ def test_its_links_lead_somewhere() -> None:
 
 
 def run_snippets() -> dict[str, Any]:
-    """Run all snippets in the order of the page, with what they take for granted; return the values of those that are losses."""
+    """Run all snippets in the order of the pages, with what they take for granted; return the values of those that are losses."""
     torch.manual_seed(dist.get_rank())
     rows = 8 if dist.get_rank() else 5
     encoder, text_encoder = (torch.nn.Linear(6, 32) for _ in range(2))
@@ -72,8 +74,17 @@ def run_snippets() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
 def test_its_code_runs_and_gives_every_rank_the_same_loss(pool: RankPool) -> None:
     first, second = pool.run(2, run_snippets)
-    assert len(first) == 3
+    assert len(first) == 6
     assert_close(first, second)
+
+
+def build() -> Any:
+    return torch.nn.Linear(3, 1), lambda model: torch.optim.SGD(model.parameters(), 0.1)
+
+
+def test_its_comparison_runs() -> None:
+    batches = [{"x": torch.randn(8, 3)}]
+    exec(PARITY, {"build": build, "step": lambda model, batch: model(batch["x"]).square().mean(), "batches": batches})
 
 
 @pytest.mark.parametrize(

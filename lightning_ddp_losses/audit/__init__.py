@@ -1,33 +1,35 @@
-"""Is training on N ranks the same as in one process? If not: where, by how much, why, and what to change.
+"""Is training on N ranks the same as in one process? If not, the report names the place, the size, the cause and a fix.
 
 An audit from top to bottom:
 
-* `api`: `audit` and `assert_parity`; puts the report together.
+* `api`: `audit` and `assert_parity`. It puts the report together.
 * `parity`: the same for any training loop.
 * `runs`: makes the recordings, each once, when a comparison or a rule asks.
-* `worker`: starts processes, awaits them within a time limit; in each a Trainer.
+* `worker`: starts processes and waits for them within a time limit.
+* `fit_run`: the part of one process in a run of `audit`.
 * `loop_run`: the part of one process in a run of `parity`.
-* `recorder`: the callback that writes down what a run does.
-* `rank_record`: what it writes, one `RankRecord` and the tensors of each rank, and how they are read.
-* `replay`: what a run is, and the ranks' batches for another run: joined, cut, or one after the other.
-* `ablations`: what a run can be without (random draws, batch statistics, precision), and runs moved by one rounding unit.
+* `recorder`: records gradients, parameters and losses of one process, for both kinds of run.
+* `rank_record`: the record of each rank and its tensors in files.
+* `replay`: the plan of a run, and the ranks' batches for another run: joined, cut, or one after the other.
+* `ablations`: runs without random draws, batch statistics or low precision, and runs moved by one rounding unit.
 * `compare`: two recordings, tensor by tensor, and the largest error that is rounding.
 * `context`: a finished audit as the rules see it, with counterfactual runs made when a rule asks.
 * `diagnosis`: from a context to ranked diagnoses and notes.
-* `rules`: one small function for each fault; the texts are in the table of faults.
+* `rules`: one small function for each fault. The texts are in the table of faults.
 * `report`: text, JSON, HTML and the figure.
 
-What counts as equal: each gradient's own rounding error is measured (parameters and inputs of the one process moved by one rounding
-unit), and a multiple of it is allowed, in half precision too, but never as much as a factor of two at the first step. Where a step
-accumulates, ``AuditReport.accumulation`` says whether the run equals the mean of its micro-batches, or one process on all their rows.
-What no rule knows is called *unknown*, with where activations or gradients first part.
+Equal means up to rounding: each gradient's own rounding error is measured (parameters and inputs of the one process moved by one rounding
+unit), and a multiple of it is allowed, in half precision too, but never as much as a factor of two at the first step. If a step
+accumulates, ``AuditReport.accumulation`` states whether the run equals the mean of its micro-batches, or one process on all their rows.
+A difference that no rule explains is called *unknown*, with the layer at which activations or gradients first part.
 
-Limits: processes are forked (Linux, macOS; before CUDA is used), on one machine, with whole parameters on every rank (class shards are
-joined; FSDP and DeepSpeed are refused). A tensor as long as the batch counts as rows. Batches and gradients go through temporary files.
+Limits: processes are forked (Linux and macOS, before CUDA is used), on one machine. Ranks hold whole parameters, class shards, or parts by
+``fully_shard``. FSDP1 and DeepSpeed are refused. A tensor as long as the batch counts as rows.
+Batches and gradients go through temporary files.
 
 A newcomer who adds a fault writes a function in `rules`, gives it its place in ``STAGES`` (or ``DESYNC_RULES``), a case in
-``faults.yaml``, and one small module with the fault in ``tests/audit``. What a rule must know of a rank is a field of
-`RankRecord` that the `recorder` fills; what it must try is a method of `AuditContext`.
+``faults.yaml``, and one small module with the fault in ``tests/audit``. A rule reads fields of
+`RankRecord`, which the `recorder` fills, and makes further runs through `AuditContext`.
 """
 
 from lightning_ddp_losses.audit.api import assert_parity, audit

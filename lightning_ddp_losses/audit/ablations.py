@@ -1,6 +1,6 @@
-"""What a run can be without, to separate causes: random draws, batch statistics, precision, exactness of the last bit.
+"""Switches that separate causes: runs without random draws, batch statistics, low precision, or exactness of the last bit.
 
-Counterfactual runs switch the first ones off in ranks and in one process alike; perturbed runs move everything by one rounding
+Counterfactual runs switch the first ones off on the ranks and in one process. Perturbed runs move everything by one rounding
 unit, which measures how far rounding alone moves each gradient.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_ddp_losses.audit.replay import map_batch_tensors
+from lightning_ddp_losses.audit.replay import ReplayBatch, Run, map_batch_tensors
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
@@ -27,19 +27,16 @@ ABLATIONS = {
     "precision": "float64",
     "uneven": "the same rows, divided evenly among the ranks",
 }
-"""What can be switched off, and what is then there instead."""
+"""Parts that can be switched off, and their replacements."""
 
 # ---------------------------------------------------------------------- randomness
 
-Reader = Callable[[str], Any]  # reads an operator's argument by name
-Mean = Callable[[Reader], Any]  # the mean of what an operator draws
 
-
-class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random draws by their mean, and so dropout by the identity; random integers stay random."""
+class MeanDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random draws by their mean, and so dropout by the identity. Random integers stay random."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, or return the mean of what it draws."""
+        """Run an operator, or return the mean of its draws."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -49,52 +46,28 @@ class MeanDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the tensor to fill, or the operator's new one
         in_place = compat.operator_schema(func).name.endswith("_")
         made = args[0] if in_place else func(*args, **kwargs)
-        value = mean(lambda name: _operator_argument(func, args, kwargs, name))
-        return made.copy_(torch.as_tensor(value).to(made))
+        arguments = compat.operator_schema(func).arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        return made.copy_(torch.as_tensor(mean(given)).to(made))
 
 
-def _operator_argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """Return an operator's argument by name, however it was given."""
-    arguments = compat.operator_schema(func).arguments
-    position = next(index for index, argument in enumerate(arguments) if argument.name == name)
-    if position < len(args):
-        return args[position]
-    return kwargs.get(name, arguments[position].default_value)
-
-
-def _argument(name: str) -> Mean:
-    """Return the mean of an operator that has it as an argument."""
-    return lambda read: read(name)
-
-
-def _constant(value: float) -> Mean:
-    return lambda read: value
-
-
-def _means() -> dict[Any, Mean]:
-    """List the operators that draw, with the mean of each."""
-    aten = torch.ops.aten
-    return {
-        aten.bernoulli_.float: _argument("p"),
-        aten.bernoulli_.Tensor: _argument("p"),
-        aten.bernoulli.default: _argument("self"),
-        aten.bernoulli.p: _argument("p"),
-        aten.normal_.default: _argument("mean"),
-        aten.uniform_.default: lambda read: (read("from") + read("to")) / 2,
-        aten.exponential_.default: lambda read: 1 / read("lambd"),
-        aten.normal.float_float: _argument("mean"),
-        aten.normal.Tensor_float: _argument("mean"),
-        aten.normal.Tensor_Tensor: _argument("mean"),
-        aten.randn.default: _constant(0.0),
-        aten.randn.generator: _constant(0.0),
-        aten.randn_like.default: _constant(0.0),
-        aten.rand.default: _constant(0.5),
-        aten.rand.generator: _constant(0.5),
-        aten.rand_like.default: _constant(0.5),
-    }
-
-
-_MEANS = _means()
+_aten = torch.ops.aten
+# operators that draw, with the mean of each as a function of its arguments
+_MEANS: dict[Any, Callable[[dict[str, Any]], Any]] = {
+    _aten.bernoulli_.float: itemgetter("p"),
+    _aten.bernoulli_.Tensor: itemgetter("p"),
+    _aten.bernoulli.default: itemgetter("self"),
+    _aten.bernoulli.p: itemgetter("p"),
+    _aten.normal_.default: itemgetter("mean"),
+    _aten.uniform_.default: lambda given: (given["from"] + given["to"]) / 2,
+    _aten.exponential_.default: lambda given: 1 / given["lambd"],
+    _aten.normal.float_float: itemgetter("mean"),
+    _aten.normal.Tensor_float: itemgetter("mean"),
+    _aten.normal.Tensor_Tensor: itemgetter("mean"),
+    **dict.fromkeys((_aten.randn.default, _aten.randn.generator, _aten.randn_like.default), lambda given: 0.0),
+    **dict.fromkeys((_aten.rand.default, _aten.rand.generator, _aten.rand_like.default), lambda given: 0.5),
+}
 
 
 def rng_digest() -> str:
@@ -146,14 +119,14 @@ def unit_roundoff(module: nn.Module, precision: str) -> float:
 
 
 def product_choices(module: nn.Module) -> list[ProductChoice]:
-    """Return how the losses inside a module multiply rows, where that is less exact than float32; sorted, each once."""
+    """Return how the losses inside a module multiply rows, if that is less exact than float32, sorted and without repeats."""
     found: set[ProductChoice] = {child.products for child in module.modules() if isinstance(child, _WITH_PRODUCTS)}
-    return sorted(found - {"float32"})
+    return sorted(found - {"float32", "auto"})
 
 
 @torch.no_grad()
 def _perturb_(tensor: Tensor, unit: float, generator: torch.Generator) -> None:
-    """Move each element by one rounding unit, up or down at random; a piece at a time."""
+    """Move each element by one rounding unit, up or down at random, a piece at a time."""
     eps = torch.finfo(tensor.dtype).eps
     step = eps if unit <= eps / 2 else unit  # a factor of 1 + eps / 2 would round to 1
     pieces: tuple[Tensor, ...] = (tensor,)
@@ -185,3 +158,10 @@ def perturb_batch(batch: Any, unit: float, seed: int) -> Any:
         return moved
 
     return map_batch_tensors(batch, perturbed)
+
+
+def replayed_batch(planned: tuple[int, ReplayBatch], *, run: Run, unit: float) -> Any:
+    """Load a numbered batch of a replay, moved by one rounding unit if the run asks for it."""
+    index, source = planned
+    batch = source.load()
+    return batch if run.perturb is None else perturb_batch(batch, unit, run.perturb * 1000 + index)

@@ -1,27 +1,25 @@
-"""`audit`: N real ranks, one real process, the same batches; every gradient compared, and the difference explained."""
+"""`audit` compares every gradient of N real ranks with one real process on the same batches, and explains the difference."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_ddp_losses.audit.ablations import ABLATIONS, product_choices
+from lightning_ddp_losses.audit.ablations import ABLATIONS
 from lightning_ddp_losses.audit.compare import MULTIPLE, compare_losses
 from lightning_ddp_losses.audit.context import AuditContext
 from lightning_ddp_losses.audit.diagnosis import diagnose, notes
-from lightning_ddp_losses.audit.replay import AuditTarget
+from lightning_ddp_losses.audit.fit_run import FitTarget
+from lightning_ddp_losses.audit.replay import Target
 from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.audit.runs import Runs, joins_windows
-from lightning_ddp_losses.audit.worker import perform
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect, expect_count
 
@@ -44,33 +42,33 @@ def audit(
 ) -> AuditReport:
     """Train a few steps on N ranks and in one process, and compare every gradient.
 
-    Equivalent to: ``Trainer(devices=N, strategy=strategy).fit(model, data)`` beside ``Trainer(devices=1).fit(model, batches)``, the
-    batches being those of all ranks joined in rank order, from the same weights. The model itself is not changed. Where a step accumulates
+    Equivalent to: ``Trainer(devices=N, strategy=strategy).fit(model, data)`` next to ``Trainer(devices=1).fit(model, batches)``, the
+    batches being those of all ranks joined in rank order, from the same weights. The model itself is not changed. If a step accumulates
     micro-batches, the one process does so too, and under ``DDPLossStrategy(accumulation="window")`` it takes all rows of a window as
-    one batch; either way the report's ``accumulation`` says which of the two the ranks equal.
+    one batch. The report's ``accumulation`` states which of the two the ranks equal.
 
     Args:
         model: Any LightningModule, also one defined in ``__main__``, a notebook or a function.
         data: Data module, data loaders, or None for the module's own.
         devices: Number of ranks.
         steps: Optimizer steps.
-        strategy: A name or object of Lightning's, ``"ddp"`` for example; it must keep whole parameters on every rank.
+        strategy: A name or object of Lightning's, ``"ddp"`` for example.
         trainer_kwargs: Further options of the Trainer (precision, accumulation, clipping, callbacks, plugins). The
-            accelerator is the CPU unless it says otherwise.
+            accelerator is the CPU by default.
         tolerance: Largest relative error of a gradient that is no finding. None: ``MULTIPLE`` times the rounding error of
             each gradient, estimated by moving parameters and inputs of the one process by one rounding unit.
         deterministic: Use deterministic algorithms only.
-        without: What to switch off in both runs: ``"randomness"``, ``"batch_norm"``, ``"precision"``, ``"uneven"``.
+        without: Parts to switch off in both runs: ``"randomness"``, ``"batch_norm"``, ``"precision"``, ``"uneven"``.
         ckpt_path: A checkpoint to start from.
         timeout_seconds: Time limit of each run.
         datamodule: The data, as ``Trainer.fit`` spells it.
-        train_dataloaders: The data, likewise.
+        train_dataloaders: The data, under the other name that ``Trainer.fit`` has for it.
 
     Returns:
-        The report; it says what differs, why, and what to change.
+        The report with differences, causes and fixes.
 
     Raises:
-        AuditError: a run failed, died or took too long; its traceback is in the text, and nothing is left running.
+        AuditError: a run failed, died or took too long. Its traceback is in the text, and all processes have ended.
         ConfigurationError: options that cannot work.
         InputError: batches that cannot be joined, or no data.
 
@@ -84,33 +82,45 @@ def audit(
     data = _single_source(data=data, datamodule=datamodule, train_dataloaders=train_dataloaders)
     off = frozenset(without)
     options = dict(trainer_kwargs or {})
-    _validate(model, devices, steps, off, strategy)
+    _validate(model, devices, off, strategy)
     options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
-    with scratch_folder() as scratch:
-        target = AuditTarget(model, data, strategy, options, deterministic, scratch, timeout_seconds, ckpt_path)
-        return compare_with_one(Runs(target, devices, steps, tolerance, perform), off)
+
+    def make_target(scratch: Path) -> FitTarget:
+        return FitTarget(strategy, scratch, timeout_seconds, model, data, options, deterministic, ckpt_path)
+
+    return compare_with_one("audit", make_target, devices, steps, tolerance, off)
 
 
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Make a folder that goes with the context."""
-    folder = Path(tempfile.mkdtemp(prefix="ddp-losses-audit-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def compare_with_one(runs: Runs, off: frozenset[str]) -> AuditReport:
+def compare_with_one(
+    what: str,
+    make_target: Callable[[Path], Target],
+    ranks: int,
+    steps: int,
+    tolerance: float | None = None,
+    off: frozenset[str] = frozenset(),
+) -> AuditReport:
     """Record ranks and one process, compare them, and explain the difference.
 
     Args:
-        runs: Makes the recordings.
+        what: Function that the user called.
+        make_target: Makes the training, from a folder that goes in the end.
+        ranks: Number of ranks.
+        steps: Optimizer steps.
+        tolerance: Largest error that is no finding, None to estimate it.
         off: Names out of ``ABLATIONS`` that are switched off on both sides.
     """
+    fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
+    running = process_groups.is_distributed()
+    expect(not running, what, expected="no process group", got="one that is running", fix=fix)
+    expect_count(f"{what}(steps=...)", steps)
+    with tempfile.TemporaryDirectory(prefix="ddp-losses-audit-", ignore_cleanup_errors=True) as folder:
+        return _explained(Runs(make_target(Path(folder)), ranks, steps, tolerance), off)
+
+
+def _explained(runs: Runs, off: frozenset[str]) -> AuditReport:
     started = time.monotonic()
     context = AuditContext.of(runs, off)
-    # explain what differs, with counterfactual runs
+    # explain differences, with counterfactual runs
     found = diagnose(context)
     report = AuditReport(
         equal=context.comparison.equal and not found,
@@ -127,16 +137,16 @@ def compare_with_one(runs: Runs, off: frozenset[str]) -> AuditReport:
 
 
 def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **options: Any) -> AuditReport:
-    """Fail a test where N ranks do not train as one process.
+    """Fail a test if N ranks do not train as one process.
 
     Args:
         model: The LightningModule.
-        data: As for ``audit``.
+        data: Data of ``audit``.
         devices: Number of ranks.
-        **options: As for ``audit``, ``datamodule=`` and ``train_dataloaders=`` among them.
+        **options: Options of ``audit``, ``datamodule=`` and ``train_dataloaders=`` among them.
 
     Returns:
-        The report, where all is equal.
+        The report of an equal run.
 
     Raises:
         AssertionError: with the report as its text.
@@ -150,17 +160,13 @@ def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **
     return report
 
 
-# ---------------------------------------------------------------------- what cannot be audited
+# ---------------------------------------------------------------------- refusals
 
 
-def _validate(model: Any, devices: int, steps: int, off: frozenset[str], strategy: Any) -> None:
-    fix = "Call it from one plain process (not under torchrun, not inside a fit): it starts its own ranks."
-    running = process_groups.is_distributed()
-    expect(not running, "audit", expected="no process group", got="one that is running", fix=fix)
+def _validate(model: Any, devices: int, off: frozenset[str], strategy: Any) -> None:
     is_module = isinstance(model, LightningModule)
     expect(is_module, "audit", expected="a LightningModule", got=type(model).__name__)
     expect_count("audit(devices=...)", devices, at_least=2)
-    expect_count("audit(steps=...)", steps)
     allowed = f"some of {', '.join(ABLATIONS)}"
     expect(off <= set(ABLATIONS), "audit(without=...)", expected=allowed, got=sorted(map(str, off)))
     if "uneven" in off:
@@ -173,7 +179,7 @@ def _validate(model: Any, devices: int, steps: int, off: frozenset[str], strateg
 
 
 def _single_source(**sources: Any) -> Any:
-    """Return the data under whatever name it was given, None where there is none."""
+    """Return the data under the name that was given, None without data."""
     given = {name: source for name, source in sources.items() if source is not None}
     expect(len(given) <= 1, "audit", expected=f"one of {', '.join(sources)}", got=" and ".join(given))
     return next(iter(given.values()), None)
@@ -193,7 +199,7 @@ def _choose_accelerator(asked: Any, devices: int) -> Any:
     return asked
 
 
-# ---------------------------------------------------------------------- what the report says of the runs
+# ---------------------------------------------------------------------- settings of the report
 
 
 def _report_settings(context: AuditContext, strategy: Any) -> dict[str, Any]:
@@ -201,9 +207,8 @@ def _report_settings(context: AuditContext, strategy: Any) -> dict[str, Any]:
     tolerance: Any = runs.tolerance
     if tolerance is None:
         tolerance = f"{MULTIPLE:g} x estimated rounding"
-        choices = product_choices(runs.target.model)
-        if choices:
-            tolerance += f", that of products={', '.join(map(repr, choices))} included"
+        if info.products:
+            tolerance += f", that of products={', '.join(map(repr, info.products))} included"
     return {
         "devices": context.W,
         "steps": min(context.ranks.steps, context.one.steps),

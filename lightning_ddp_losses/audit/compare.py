@@ -1,7 +1,7 @@
-"""Two recordings compared, tensor by tensor and step by step, and how large an error may be. Nothing here trains.
+"""Two recordings compared, tensor by tensor and step by step, and how large an error may be.
 
-Tensors are read in pieces and summed in float64. A difference is a finding where it exceeds ``MULTIPLE`` times what rounding
-alone does to that tensor, which runs that were moved by one rounding unit have measured.
+Tensors are read in pieces and summed in float64. A difference is a finding if it exceeds ``MULTIPLE`` times the effect of
+rounding alone on that tensor, which runs that were moved by one rounding unit have measured.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, Recording
+from lightning_ddp_losses.audit.rank_record import Entry, Kind, Recording
 
 Verdict = Literal["exact", "zero", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]
 
 MULTIPLE = 16.0
-"""A difference is a finding where it exceeds this multiple of the estimated rounding error."""
+"""A difference is a finding if it exceeds this multiple of the estimated rounding error."""
 
 _ALL_ROUNDING = MULTIPLE / 4  # the tolerance of a tensor that one rounding unit moves by a quarter of its size
-_ZERO_ERROR = 0.01  # what agrees better than this is no rounding
+_ZERO_ERROR = 0.01  # tensors that agree better than this are no rounding
 _CAP = 0.4  # of a first gradient's tolerance: a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -43,11 +43,11 @@ class ComparedRow:
         cosine: Between the two.
         error: Norm of the difference over norm in one process.
         max_error: Largest difference over largest value in one process.
-        tolerance: What ``error`` may be: ``MULTIPLE`` times the estimated rounding error.
-        ranks_agree: Whether all ranks hold the same bits.
+        tolerance: Largest ``error`` that is no finding: ``MULTIPLE`` times the estimated rounding error.
+        ranks_agree: True if all ranks hold the same bits.
         rank: The rank with the largest error, which this row shows.
-        verdict: The finding; ``"zero"`` for a gradient that is nothing but rounding on both sides, so that ratio, cosine and
-            error say nothing: that of a bias before a batch norm.
+        verdict: The finding. ``"zero"`` is a gradient that is only rounding on both sides, so that ratio, cosine and
+            error have no meaning: that of a bias before a batch norm.
     """
 
     step: int
@@ -70,12 +70,12 @@ class ComparedRow:
 
     @property
     def sortable_error(self) -> float:
-        """The error; infinite where it is NaN."""
+        """The error, infinite if it is NaN."""
         return math.inf if math.isnan(self.error) else self.error
 
     @property
     def noise(self) -> bool:
-        """Whether the tensor is zero up to rounding on both sides, so that ratio and cosine say nothing."""
+        """Whether the tensor is zero up to rounding on both sides, so that ratio and cosine have no meaning."""
         if self.verdict == "zero":
             return True
         return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
@@ -87,9 +87,9 @@ class StepLoss:
 
     Attributes:
         step: Optimizer step that the batch belongs to.
-        ranks: Each rank's value; None where training_step returned none.
-        mean: Of the ranks.
-        one: In one process.
+        ranks: Each rank's value, None if training_step returned none.
+        mean: Mean of the ranks.
+        one: Value in one process.
         rows: Samples on each rank.
     """
 
@@ -114,7 +114,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
+        """Whether all tensors agree."""
         return all(row.exact for row in (*self.rows, *self.updates))
 
     @property
@@ -131,7 +131,7 @@ class Comparison:
         return [row for row in self.updates if row.step == self.first_step]
 
     def worst(self) -> float:
-        """Return the largest error of a gradient at the first step at which something differs; else at any."""
+        """Return the largest error of a gradient at the first step at which something differs, else at any."""
         rows = self.first_rows() or self.rows
         return max((row.error for row in rows), default=0.0)
 
@@ -145,9 +145,9 @@ class AccumulationParity:
 
     Attributes:
         micro_batches: The most that an optimizer step has.
-        equals_micro_batches: Whether one process that accumulates the same micro-batches, as Lightning does, has the ranks' gradients and
-            parameters.
-        equals_whole_window: Whether one process on all rows of each window at once has them.
+        equals_micro_batches: True if one process that accumulates the same micro-batches, as Lightning does, has the ranks' gradients
+            and parameters.
+        equals_whole_window: True if one process on all rows of each window at once has them.
         micro_batches_error: Largest error of a gradient against the former, at the first step at which something differs, else at any.
         whole_window_error: Against the latter.
     """
@@ -180,7 +180,7 @@ class AccumulationParity:
 
 @dataclass
 class Tolerances:
-    """How large an error may be, by step, kind and parameter; ``fixed`` where the user said so."""
+    """How large an error may be, by step, kind and parameter. ``fixed`` is the user's own choice."""
 
     fixed: float | None = None
     unit: float = 0.0
@@ -192,7 +192,7 @@ class Tolerances:
             return self.fixed
         measured = self.measured.get((step, what, name), 0.0)
         allowed = MULTIPLE * max(self.unit, measured)
-        # rounding of a few per cent must not hide a factor of two; later steps add up what earlier ones left
+        # rounding of a few per cent must not hide a factor of two. Later steps add up the differences of earlier ones
         if step == 1 and what == "gradient" and measured < 0.6 * _CAP:
             return min(allowed, _CAP)
         return allowed
@@ -205,13 +205,11 @@ def measure_tolerances(
 
     Args:
         one: One process.
-        perturbed: One process whose parameters and inputs were moved by one rounding unit, at random.
-        unit: The rounding unit; no tolerance is below ``MULTIPLE`` times it.
+        perturbed: Runs of one process, with parameters and inputs moved by one rounding unit at random.
+        unit: The rounding unit. No tolerance is below ``MULTIPLE`` times it.
         fixed: The user's own tolerance, for everything.
     """
     allowed = Tolerances(fixed, unit)
-    if fixed is not None:
-        return allowed
     for other in perturbed:
         comparison = compare(other, one, Tolerances(math.inf))
         for row in (*comparison.rows, *comparison.updates):
@@ -223,13 +221,13 @@ def measure_tolerances(
 
 @dataclass(frozen=True)
 class Scale:
-    """What is small beside all tensors of a step together.
+    """Sizes that are small next to all tensors of a step together.
 
     Attributes:
         floor: No error is relative to less than this.
-        noise: A difference below this is rounding, whatever it is relative to: the bias before a batch norm.
-        zero: A tensor below this is nothing but rounding: zero, whatever tolerance is asked for.
-        quiet: Names whose tensors are zero.
+        noise: A difference below this is rounding, in small tensors too: the bias before a batch norm.
+        zero: A tensor below this is only rounding, for any tolerance.
+        quiet: Names of the tensors that are zero.
     """
 
     floor: float
@@ -239,14 +237,16 @@ class Scale:
 
 
 def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
-    """Measure the scale of one process's tensors; ``strict`` lets no difference of what is not zero pass as noise."""
+    """Measure the scale of one process's tensors. With ``strict`` no difference of a nonzero tensor is noise."""
     sizes: dict[str, float] = {}
     eps = 0.0
     for name, entry in one.entries(0, step, what).items():
         if entry.exists and entry.dtype in _EPS:
             eps = max(eps, _EPS[entry.dtype])
             start = _before_step(one, one, 0, step, what, name)
-            sizes[name] = math.sqrt(_sum_pieces(entry, entry, start).theirs)
+            sums = _sum_pieces(entry, entry, start)
+            assert sums is not None
+            sizes[name] = math.sqrt(float(sums[0][1, 1]))
     floor = eps * math.sqrt(sum(size * size for size in sizes.values()))
     if not math.isfinite(floor):
         return Scale(0.0, 0.0, 0.0, frozenset())
@@ -260,19 +260,19 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
 
 
 def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison:
-    """Compare what the ranks did with what one process did.
+    """Compare the tensors of the ranks with those of one process.
 
     Args:
         ranks: The recording of the ranks (or of one more process).
         one: The recording of one process.
-        allowed: What counts as rounding.
+        allowed: Largest errors that count as rounding.
     """
     owners: dict[str, str] = {}
     for record in (*one.records, *ranks.records):
         owners |= record.module_info.owners
     rows, updates = [], []
     strict = allowed.fixed is not None
-    quiet: frozenset[str] = frozenset()  # where a gradient is rounding, so is what an optimizer makes of it
+    quiet: frozenset[str] = frozenset()  # if a gradient is rounding, so is its update
     for step in range(1, min(ranks.steps, one.steps) + 1):
         scale = _scale_at(one, step, "gradient", strict=strict)
         quiet |= scale.quiet
@@ -283,7 +283,7 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
 
 
 def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
-    """Put the ranks' losses beside those of one process, batch by batch; none where it had all batches of a step as one."""
+    """Pair the ranks' losses with those of one process, batch by batch, unless it had all batches of a step as one."""
     found = []
     of_ranks = [record.batches for record in ranks.records]
     is_aligned = has_same_batches(ranks, one)
@@ -298,7 +298,7 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
 
 
 def has_same_batches(ranks: Recording, one: Recording) -> bool:
-    """Say whether one process has as many batches in each step as the ranks, in the steps that both have made."""
+    """Return whether one process has as many batches in each step as the ranks, in the steps that both have made."""
     steps = min(ranks.steps, one.steps)
     of_ranks = [batch.step for batch in ranks.records[0].batches if batch.step <= steps]
     of_one = [batch.step for batch in one.records[0].batches if batch.step <= steps]
@@ -306,9 +306,9 @@ def has_same_batches(ranks: Recording, one: Recording) -> bool:
 
 
 def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:
-    """Say whether the ranks' gradients at step 1 are the mean of those of ``parts``."""
+    """Return whether the ranks' gradients at step 1 are the mean of those of ``parts``."""
     for name, entry in ranks.entries(0, 1, "gradient").items():
-        entries = [part.entries(0, 1, "gradient").get(name, NO_TENSOR) for part in parts]
+        entries = [part.entry(0, 1, "gradient", name) for part in parts]
         if not entry.exists or not all(each.exists and each.shape == entry.shape for each in entries):
             return False
         off = size = 0.0
@@ -327,16 +327,12 @@ def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances
 def _rows_of_step(
     ranks: Recording, one: Recording, step: int, what: What, allowed: Tolerances, owners: dict[str, str], scale: Scale
 ) -> Iterator[ComparedRow]:
-    """Compare the tensors of one step and kind, in the module's order; of ranks that differ, the one with the largest error."""
-    theirs = one.entries(0, step, what)
-    for name in dict.fromkeys([*theirs, *ranks.names(step, what)]):
+    """Compare the tensors of one step and kind, in the module's order. Of ranks that differ, show the one with the largest error."""
+    for name in dict.fromkeys([*one.names(step, what), *ranks.names(step, what)]):
         # blocks of one parameter differ by design: the tensor that they make is compared
-        joined = ranks.joined_shards(step, what, name)
-        entries = (
-            [joined] if joined is not None else [entry or NO_TENSOR for entry in ranks.entries_of(step, what, name)]
-        )
-        on_no_rank = not any(entry.exists for entry in entries)
-        agree = joined is not None or on_no_rank or ranks.ranks_agree(step, what, name)
+        joined = ranks.stored_shards(step, what, name)
+        entries = ranks.entries_of(step, what, name) if joined is None else [joined]
+        agree = joined is not None or ranks.ranks_agree(step, what, name)
         tolerance, owner = allowed.of(step, what, name), owners.get(name, "encoder")
         # each content once, with the first rank that holds it
         rows, seen = [], set[str]()
@@ -345,29 +341,23 @@ def _rows_of_step(
                 seen.add(entry.digest)
                 row = ComparedRow(step, name, owner, what, tolerance=tolerance, ranks_agree=agree, rank=rank)
                 start = _before_step(ranks, one, rank, step, what, name)
-                rows.append(_compare_entries(row, entry, theirs.get(name, NO_TENSOR), scale, start))
+                rows.append(_compare_entries(row, entry, one.entry(0, step, what, name), scale, start))
         yield max(rows, key=lambda row: row.sortable_error)
 
 
-def _before_step(
-    ranks: Recording, one: Recording, rank: int, step: int, what: str, name: str
-) -> tuple[Entry, Entry] | None:
-    """Find a parameter on both sides before the step, so that updates are compared; None for gradients."""
+def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: What, name: str) -> list[Entry]:
+    """Find a parameter on both sides before the step, so that updates are compared. Gradients have none."""
     if what != "parameter":
-        return None
-    before = (0, "initial") if step == 1 else (step - 1, "parameter")
-    ours = ranks.joined_shards(*before, name) or ranks.entries(rank, *before).get(name)
-    theirs = one.entries(0, *before).get(name)
-    if ours is None or theirs is None or ours.shape != theirs.shape:
-        return None
-    return ours, theirs
+        return []
+    kind: Kind = "initial" if step == 1 else "parameter"
+    ours = ranks.stored_shards(step - 1, kind, name) or ranks.entry(rank, step - 1, kind, name)
+    theirs = one.entry(0, step - 1, kind, name)
+    return [ours, theirs] if ours.exists and theirs.exists and ours.shape == theirs.shape else []
 
 
-def _compare_entries(
-    row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: tuple[Entry, Entry] | None
-) -> ComparedRow:
-    """Fill a row in: ratio, cosine, errors and verdict; ``row`` as it comes is an exact one."""
-    # one side has no tensor; a gradient of zero is as good as none, the optimizer does the same
+def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry]) -> ComparedRow:
+    """Fill in ratio, cosine, errors and verdict of a row that is exact so far."""
+    # one side has no tensor. A gradient of zero is as good as none: the optimizer does the same
     if not ours.exists or not theirs.exists:
         if ours.exists == theirs.exists or (_is_zero(ours) and _is_zero(theirs)):
             return row
@@ -380,25 +370,26 @@ def _compare_entries(
 
     # norms, scalar product and differences
     sums = _sum_pieces(ours, theirs, start)
-    if not sums.finite:
+    if sums is None:
         return _incomparable(row, "not finite")
-    our_norm, their_norm, off_norm = math.sqrt(sums.ours), math.sqrt(sums.theirs), math.sqrt(sums.off)
+    products, largest = sums
+    our_norm, their_norm, off_norm = products.diagonal().sqrt().tolist()
     error = _ratio_of(off_norm, max(their_norm, scale.floor))
-    largest = _ratio_of(sums.largest_off, max(sums.largest, scale.floor))
+    max_error = _ratio_of(float(largest[2]), max(float(largest[1]), scale.floor))
     ratio = _ratio_of(our_norm, their_norm)
     cosine = 0.0
     if our_norm and their_norm:
-        cosine = sums.dot / (our_norm * their_norm)
+        cosine = float(products[0, 1]) / (our_norm * their_norm)
     elif our_norm == their_norm:  # both zero
         ratio = cosine = 1.0
 
-    found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error, max_error=largest)
+    found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error, max_error=max_error)
     return dataclasses.replace(found, verdict=_judge(found, max(our_norm, their_norm), off_norm, scale))
 
 
 def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verdict:
     """Give the verdict on two tensors that differ: rounding, a factor, or another direction."""
-    # rounding: by the tensor's own tolerance, beside all tensors together, or as what an optimizer makes of rounding
+    # rounding: by the tensor's own tolerance, next to all tensors together, or as the update of a gradient of rounding
     is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
     is_zero = row.what == "gradient" and norm <= scale.zero
     if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update or is_zero:
@@ -406,7 +397,7 @@ def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verd
         if row.what == "gradient" and all_rounding and row.error > _ZERO_ERROR:
             return "zero"
         return "exact"
-    # what is left when the best factor is taken out
+    # the rest after the best factor is taken out
     across = math.sqrt(max(0.0, 1 - row.cosine**2)) if row.cosine > 0 else 1.0
     return "wrong scale" if across <= max(row.tolerance, 1e-7) else "wrong direction"
 
@@ -427,53 +418,33 @@ def _ratio_of(part: float, total: float) -> float:
     return 0.0 if part == 0 else math.inf
 
 
-@dataclass
-class _PieceSums:
-    """What a pass over two tensors adds up, in float64."""
+def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> tuple[Tensor, Tensor] | None:
+    """Sum over ours, theirs and their difference in float64, or over how much both changed since ``start``, a piece at a time.
 
-    ours: float = 0.0
-    theirs: float = 0.0
-    dot: float = 0.0
-    off: float = 0.0
-    largest: float = 0.0
-    largest_off: float = 0.0
-    finite: bool = True
-
-    def add_(self, ours: Tensor, theirs: Tensor, off: Tensor) -> None:
-        self.ours += float(ours.dot(ours))
-        self.theirs += float(theirs.dot(theirs))
-        self.dot += float(ours.dot(theirs))
-        self.off += float(off.dot(off))
-        self.largest = max(self.largest, float(theirs.abs().max()))
-        self.largest_off = max(self.largest_off, float(off.abs().max()))
-
-
-def _sum_pieces(ours: Entry, theirs: Entry, start: tuple[Entry, Entry] | None) -> _PieceSums:
-    """Sum over both tensors, or over how much both changed since ``start``; a piece at a time."""
-    sums = _PieceSums()
-    streams = [ours.pieces(), theirs.pieces()]
-    if start is not None:
-        streams += [start[0].pieces(), start[1].pieces()]
-    for pieces in zip(*streams, strict=True):
+    Returns:
+        Scalar products of the three with each other, and the largest value of each. None if different elements are not finite.
+    """
+    products, largest = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for pieces in zip(*(entry.pieces() for entry in (ours, theirs, *start)), strict=True):
         a, b, *before = (piece.double() for piece in pieces)
         odd = ~torch.isfinite(a)
-        if bool(odd.any()) or not bool(torch.isfinite(b).all()):
-            if not torch.equal(odd, ~torch.isfinite(b)):
-                sums.finite = False
-                return sums
-            a, b = a.masked_fill(odd, 0.0), b.masked_fill(odd, 0.0)  # the same elements overflow in both
+        if not torch.equal(odd, ~torch.isfinite(b)):
+            return None
+        a, b = a.masked_fill(odd, 0.0), b.masked_fill(odd, 0.0)  # the same elements overflow in both
         off = a - b
         if before:
             a, b = a - before[0], b - before[1]
-        sums.add_(a, b, off)
-    return sums
+        rows = torch.stack([a, b, off])
+        products += rows @ rows.T
+        largest = torch.maximum(largest, rows.abs().amax(1))
+    return products, largest
 
 
 # ---------------------------------------------------------------------- traced steps
 
 
 def first_traced_difference(ranks: Recording, one: Recording, allowed: float) -> str:
-    """Say where two traced runs differ first, in forward order, as a sentence.
+    """Return the first place in forward order at which two traced runs differ, as a sentence.
 
     Args:
         ranks: Traced run of the ranks.
@@ -488,7 +459,7 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
         off = _row_error([each.output for each in column], call.output)
         if not off <= allowed:
             return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
-    # gradients from behind; each rank's loss is a mean over its own rows, W times as large as in the mean of all
+    # gradients from behind. Each rank's loss is a mean over its own rows, W times as large as in the mean of all
     for column, call in reversed(calls):
         off = _row_error([each.gradient for each in column], call.gradient, divisor=float(ranks.ranks))
         if not off <= allowed:
@@ -501,7 +472,7 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
 
 
 def _row_error(parts: Sequence[list[list[float]]], whole: list[list[float]], divisor: float = 1.0) -> float:
-    """Compare the rows of all ranks with those of one process; 0 if there are not as many: a loss has one value on each rank."""
+    """Compare the rows of all ranks with those of one process. Return 0 if there are not as many: a loss has one value on each rank."""
     rows = list(chain.from_iterable(parts))
     if not all(parts) or len(rows) != len(whole):
         return 0.0

@@ -1,6 +1,6 @@
 """A finished audit as the rules of diagnosis see it: rows, records of the ranks, and counterfactual runs made when a rule asks.
 
-A counterfactual run is a run of what did not happen: with something switched off, with rows exchanged between ranks, with batches in
+A counterfactual run changes one thing: something is switched off, rows are exchanged between ranks, or batches come in
 another order. `Runs` makes each once.
 """
 
@@ -26,7 +26,7 @@ from lightning_ddp_losses.audit.compare import (
     has_same_batches,
     is_mean_of,
 )
-from lightning_ddp_losses.audit.rank_record import NO_TENSOR, Entry, ModuleInfo, RankRecord, Recording, fewest_rows
+from lightning_ddp_losses.audit.rank_record import Entry, ModuleInfo, RankRecord, Recording, fewest_rows
 from lightning_ddp_losses.audit.runs import Runs
 from lightning_ddp_losses.core.faults import FAULTS
 
@@ -39,13 +39,13 @@ class Diagnosis:
     """Why the ranks differ from one process.
 
     Attributes:
-        fault: Its id in the table of faults (``core.faults.FAULTS``); empty where it is none of them.
-        title: What it is, in a few words.
-        evidence: What was measured.
-        fix: What to change.
-        confirmed: The counterfactual run that showed it; empty for a pattern alone.
-        severity: ``"error"``; ``"explanation"`` for a difference that has to be (dropout, rounding); ``"note"``.
-        parameters: Names that it is about; empty: all.
+        fault: Id in the table of faults (``core.faults.FAULTS``), empty for other causes.
+        title: The cause in a few words.
+        evidence: Measured numbers.
+        fix: Change that removes the difference.
+        confirmed: The counterfactual run that showed it, empty for a pattern alone.
+        severity: ``"error"``, ``"explanation"`` for a difference that has to be (dropout, rounding), or ``"note"``.
+        parameters: Names of the parameters that it is about, empty for all.
     """
 
     fault: str
@@ -59,7 +59,7 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Factors:
-    """The common ratio of the encoder's gradients and of the losses' own; None without a common one, or without rows."""
+    """The common ratio of the encoder's gradients and of the losses' own. None without a common one, or without rows."""
 
     encoder: float | None
     losses: float | None
@@ -72,7 +72,7 @@ class AuditContext:
     Attributes:
         runs: Makes counterfactual runs.
         off: Names out of ``ABLATIONS`` that are switched off on both sides.
-        ranks: Recording of the ranks; another one than the user's own run if something is switched off.
+        ranks: Recording of the ranks. It is another one than the user's own run if something is switched off.
         one: Recording of one process.
         comparison: Their rows.
     """
@@ -125,9 +125,12 @@ class AuditContext:
     def _compare(self, ours: Recording, theirs: Recording) -> Comparison:
         return compare(ours, theirs, self.runs.allowed(self.off))
 
+    def _replay(self, assignment: str, **options: Any) -> Recording:
+        return self.runs.replays(self.off, assignment, **options)[0]
+
     def against_one(self, assignment: str, **options: Any) -> Comparison:
         """Compare one process that gets the batches in another way with the one process of this audit."""
-        return self._compare(self.runs.in_one(self.off, assignment, **options), self.one)
+        return self._compare(self._replay(assignment, **options), self.one)
 
     def changes_with_seed(self) -> bool:
         """Return whether one process with other random numbers has other gradients."""
@@ -138,47 +141,47 @@ class AuditContext:
         """One process on all rows of each window at once."""
         if self.runs.joins_windows:
             return self.one
-        return self.runs.in_one(self.off, "joined", whole_windows=True)
+        return self._replay("joined", whole_windows=True)
 
     def needs_micro_batches(self) -> bool:
         """Return whether one process without accumulation has other gradients."""
         return not self._compare(self.on_whole_windows, self.one).equal
 
     def accumulation(self) -> AccumulationParity | None:
-        """Compare the ranks with one process in both ways to accumulate; None if each step has one batch, or the module decides."""
+        """Compare the ranks with one process in both ways to accumulate. None if each step has one batch, or the module decides."""
         by_step = Counter(batch.step for batch in self.record.batches)
         most = max(by_step.values(), default=1)
         if not self.info.automatic or most == 1:
             return None
         same = self.one
         if self.runs.joins_windows:
-            same = self.runs.in_one(self.off, "joined", whole_windows=False)
+            same = self._replay("joined", whole_windows=False)
         of_same, of_whole = self._compare(self.ranks, same), self._compare(self.ranks, self.on_whole_windows)
         return AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
 
     def accumulation_factor(self) -> float | None:
-        """Return the common ratio of the gradients to those of one process on all rows of each step at once; None without one."""
+        """Return the common ratio of the gradients to those of one process on all rows of each step at once, None without one."""
         rows = self._compare(self.ranks, self.on_whole_windows).first_rows()
         return _common_factor([row for row in rows if not row.noise])
 
     @cached_property
     def is_local_mean(self) -> bool:
-        """Whether the ranks do what DDP promises up to the first step that differs: the mean of their own gradients."""
+        """Whether the ranks have the mean of their own gradients, as DDP promises, up to the first step that differs."""
         if not self.info.automatic:  # one process cannot be made to accumulate
             return self.step == 1 and is_mean_of(self.single_ranks, self.ranks, self.runs.allowed(self.off))
-        averaged = self.runs.in_one(self.off, "local", accumulate=self.W)
+        averaged = self._replay("local", accumulate=self.W)
         return self._is_equal_so_far(self._compare(self.ranks, averaged))
 
     @cached_property
     def single_ranks(self) -> Sequence[Recording]:
         """One process for each rank, on that rank's batches of the first step."""
-        return self.runs.single_ranks(self.off)
+        return self.runs.replays(self.off, *range(self.W), steps=1)
 
     @cached_property
     def keeps_gradients_of_exchanged_rows(self) -> bool:
         """Whether the ranks' mean gradient stays the same when rows change ranks and keep their places: no row meets another.
 
-        False as well where that cannot be tried: without a second row, or where the ranks have the same rows.
+        False too if that cannot be tried: without a second row, or if the ranks have the same rows.
         """
         for column in zip(*(record.batches for record in self.ranks.records), strict=False):
             if column[0].step <= self.step and min(fewest_rows(batch.rows) for batch in column) < 2:
@@ -186,16 +189,20 @@ class AuditContext:
         for column in zip(*(record.batches for record in self.user_run.records), strict=False):
             if len({batch.digest for batch in column}) < len(column):
                 return False
-        return self._is_equal_so_far(self._compare(self.runs.exchanged(self.off), self.ranks))
+        return self._is_equal_so_far(self._compare(self._replay("exchanged"), self.ranks))
 
     def _is_equal_so_far(self, comparison: Comparison) -> bool:
         return all(row.exact for row in comparison.rows if row.step <= self.step)
+
+    @property
+    def _traced(self) -> list[Recording]:
+        return self.runs.replays(self.off, "same", "joined", trace=self.step, steps=self.step)
 
     def first_traced_difference(self) -> str:
         """Return where activations or gradients differ first, in forward order, as a sentence."""
         if self.runs.joins_windows:
             return "(Activations of micro-batches are not compared with those of whole windows.)"
-        ranks, one = self.runs.traced(self.off, self.step)
+        ranks, one = self._traced
         return first_traced_difference(ranks, one, min(0.1, 256 * self.unit))
 
     @cached_property
@@ -203,10 +210,10 @@ class AuditContext:
         """Kind and the user's line of each collective that cuts the graph of a rank's loss at the first step that differs."""
         if self.runs.joins_windows:
             return []
-        ranks, _ = self.runs.traced(self.off, self.step)
+        ranks, _ = self._traced
         return [cut for record in ranks.records for cut in record.cut_lines]
 
-    # ------------------------------------------------------------------ what the ranks recorded
+    # ------------------------------------------------------------------ records of the ranks
 
     @property
     def W(self) -> int:  # noqa: N802 - the legend's name
@@ -220,12 +227,12 @@ class AuditContext:
 
     @property
     def user_run(self) -> Recording:
-        """Recording of the ranks on the user's own data, with nothing switched off."""
+        """Recording of the ranks on the user's own data, with all parts switched on."""
         return self.runs.user_run
 
     @property
     def record(self) -> RankRecord:
-        """What rank 0 did."""
+        """Record of rank 0."""
         return self.ranks.records[0]
 
     @property
@@ -235,12 +242,12 @@ class AuditContext:
 
     @cached_property
     def used_rng(self) -> bool:
-        """Whether a step drew random numbers, with what is left switched on."""
+        """Whether a step drew random numbers, with the parts that are left switched on."""
         return any(any(record.used_rng) for record in (*self.ranks.records, *self.one.records))
 
     @property
     def by_trainer(self) -> bool:
-        """Whether the runs are fits of a LightningModule; else a loop of the user's."""
+        """Whether the runs are fits of a LightningModule, not loops."""
         return "backward" in self.record.fingerprints[0]
 
     @property
@@ -250,7 +257,7 @@ class AuditContext:
 
     @property
     def loss_scales(self) -> list[tuple[float | None, ...]]:
-        """The ranks' loss scales by step, as far as they can explain a difference; a skipped step shows in the next scale."""
+        """The ranks' loss scales by step, as far as they can explain a difference. A skipped step shows in the next scale."""
         return list(zip(*(record.loss_scales for record in self.ranks.records), strict=False))[: self.step + 1]
 
     @property
@@ -265,14 +272,13 @@ class AuditContext:
 
     @property
     def pml_wrapper(self) -> str:
-        """Name of pytorch-metric-learning's distributed wrapper in the module; empty without one."""
+        """Name of pytorch-metric-learning's distributed wrapper in the module, empty without one."""
         kinds = self.info.module_types
         return next((f"`{name}`" for name, kind in kinds.items() if kind.endswith("DistributedLossWrapper")), "")
 
     def has_gradient_on_a_rank(self, row: ComparedRow) -> bool:
         """Return whether some rank has a gradient of the parameter at the first step that differs."""
-        entries = self.ranks.entries_of(self.step, "gradient", row.parameter)
-        return any(entry is not None and entry.exists for entry in entries)
+        return any(entry.exists for entry in self.ranks.entries_of(self.step, "gradient", row.parameter))
 
     def rows_per_rank(self, step: int) -> list[int]:
         """Count the rows that each rank had for a step."""
@@ -288,7 +294,7 @@ class AuditContext:
 
     @property
     def first_odd_batch(self) -> int | None:
-        """The first batch of the step that is looked at whose loss is not finite on some rank, and is in one process; None without one."""
+        """The first batch of the step with a loss that is finite in one process and not on some rank. None without one."""
         if not has_same_batches(self.ranks, self.one):
             return None
         for index, batch in enumerate(self.record.batches):
@@ -304,14 +310,14 @@ class AuditContext:
         return self.one.records[0].module_info.aliases | self.info.aliases
 
     def name(self, parameter: str) -> str:
-        """Return a parameter's name as the user knows it: for unregistered ones the path where it was found."""
+        """Return a parameter's name as the user knows it, for an unregistered one its path."""
         return self.aliases.get(parameter, parameter)
 
     def names(self, rows: Iterable[ComparedRow]) -> str:
         """List the parameters of rows, the first few."""
         return quoted([self.name(row.parameter) for row in rows])
 
-    # ------------------------------------------------------------------ what differs
+    # ------------------------------------------------------------------ differences
 
     @property
     def step(self) -> int:
@@ -341,7 +347,7 @@ class AuditContext:
     @cached_property
     def factors(self) -> Factors:
         """Common factors at the first step that differs."""
-        # rows whose ratio says something; coarse ones only where there is nothing better
+        # rows with a meaningful ratio. Coarse ones only without better ones
         rows = [row for row in self.rows if not row.noise and row.ranks_agree]
         precise = [row for row in rows if row.tolerance < 0.25] or rows
         of_encoder = [row for row in precise if row.owner == "encoder"]
@@ -373,9 +379,9 @@ class AuditContext:
         alone = self.single_ranks
         gram = torch.zeros(len(alone) + 1, len(alone) + 1, dtype=torch.float64)
         for name, of_one in self.one.entries(0, 1, "gradient").items():
-            entries: list[Entry] = [run.entries(0, 1, "gradient").get(name, NO_TENSOR) for run in alone]
+            entries: list[Entry] = [run.entry(0, 1, "gradient", name) for run in alone]
             entries.append(of_one)
-            # a parameter without gradient on some rank says nothing about weights
+            # a parameter without gradient on some rank has no part in the weights
             if not all(entry.exists and entry.shape == of_one.shape for entry in entries):
                 continue
             for pieces in zip(*(entry.pieces() for entry in entries), strict=True):
@@ -391,7 +397,7 @@ def _is_finite(loss: float | None) -> bool:
 def _common_factor(rows: Sequence[ComparedRow]) -> float | None:
     if not rows or any(row.verdict not in ("exact", "wrong scale") for row in rows):
         return None
-    # ratios are common where they differ by no more than their errors
+    # ratios are common if they differ by no more than their errors
     ratios = [row.ratio for row in rows if row.ratio > 0]
     allowed = max(1e-3, 2 * max(row.tolerance for row in rows))
     if not ratios or max(ratios) > min(ratios) * (1 + allowed):
@@ -411,7 +417,7 @@ def quoted(names: Sequence[str], most: int = 4) -> str:
 
 
 def loss_text(value: float | None) -> str:
-    """Format a loss; ``none`` where there was none."""
+    """Format a loss, or ``none``."""
     return "none" if value is None else f"{value:.6g}"
 
 
@@ -427,10 +433,10 @@ _OUR_STRATEGY = re.compile(
 
 
 def advice(fix: str, strategy: Any) -> str:
-    """Return what to change, without the advice to take our strategy if it runs already.
+    """Return a fix without the advice to take our strategy if it runs already.
 
     Args:
-        fix: As a sentence.
+        fix: A sentence.
         strategy: Name or object.
     """
     is_ours = "ddp_losses" in (strategy if isinstance(strategy, str) else type(strategy).__module__)

@@ -11,7 +11,7 @@ from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, local_statistic
 
 
 def diagnose(context: AuditContext) -> list[Diagnosis]:
-    """Return why the ranks differ from one process, the likeliest first; faults of the data also if nothing differs."""
+    """Return why the ranks differ from one process, the likeliest first. Faults of the data count in equal runs too."""
     # the data: also where every gradient is equal
     found = [diagnosis for rule in DATA_RULES if (diagnosis := rule(context)) is not None]
     if context.comparison.equal:
@@ -36,7 +36,7 @@ def diagnose(context: AuditContext) -> list[Diagnosis]:
 
 
 def _ask_stages(context: AuditContext) -> list[Diagnosis]:
-    """Ask the rules stage by stage; where none knows, once more with batch norm in evaluation mode."""
+    """Ask the rules stage by stage. If none answers, ask once more with batch norm in evaluation mode."""
     for stage in STAGES:
         found = [diagnosis for rule in stage if (diagnosis := rule(context)) is not None]
         if found:
@@ -60,7 +60,7 @@ def _differs_less(ablated: AuditContext, context: AuditContext) -> bool:
 
 
 def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
-    """F72, alone or beside something else."""
+    """F72, alone or with another fault."""
     source = "random numbers in training_step"
     if context.info.dropout:
         source = f"dropout in {quoted(context.info.dropout)}"
@@ -72,7 +72,7 @@ def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
 
 
 def notes(context: AuditContext) -> list[Diagnosis]:
-    """List what is true of both runs: no difference, but worth knowing."""
+    """List notes on both runs: no difference, but worth knowing."""
     rules = (_without_optimizer, _accumulated_rows, _changed_dtype, _overflow, _repeated_in_validation)
     found = [note for rule in rules if (note := rule(context)) is not None]
     if context.runs.needs_group:
@@ -97,7 +97,7 @@ def _repeated_in_validation(context: AuditContext) -> Diagnosis | None:
 
 
 def _foreign_parameters(context: AuditContext) -> list[str]:
-    """List what optimizers hold, is not the module's, and had no gradient at any step, in one process as on the ranks."""
+    """List parameters in optimizers that are not the module's and had no gradient at any step, on no side."""
     stepped: set[str] = set()
     with_gradient: set[str] = set()
     for run in (context.one, context.ranks):
@@ -112,7 +112,7 @@ def _foreign_parameters(context: AuditContext) -> list[str]:
 def _accumulated_rows(context: AuditContext) -> Diagnosis | None:
     if context.info.accumulate <= 1 or not context.info.automatic:
         return None
-    # random draws and batch statistics are others in one large batch, whatever the loss is
+    # random draws and batch statistics are others in one large batch, for any loss
     off = {"randomness"} if context.used_rng else set()
     if context.record.norms_at_wrap:
         off.add("batch_norm")
@@ -137,7 +137,7 @@ def _changed_dtype(context: AuditContext) -> Diagnosis | None:
 
 
 def _overflow(context: AuditContext) -> Diagnosis | None:
-    # the first step that has such gradients: what comes after it follows
+    # the first step that has such gradients: later ones follow from it
     for step in range(1, context.one.steps + 1):
         names = []
         for name, entry in context.one.entries(0, step, "gradient").items():

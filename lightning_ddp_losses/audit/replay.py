@@ -1,58 +1,82 @@
-"""What a run is, and how the batches that the ranks had are given to another run: joined, cut, or one after the other.
+"""Plans of runs: the ranks' batches for another run, joined, cut, or one after the other.
 
 A batch is a nest: dicts, lists, tuples, named tuples and dataclasses of tensors. Rows are counted along the first dimension and
-joined in rank order. What is not rows (a string, a number, None, a tensor that is the same on every rank and has another
-length) passes through; what is rows on no reading is an error that names it.
+joined in rank order. Parts that are no rows (a string, a number, None, a tensor of another length that is the same on every rank)
+pass through. Any other part is an error that names it.
 """
 
 from __future__ import annotations
 
+import abc
 import hashlib
 import io
+import logging
 import operator
 import os
 import pickle
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import BatchRecord, LoaderRows, Recording, RowCount, sum_rows, tensor_digest
+from lightning_ddp_losses.audit.rank_record import (
+    BatchRecord,
+    LoaderRows,
+    RankRecord,
+    Recording,
+    RowCount,
+    sum_rows,
+    tensor_digest,
+)
 from lightning_ddp_losses.core.nests import children_of, is_array, leaves, rebuild_nest
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
 
 # ---------------------------------------------------------------------- runs
 
 
 @dataclass
-class AuditTarget:
-    """What is audited: the same in every process, since processes are forked.
+class Target(abc.ABC):
+    """A training that is run on ranks and in one process. Processes are forked, so it may hold anything.
 
     Attributes:
-        model: The LightningModule.
-        data: Data module, data loaders, or None for the module's own.
-        strategy: Lightning's name or object.
-        options: Further options of the Trainer.
-        deterministic: Ask torch for deterministic algorithms.
-        scratch: A folder that goes when the audit ends.
-        seconds: How long a rank waits for another.
-        ckpt_path: A checkpoint to start from.
+        strategy: Name of the strategy or wrapper, or Lightning's object.
+        scratch: Folder that goes when the audit ends.
+        seconds: Time that a rank waits for another.
     """
 
-    model: Any
-    data: Any
     strategy: Any
-    options: dict[str, Any]
-    deterministic: bool
     scratch: Path
     seconds: float
-    ckpt_path: Any = None
+
+    backend: ClassVar[str] = "gloo"
+
+    @abc.abstractmethod
+    def train(self, run: Run, folder: Path, rank: int) -> RankRecord:
+        """Do one process's part of a run and return its record. The process group, if the run has one, exists."""
+
+    def perform(self, run: Run, folder: Path, rank: int) -> RankRecord:
+        """Join the ranks if the run has some, train, and leave. Warnings of the run are not shown."""
+        world = run.ranks or int(run.group)
+        if world:
+            timeout = timedelta(seconds=self.seconds)
+            process_groups.join(str(folder / "ranks"), rank, world, backend=self.backend, timeout=timeout)
+        # Lightning's account of devices, its advice, and warnings are the training's business, not the audit's
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.simplefilter("ignore")
+        try:
+            return self.train(run, folder, rank)
+        finally:
+            process_groups.close(world=True)
 
 
 Choice = Callable[[list[int]], list[int]]
@@ -66,7 +90,7 @@ class ReplayBatch:
     Attributes:
         files: The recorded batches.
         rows: Rows in each.
-        choose: Chooses rows, of each loader by itself; None: all rows.
+        choose: Chooses rows, for each loader separately. None takes all rows.
     """
 
     files: tuple[str, ...]
@@ -97,27 +121,26 @@ Plan = list[list[ReplayBatch]]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What one run is.
+    """Plan of one run.
 
     Attributes:
-        name: Its folder.
-        ranks: Number of processes with a process group; 0 is one process without.
-        plans: Batches for each process; empty: the user's own data.
-        start: Folder of the run whose rank 0 gives the initial weights; empty: the module as it is.
+        name: Name of its folder.
+        ranks: Number of processes with a process group, 0 for one process without a group.
+        plans: Batches for each process, empty for the user's data.
+        start: Recording with the initial weights. None leaves the module as it is.
         steps: Optimizer steps.
-        accumulate: Multiple of the user's own accumulation; 0: none at all.
-        without: What is switched off (``ABLATIONS``).
-        perturb: Seed of a perturbation by one rounding unit; None: none.
-        seed: Random numbers from this seed; None: from the state that the process was forked with.
-        trace: Also follow activations and their gradients at this step; 0: at none.
-        group: Give the one process a group of its own, for a module that asks for one.
-        validates: Whether the user's fit has validations; the audit makes none, but looks at what they would read.
+        accumulate: Multiple of the user's accumulation, 0 for no accumulation.
+        without: Names out of ``ABLATIONS`` that are switched off.
+        perturb: Seed of a perturbation by one rounding unit, None without it.
+        seed: Seed of random numbers. None keeps the state that the process was forked with.
+        trace: Step at which activations and their gradients are recorded, 0 for none.
+        group: Give the one process a process group, for a module that asks for one.
     """
 
     name: str
     ranks: int
     plans: tuple[Plan, ...] = ()
-    start: str = ""
+    start: Recording | None = None
     steps: int = 3
     accumulate: int = 1
     without: frozenset[str] = frozenset()
@@ -125,7 +148,6 @@ class Run:
     seed: int | None = None
     trace: int = 0
     group: bool = False
-    validates: bool = False
 
     @property
     def processes(self) -> int:
@@ -136,7 +158,7 @@ class Run:
 # ---------------------------------------------------------------------- who gets which batches
 
 Column = list[BatchRecord]  # the batches that the ranks had at the same time, in rank order
-Assignment = Callable[[Column, int], list[list[ReplayBatch]]]  # a column, a rank -> batches for each process
+Assignment = Callable[[Column], list[list[ReplayBatch]]]  # a column -> batches for each process
 
 
 def _replay_batch(records: Sequence[BatchRecord], choose: Choice | None = None) -> ReplayBatch:
@@ -144,7 +166,7 @@ def _replay_batch(records: Sequence[BatchRecord], choose: Choice | None = None) 
 
 
 def even_rows(start: int, stop: int | None = None) -> Choice:
-    """Choose the equal shares ``start`` to ``stop`` of as many as there are batches; rows that do not divide are left out."""
+    """Choose the equal shares ``start`` to ``stop`` of as many as there are batches. Rows that do not divide are left out."""
 
     def choose(counts: list[int]) -> list[int]:
         share = sum(counts) // len(counts)
@@ -164,52 +186,41 @@ def exchanged_rows(counts: list[int]) -> list[int]:
 
 
 _ASSIGNMENTS: dict[str, Assignment] = {
-    "same": lambda column, _: [[_replay_batch([record])] for record in column],
-    "joined": lambda column, _: [[_replay_batch(column)]],
-    "reversed": lambda column, _: [[_replay_batch(column[::-1])]],
-    "local": lambda column, _: [[_replay_batch([record]) for record in column]],
-    "even": lambda column, _: [[_replay_batch(column, even_rows(r, r + 1))] for r in range(len(column))],
-    "even joined": lambda column, _: [[_replay_batch(column, even_rows(0))]],
-    "one rank": lambda column, rank: [[_replay_batch([column[rank]])]],
-    "exchanged": lambda column, _: [
-        [_replay_batch(column[r:] + column[:r], exchanged_rows)] for r in range(len(column))
-    ],
+    "same": lambda column: [[_replay_batch([record])] for record in column],
+    "joined": lambda column: [[_replay_batch(column)]],
+    "reversed": lambda column: [[_replay_batch(column[::-1])]],
+    "local": lambda column: [[_replay_batch([record]) for record in column]],
+    "even": lambda column: [[_replay_batch(column, even_rows(r, r + 1))] for r in range(len(column))],
+    "even joined": lambda column: [[_replay_batch(column, even_rows(0))]],
+    "exchanged": lambda column: [[_replay_batch(column[r:] + column[:r], exchanged_rows)] for r in range(len(column))],
 }
 
 
-def plan_replay(
-    recording: Recording, assignment: str, *, steps: int, rank: int, whole_windows: bool
-) -> tuple[Plan, ...]:
+def plan_replay(recording: Recording, assignment: str | int, *, steps: int, whole_windows: bool) -> tuple[Plan, ...]:
     """Plan a replay of the batches that the ranks had, one plan for each process.
 
     Args:
-        recording: Of the ranks.
+        recording: Recording of the ranks.
         assignment: ``"same"``: each rank its own. ``"exchanged"``: the same with the next rank's row at every second place, so
             that no row changes its place in a batch. ``"joined"``: one process, in rank order. ``"reversed"``: the other way
             round. ``"local"``: one process, the ranks' batches one after the other. ``"even"``: joined rows, divided evenly.
-            ``"even joined"``: those rows for one process. ``"one rank"``: the batches of ``rank`` alone.
+            ``"even joined"``: those rows for one process. A number: the batches of that rank, for one process.
         steps: Only the batches of the first so many optimizer steps.
-        rank: For ``"one rank"``.
         whole_windows: Join all batches of an optimizer step, for ``"joined"`` and ``"reversed"``.
     """
-    # what the ranks had at the same time; a rank that had more batches than another is cut
+    # batches of the same time on all ranks. Further batches of one rank are left out
     of_ranks = [record.batches for record in recording.records]
     columns = [list(column) for column in zip(*of_ranks, strict=False) if column[0].step <= steps]
     if whole_windows:  # the batches of a step as one column, as if there were more ranks
         columns = [list(chain.from_iterable(group)) for _, group in groupby(columns, key=lambda column: column[0].step)]
-    # each column for each process, then each process's columns
-    assign = _ASSIGNMENTS[assignment]
-    assigned = [(column[0].epoch, assign(column, rank)) for column in columns]
-    processes = len(assigned[0][1]) if assigned else 1
-    return tuple(_plan_of_process(assigned, process) for process in range(processes))
-
-
-def _plan_of_process(assigned: Sequence[tuple[int, list[list[ReplayBatch]]]], process: int) -> Plan:
-    """Collect one process's batches by epoch, out of (epoch, batches for each process)."""
-    plan: dict[int, list[ReplayBatch]] = {}
-    for epoch, of_processes in assigned:
-        plan.setdefault(epoch, []).extend(of_processes[process])
-    return list(plan.values())
+    # each column for each process, by epoch
+    plans: dict[int, dict[int, list[ReplayBatch]]] = {0: {}}
+    for column in columns:
+        own = [column[assignment]] if isinstance(assignment, int) else column
+        assign = _ASSIGNMENTS["joined" if isinstance(assignment, int) else assignment]
+        for process, batches in enumerate(assign(own)):
+            plans.setdefault(process, {}).setdefault(column[0].epoch, []).extend(batches)
+    return tuple(list(plan.values()) for plan in plans.values())
 
 
 # ---------------------------------------------------------------------- nests
@@ -224,17 +235,17 @@ def map_batch_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
-    """Count the samples of a batch; None where nothing has any.
+    """Count the samples of a batch, None without any.
 
     Args:
         tree: A batch.
-        hint: The data loader's batch size: taken where something in the batch has that length.
+        hint: The data loader's batch size. It is taken if some part of the batch has that length.
     """
     lengths = [leaf.shape[0] for _, leaf in leaves(tree) if is_array(leaf) and leaf.ndim]
     lists = _list_lengths(tree)
     if hint is not None and hint in (*lengths, *lists):
         return hint
-    # tensors of many lengths: samples of their own size, so the lists tell
+    # tensors of many lengths: samples of different sizes, so the lists count
     found = lengths
     if lists and len(set(lengths)) != 1:
         found = lists
@@ -255,7 +266,7 @@ def count_loader_rows(batch: Any, hints: LoaderRows) -> LoaderRows:
 
 
 def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any]]:
-    """List the batches of the loaders by key; none if ``rows`` counts those of one loader, or of others than the batch has."""
+    """List the batches of the loaders by key, none if ``rows`` counts those of one loader or does not fit the batch."""
     if not isinstance(rows, list) or not isinstance(batch, (Mapping, list, tuple)) or len(batch) != len(rows):
         return []
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
@@ -272,7 +283,7 @@ def batch_digest(tree: Any) -> str:
 
 
 def row_digests(batch: Any, rows: int) -> list[str]:
-    """Digest each row of a batch; none if its rows hold no more than one number that is not whole."""
+    """Digest each row of a batch, none if its rows hold at most one number that is not whole."""
     parts = [leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == rows]
     if not any(part.is_floating_point() and part[0].numel() > 1 for part in parts if rows):
         return []
@@ -294,7 +305,7 @@ def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
 
 
 def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
-    """Say whether some list holds one sample of its own size for each row (images of a detector, boxes)."""
+    """Return whether some list holds a sample of any size for each row (images of a detector, boxes)."""
     if isinstance(tree, list) and len(tree) == rows and len(set(map(type, tree))) == 1:
         arrays = [leaf for _, leaf in leaves(tree) if is_array(leaf)]
         if any(leaf.ndim == 0 or leaf.shape[0] != rows for leaf in arrays):
@@ -303,7 +314,7 @@ def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
 
 
 def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
-    """Say whether a list has one element for each row, and not tensors that hold all rows each (two views)."""
+    """Return whether a list has one element for each row, and not tensors that hold all rows each (two views)."""
     return isinstance(tree, list) and len(tree) == rows and (sample_lists or not _has_arrays(tree))
 
 
@@ -316,16 +327,16 @@ def join_batches(
     choose: Choice | None = None,
     path: str = "batch",
 ) -> Any:
-    """Join the rows of all batches to one batch, in the order given; batches of several loaders loader by loader.
+    """Join the rows of all batches to one batch, in the order given, batches of several loaders loader by loader.
 
     Args:
-        batches: One for each rank, alike in structure.
+        batches: One for each rank, with equal structures.
         hints: Number of rows in each, if that is known.
-        choose: Chooses rows of the joined batch; None: all rows.
+        choose: Chooses rows of the joined batch. None takes all rows.
         path: Name of the batch in errors.
 
     Raises:
-        InputError: A part that cannot be joined, by its path, with what each rank has there.
+        InputError: A part that cannot be joined, by its path, with the part of each rank.
     """
     known = hints or [None] * len(batches)
     # batches of several loaders: the same for each of them
@@ -348,7 +359,7 @@ def join_batches(
 
 
 def take_rows(batch: Any, places: Sequence[int], hint: RowCount = None) -> Any:
-    """Take the rows at ``places``; parts that are not rows stay."""
+    """Take the rows at ``places``. Parts that are no rows stay."""
     rows = count_rows(batch, hint)
     sample_lists = _has_sample_lists(batch, rows)
 
@@ -379,7 +390,7 @@ class _Join:
         self.sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
 
     def join(self, items: Sequence[Any], path: str) -> Any:
-        """Join what the ranks have at one place of the nest."""
+        """Join the ranks' parts at one place of the nest."""
         first = items[0]
         if any(type(item) is not type(first) for item in items):
             raise _cannot_join(path, "the same type on every rank", [type(item).__name__ for item in items])
@@ -414,7 +425,7 @@ class _Join:
         if any(item.is_nested for item in items):
             shown = ["a nested tensor" if item.is_nested else "a tensor" for item in items]
             raise _cannot_join(path, "plain tensors", shown)
-        # rows: alike in all but the first dimension, and as many as the batch has
+        # rows: equal in all but the first dimension, and as many as the batch has
         alike = all(item.ndim and item.shape[1:] == first.shape[1:] and item.dtype == first.dtype for item in items)
         if alike and [item.shape[0] for item in items] == self.counts:
             return torch.cat(list(items))
@@ -432,7 +443,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return tensor_digest(one) == tensor_digest(other)
     try:
         return bool(one == other)
-    except Exception:  # what cannot be compared is the same only if it is the same object
+    except Exception:  # parts that cannot be compared are the same only if they are one object
         return one is other
 
 
@@ -481,7 +492,7 @@ def save_batch(batch: Any, path: Path) -> None:
     """Store a batch, its tensors moved to the CPU.
 
     Raises:
-        InputError: naming what cannot be stored.
+        InputError: The part that cannot be stored, by its path.
     """
     stored = map_batch_tensors(batch, lambda tensor: tensor.detach().cpu().clone())
     try:
@@ -506,7 +517,7 @@ def load_batch(path: Path | str) -> Any:
     """Read a batch that ``save_batch`` stored. It may be of any class, so it is a pickle, which can run anything when it is read.
 
     Raises:
-        InputError: where another user could have written it.
+        InputError: another user could have written it.
     """
     refuse_foreign_file(Path(path))
     with open(path, "rb") as file:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 12  # rows of the table in the terminal
 _PAGE_WIDTH = 150  # characters of a line of the HTML page's tables
-_WIDE = 100  # characters; a narrower terminal shows fewer columns
+_WIDE = 100  # characters. A narrower terminal shows fewer columns
 _COLORS = {"error": "red", "explanation": "yellow", "note": "cyan"}
 _DPI = 130
 _NO_NUMBERS = ["-", "-", "-"]  # ratio, cosine and error of a gradient that is zero in truth
@@ -39,18 +39,18 @@ _NO_NUMBERS = ["-", "-", "-"]  # ratio, cosine and error of a gradient that is z
 
 @dataclass
 class AuditReport:
-    """Whether N ranks train as one process would; if not, where, by how much, why, and what to change.
+    """Comparison of N ranks with one process: equal or not, the differences, their causes and fixes.
 
     Attributes:
-        equal: Whether every gradient and every parameter is the same within rounding, on all ranks, and the batches were
+        equal: True if every gradient and every parameter is the same within rounding, on all ranks, and the batches were
             dealt out right.
         rows: One row for each gradient and step, in the module's order.
         updates: The same for parameters after the step.
         losses: One entry for each batch.
-        diagnoses: Likeliest first; empty where nothing is wrong.
+        diagnoses: Causes, the likeliest first, empty for an equal run.
         notes: True of both runs, so no difference, but worth knowing.
         settings: Devices, steps, strategy, precision, rounding unit, seconds, ...
-        accumulation: Which one process the ranks equal where a step accumulates micro-batches; None where it does not.
+        accumulation: Comparison with both kinds of one process if a step accumulates micro-batches, else None.
 
     Example:
         >>> report = AuditReport(True, [], [], [], [], [], {"devices": 2, "steps": 3})
@@ -69,7 +69,7 @@ class AuditReport:
 
     @property
     def first_step(self) -> int | None:
-        """The first optimizer step at which something differs; later differences follow from it."""
+        """The first optimizer step at which something differs. Later differences follow from it."""
         return Comparison(self.rows, self.updates).first_step
 
     @property
@@ -106,7 +106,8 @@ class AuditReport:
     def summary(self) -> str:
         """One sentence."""
         s = self.settings
-        what = f"{s.get('devices')} ranks under {s.get('strategy')}, {s.get('steps')} steps, {s.get('precision')}"
+        steps = "1 step" if s.get("steps") == 1 else f"{s.get('steps')} steps"
+        what = f"{s.get('devices')} ranks under {s.get('strategy')}, {steps}, {s.get('precision')}"
         if self.equal:
             return f"Equal: {what} give the gradients of one process."
         wrong = sum(not row.exact for row in self.worst())
@@ -140,9 +141,9 @@ class AuditReport:
             yield from _diagnosis_texts(each, "Worth knowing")
 
     def _table(self, rows: Sequence[ComparedRow], title: str, *, wide: bool, most: int) -> Table:
-        """Lay out rows as a table; those beyond the first ``most`` become one line."""
+        """Lay out rows as a table. Those beyond the first ``most`` become one line."""
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        # columns; a narrow terminal has no owners
+        # columns. A narrow terminal has no owners
         table.add_column("parameter", overflow="fold")
         if wide:
             table.add_column("owner", justify="left", no_wrap=True)
@@ -163,10 +164,10 @@ class AuditReport:
             table.add_row(
                 Text(name), *owner, *numbers, f"{row.tolerance:.1e}", verdict, style="" if row.exact else "red"
             )
-        # what is left out, as one row
+        # rows that are left out, as one
         rest = rows[most:]
         if rest:
-            # the error of a gradient that is zero, and of what rounding makes of it, says nothing
+            # the error of a gradient that is zero up to rounding has no meaning
             errors = [row.error for row in rest if row.verdict != "zero"]
             worst = f"{max(errors):.1e}" if errors else _NO_NUMBERS[-1]
             verdict = "exact" if all(row.exact for row in rest) else ""
@@ -181,7 +182,7 @@ class AuditReport:
         return console.file.getvalue()
 
     def _repr_html_(self) -> str:
-        """Return the summary and the diagnoses, which a notebook shows of the last line of a cell; the rest folds out."""
+        """Return the summary and the diagnoses for the last line of a notebook's cell. The rest folds out."""
         parts = [f"<b>{html.escape(self.summary())}</b>"]
         for each in self.diagnoses:
             fault = f" ({each.fault})" if each.fault else ""
@@ -192,7 +193,7 @@ class AuditReport:
     # ------------------------------------------------------------------ files
 
     def to_json(self, path: Path | str | None = None) -> str:
-        """Everything as JSON; written to ``path`` too, where one is given. Numbers that JSON lacks become strings."""
+        """Return everything as JSON, and write it to ``path`` if one is given. Numbers that JSON lacks become strings."""
         strict = json.loads(json.dumps(dataclasses.asdict(self)), parse_constant=lambda name: str(float(name)))
         text = json.dumps(strict, indent=1)
         if path is not None:
@@ -281,7 +282,7 @@ _MARKS = {
     "missing": ("s", "tab:purple"),
     "not finite": ("P", "black"),
 }
-_NAMED = 40  # parameters whose names fit under the axis
+_NAMED = 40  # parameters with names that fit under the axis
 _LOW, _HIGH = 1 / 16, 16.0  # edges of the axis of ratios
 
 
@@ -318,7 +319,7 @@ def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> No
         if at:
             axes.scatter(at, [heights[i] for i in at], label=f"{label} ({len(at)})", **style)
 
-    # a mark for each verdict, and a ring where the ranks differ
+    # a mark for each verdict, and a ring if the ranks differ
     for verdict, (marker, color) in _MARKS.items():
         chosen = [row.verdict == verdict and not row.noise for row in rows]
         scatter(verdict, chosen, marker=marker, color=color, s=62, zorder=3)
@@ -344,7 +345,7 @@ def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> No
 
 
 def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditReport) -> bool:
-    """Name the parameters under the axis, and write the cosine at those of another direction; return whether any is brown."""
+    """Name the parameters under the axis, write the cosine at those of another direction, and return whether any is brown."""
     if len(rows) > _NAMED:
         axes.set_xlabel(f"{len(rows)} parameters")
         return False
@@ -363,7 +364,7 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditRepo
 
 
 def _height(ratio: float) -> float:
-    """Place a ratio on the axis; what has none (zero, infinite, NaN) sits at its edge."""
+    """Place a ratio on the axis. Zero, infinite and NaN sit at its edge."""
     return _HIGH if math.isnan(ratio) else min(_HIGH, max(_LOW, ratio))
 
 

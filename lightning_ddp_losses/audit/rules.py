@@ -1,19 +1,19 @@
 """Why N ranks differ from one process: one small rule for each fault, the most specific first.
 
-A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. A rule has a condition and its numbers. The texts are cases of
+A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. It has a condition and numbers. The texts are cases of
 the fault in the table of faults (``faults.yaml``). Rules are pure: anything beyond the rows they ask from counterfactual runs, which the
 context makes for them. A newcomer adds a function and its line in ``STAGES``, and a case to the table.
 
 Rules for ranks that do not agree with each other come first. They are one stage: all that apply are named.
 
-What the patterns mean, ratios being those of norms on the ranks over norms in one process:
+The patterns. A ratio is the norm on the ranks over the norm in one process:
 
-* 1/W everywhere: a gather whose gradient flows through this rank's part only;
-* W on the loss's own parameters: a factor that was meant for the encoder;
-* exact above a batch norm and wrong below it: each rank's own statistics;
-* another direction, the ranks being the mean of their own losses: rows depend on the other rows of their rank (a loss over pairs that
-  never gathered negatives), or, where rows that change ranks have the same gradients, on their place in the batch;
-* a weighted sum of the ranks' own gradients that follows rows or valid targets: a mean of means.
+* 1/W everywhere: the gradient of a gather flows through this rank's part only.
+* W on the loss's parameters: a factor was meant for the encoder.
+* Exact above a batch norm and wrong below it: each rank has its own statistics.
+* Another direction, and the ranks have the mean of their own losses: rows depend on the other rows of their rank (a loss over pairs that
+  never gathered negatives). If rows that change ranks have the same gradients, they depend on their place in the batch.
+* A weighted sum of the ranks' own gradients that follows rows or valid targets: a mean of means.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
 
 
 def repeated_rows(context: AuditContext) -> Diagnosis | None:
-    """F67: ranks share some rows. Rows of few numbers may be equal by chance, and say nothing."""
+    """F67: ranks share some rows. Rows of few numbers may be equal by chance and are not compared."""
     batches = [record.batches[0] for record in context.user_run.records]
     if context.by_trainer or identical_batches(context) is not None:
         return None
@@ -67,7 +67,7 @@ def repeated_rows(context: AuditContext) -> Diagnosis | None:
 
 
 def accumulation_factor(context: AuditContext) -> Diagnosis | None:
-    """F18: micro-batches whose losses are divided by their number not once."""
+    """F18: the losses of micro-batches are not divided by their number exactly once."""
     size = context.info.accumulate
     if size == 1 or context.by_trainer:
         return None
@@ -123,7 +123,7 @@ def norm_converted_late(context: AuditContext) -> Diagnosis | None:
 
 
 def unequal_start(context: AuditContext) -> Diagnosis | None:
-    """F04: weights that nobody broadcast."""
+    """F04: weights start different on the ranks."""
     names = context.ranks.names(0, "initial")
     differ = [name for name in names if not context.ranks.ranks_agree(0, "initial", name)]
     if not differ or context.step != 1:
@@ -131,11 +131,11 @@ def unequal_start(context: AuditContext) -> Diagnosis | None:
     return context.diagnosis("F04", parameters=differ, first=differ[0], more=len(differ) - 1)
 
 
-# ---------------------------------------------------------------------- gradients that nobody reduces
+# ---------------------------------------------------------------------- gradients that are not reduced
 
 
 def unregistered_loss(context: AuditContext) -> Diagnosis | None:
-    """F02: an optimizer holds what the module has not registered."""
+    """F02: an optimizer holds parameters that the module has not registered."""
     rows = [row for row in context.desynchronized if row.owner == "unregistered"]
     return context.diagnosis("F02", about=rows) if rows else None
 
@@ -144,7 +144,7 @@ _EVENTS = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F
 
 
 def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
-    """F05 to F08: DDP's hook is not on what is trained now."""
+    """F05 to F08: DDP's hook is not on the parameter that is trained now."""
     # the first event of the first parameter that differs
     for row in context.desynchronized:
         for record in context.ranks.records:
@@ -164,7 +164,7 @@ def own_backward(context: AuditContext) -> Diagnosis | None:
     return context.diagnosis(fault, calls=calls, names=context.names(context.desynchronized))
 
 
-# ---------------------------------------------------------------------- what happens between gradient and step
+# ---------------------------------------------------------------------- between gradient and step
 
 # stages of a gradient after its reduction, and the code that runs before each
 _PLACES = {
@@ -188,7 +188,7 @@ def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
 
 
 def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
-    """F13: what all ranks had alike after the reduction, some ranks clipped or changed by themselves."""
+    """F13: gradients that were equal after the reduction are clipped or changed by some ranks."""
     if any(map(_differ, context.loss_scales)) or own_backward(context) is not None:
         return None
     by_rank = context.fingerprints_by_rank
@@ -196,8 +196,8 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
     names = list(dict.fromkeys(row.parameter for row in apart))
     for name in names:
         if not _agree(by_rank, "backward", name) and not _agree(by_rank, "reduced", name):
-            return None  # a gradient that nobody reduced has a rule of its own
-    # where the ranks part: in the module's hooks, or between those and the step
+            return None  # another rule judges a gradient that was not reduced
+    # ranks part in the module's hooks, or between those and the step
     for stage, place in _PLACES.items():
         changed = [name for name in names if _agree(by_rank, stage, name) is False]
         if changed:
@@ -207,7 +207,7 @@ def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
 
 
 def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> str:
-    """Name the ranks whose gradient is no longer what the reduction left."""
+    """Name the ranks that changed their gradient after the reduction."""
     earlier = "reduced"
     if not _agree(by_rank, earlier, name):
         earlier = "backward"
@@ -226,7 +226,7 @@ def changed_outside_step(context: AuditContext) -> Diagnosis | None:
 
 
 def _agree(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> bool | None:
-    """Return whether all ranks have the same bits of a gradient at a stage; None if a rank has none."""
+    """Return whether all ranks have the same bits of a gradient at a stage, None if a rank has none."""
     values = [stages.get(stage, {}).get(name) for stages in by_rank]
     return None if None in values else not _differ(values)
 
@@ -249,7 +249,7 @@ def different_rates(context: AuditContext) -> Diagnosis | None:
 
 
 def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> tuple[int, str] | None:
-    """Find the first column whose values differ by rank: its place, and its values as text; None where all agree."""
+    """Find the first column with values that differ by rank: its place, and its values as text. None if all agree."""
     for place, column in enumerate(columns):
         if _differ(column):
             return place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(column))
@@ -264,20 +264,20 @@ def _scales_or_rates_differ(context: AuditContext) -> bool:
     return any(map(_differ, (*context.loss_scales, *context.learning_rates)))
 
 
-# ---------------------------------------------------------------------- state beside the parameters
+# ---------------------------------------------------------------------- state besides the parameters
 
-_SORTED = 1 << 20  # elements of a buffer whose rows are compared one by one
+_SORTED = 1 << 20  # largest buffer, in elements, with rows that are compared one by one
 
 
 def own_queue(context: AuditContext) -> Diagnosis | None:
     """F64, F26: a memory of rows, or a statistic of them, that each rank keeps by itself."""
     for step in range(1, context.step + 1):
         for name in context.ranks.names(step, "buffer"):
-            # running statistics have a rule of their own; counters are no rows
+            # another rule judges running statistics, and counters are no rows
             of_norm = name.rpartition(".")[0] in context.record.norms_at_wrap
             if of_norm or context.ranks.ranks_agree(step, "buffer", name):
                 continue
-            entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry is not None]
+            entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry.exists]
             if _is_counter(entries[0]):
                 continue
             if not _keeps_rows(context, name, step, entries[0]):
@@ -288,18 +288,18 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
 
 
 def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bool:
-    """Say whether a buffer is a memory of rows: some of them outlive a step, where all of a running statistic moves."""
+    """Return whether a buffer is a memory of rows: some of them outlive a step, but all of a running statistic moves."""
     if not entry.dtype.startswith(("float", "bfloat")) or entry.numel > _SORTED:
         return True
-    before = context.ranks.entries(0, step - 1, "initial" if step == 1 else "buffer").get(name)
-    if before is None or before.shape != entry.shape:
+    before = context.ranks.entry(0, step - 1, "initial" if step == 1 else "buffer", name)
+    if not before.exists or before.shape != entry.shape:
         return True
     earlier = _sorted_rows(before)
     return any(row in earlier for row in _sorted_rows(entry))
 
 
 def _have_the_same_rows(entries: Sequence[Entry]) -> bool:
-    """Return whether all ranks keep the same rows, in any order; large buffers are not sorted, and count as different."""
+    """Return whether all ranks keep the same rows, in any order. Large buffers are not sorted and count as different."""
     contents = [_sorted_rows(entry) for entry in entries if entry.numel <= _SORTED]
     return bool(contents) and all(rows == contents[0] for rows in contents)
 
@@ -331,7 +331,7 @@ def rounding(context: AuditContext) -> Diagnosis | None:
 
 
 def not_finite(context: AuditContext) -> Diagnosis | None:
-    """F79: overflow or NaN on one side only, in gradients or in a loss whose gradient is finite all the same."""
+    """F79: overflow or NaN on one side only, in gradients or in a loss with a finite gradient."""
     odd = [row for row in context.rows if row.verdict == "not finite"]
     batch = context.first_odd_batch
     if not odd and batch is None:
@@ -350,7 +350,7 @@ def not_finite(context: AuditContext) -> Diagnosis | None:
 
 
 def metric_as_loss(context: AuditContext) -> Diagnosis | None:
-    """F27: torchmetrics detaches what it gathers, except the own slot."""
+    """F27: torchmetrics detaches gathered states, except the own slot."""
     metrics = context.record.metric_losses
     factor = context.factors.encoder
     if not metrics or not _is_factor(factor, 1 / context.W):
@@ -377,7 +377,7 @@ def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
 
 
 def graph_cut(context: AuditContext) -> Diagnosis | None:
-    """F20: what is gathered has no graph at all, not even this rank's part."""
+    """F20: gathered rows have no graph at all, not even this rank's part."""
     encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
     if not encoder or any(map(context.has_gradient_on_a_rank, encoder)):
         return None
@@ -415,7 +415,7 @@ def traced_cut(context: AuditContext) -> Diagnosis | None:
 
 
 def unknown(context: AuditContext) -> Diagnosis:
-    """Say where the runs differ first, where no rule knows why."""
+    """Return the place where the runs first differ, for a difference without a rule."""
     return Diagnosis(
         "",
         "unknown",
@@ -425,7 +425,7 @@ def unknown(context: AuditContext) -> Diagnosis:
     )
 
 
-# ---------------------------------------------------------------------- exactly what DDP promises, the mean of local losses
+# ---------------------------------------------------------------------- the mean of local losses, as DDP promises
 
 
 def local_batch_norm(context: AuditContext) -> Diagnosis | None:
@@ -436,7 +436,7 @@ def local_batch_norm(context: AuditContext) -> Diagnosis | None:
 
 
 def local_statistics(context: AuditContext, outcome: str = "fewer gradients differ") -> Diagnosis:
-    """F59, alone or beside something else."""
+    """F59, alone or with another fault."""
     rows = comma_list(context.rows_per_rank(context.step))
     return context.diagnosis("F59", about=context.wrong, names=quoted(context.local_norms), rows=rows, outcome=outcome)
 
@@ -461,11 +461,11 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
         if not context.without("uneven").comparison.equal:
             return None
         return context.diagnosis("F30", "later", rows=comma_list(rows))
-    # equal shares are what DDP gives them: then something else differs
+    # DDP gives equal shares: then something else differs
     shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.unit))
     if abs(sum(weights) - 1) > 0.02 or not shares_differ:
         return None
-    # weights in proportion to rows: the ranks' batches differ; else what counts in them differs
+    # weights in proportion to rows: the ranks' batches differ. Else valid targets in them differ
     reason = "valid targets (ignored, masked or zero elements do not count)"
     pairs = zip(weights, rows, strict=True)
     if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
@@ -494,7 +494,7 @@ def never_gathered(context: AuditContext) -> Diagnosis | None:
         return context.diagnosis("F31", found=found, rank=without_pairs[0])
     if context.info.pair_losses:
         return context.diagnosis("F29", "pairs", found=found, losses=quoted(context.info.pair_losses))
-    # pairs and a function of a mean cannot be told apart from outside: |mean of y|^2 is a mean over pairs
+    # pairs and a function of a mean look the same from outside: |mean of y|^2 is a mean over pairs
     return context.diagnosis("F29", "mean", found=found)
 
 
@@ -513,7 +513,7 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
     )
 
 
-# ---------------------------------------------------------------------- what the rules have in common
+# ---------------------------------------------------------------------- helpers of the rules
 
 
 def _is_factor(ratio: float | None, value: float) -> bool:
@@ -542,7 +542,7 @@ DESYNC_RULES: tuple[Rule, ...] = (
     changed_outside_step,
     never_reduced,
 )
-"""For ranks that do not agree with each other; all that apply are named, in this order."""
+"""Rules for ranks that do not agree with each other. All that apply are named, in this order."""
 
 STAGES: tuple[tuple[Rule, ...], ...] = (
     (rounding,),
@@ -560,4 +560,4 @@ STAGES: tuple[tuple[Rule, ...], ...] = (
     (own_rows_first,),
     (traced_cut,),
 )
-"""Asked where something differs, until a stage finds something."""
+"""Asked if something differs, until a stage finds something."""

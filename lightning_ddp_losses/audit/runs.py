@@ -1,7 +1,7 @@
-"""The recordings of an audit, each made once, when it is asked for, in processes of its own.
+"""The recordings of an audit. Each is made once, on request, in separate processes.
 
 They are the ranks on the user's data, one process on the ranks' batches joined, that process moved by one rounding unit (which measures
-tolerances), and counterfactual runs when a rule asks. A run that fails is an error that says where, how, and what to do about it.
+tolerances), and counterfactual runs when a rule asks. The error of a failed run names the process, the cause and a fix.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_losses.audit.ablations import unit_roundoff
 from lightning_ddp_losses.audit.compare import Tolerances, measure_tolerances
-from lightning_ddp_losses.audit.rank_record import Recording
-from lightning_ddp_losses.audit.replay import AuditTarget, Run, plan_replay
+from lightning_ddp_losses.audit.rank_record import RankRecord, Recording
+from lightning_ddp_losses.audit.replay import Run, Target, plan_replay
 from lightning_ddp_losses.audit.worker import Failure, run_processes
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import (
@@ -29,29 +28,28 @@ from lightning_ddp_losses.errors import (
 )
 
 _PERTURBATION_SEEDS = (1, 2)
-_FLOAT64_TOLERANCE = 1e-9  # what differs by less than this in float64 is equal
-Perform = Callable[[Any, Run, Path, int], None]
+_FLOAT64_TOLERANCE = 1e-9  # a smaller difference in float64 is equal
 _OF_WINDOWS = ("joined", "reversed")  # assignments that can join the micro-batches of a window
+_EVENLY: dict[str | int, str | int] = {
+    "same": "even",
+    "joined": "even joined",
+}  # assignments of the same rows, divided evenly
 
 
 class Runs:
     """Makes and keeps the recordings of one audit.
 
     Args:
-        target: What is audited.
+        target: Training that is audited.
         devices: Number of ranks.
         steps: Optimizer steps.
-        tolerance: The user's own; None: estimated.
-        perform: Does one process's part of a run: ``worker.perform`` for a LightningModule, ``loop_run.perform_loop`` for other loops.
+        tolerance: The user's tolerance, None to estimate it.
 
     Attributes:
-        needs_group: Whether the one process got a process group of its own, for a module that asks for one.
+        needs_group: True if the one process got a process group, for a module that asks for one.
     """
 
-    def __init__(
-        self, target: AuditTarget, devices: int, steps: int, tolerance: float | None, perform: Perform
-    ) -> None:
-        self._perform = perform
+    def __init__(self, target: Target, devices: int, steps: int, tolerance: float | None) -> None:
         self.target, self.devices, self.steps, self.tolerance = target, devices, steps, tolerance
         self.needs_group = False
         self._made: dict[str, Recording] = {}
@@ -60,7 +58,7 @@ class Runs:
     # ------------------------------------------------------------------ making a recording
 
     def record(self, *runs: Run) -> list[Recording]:
-        """Return the recordings of the runs; those that do not exist yet run side by side."""
+        """Return the recordings of the runs. Those that do not exist yet run side by side."""
         new = [run for run in runs if run.name not in self._made]
         if new:
             self._start(new)
@@ -77,49 +75,66 @@ class Runs:
         # one process for each rank of each run
         parts = [(run, rank) for run in runs for rank in range(run.processes)]
 
-        def work(index: int) -> None:
+        def work(index: int) -> RankRecord:
             run, rank = parts[index]
-            self._perform(self.target, run, self._folder_of(run), rank)
+            return self.target.perform(run, self._folder_of(run), rank)
 
         title = " and ".join(run.name for run in runs)
-        failures = run_processes(len(parts), work, title=title, folder=output, seconds=self.target.seconds)
+        answers = run_processes(len(parts), work, title=title, folder=output, seconds=self.target.seconds)
+        failures = {part: answer for part, answer in zip(parts, answers, strict=True) if isinstance(answer, Failure)}
         if failures:
-            raise _error_of({parts[index]: failure for index, failure in failures.items()})
+            raise _error_of(failures)
         for run in runs:
-            self._made[run.name] = Recording(self._folder_of(run), run.processes)
+            records = [answer for (of_run, _), answer in zip(parts, answers, strict=True) if of_run is run]
+            self._made[run.name] = Recording(self._folder_of(run), records)
 
     def _folder_of(self, run: Run) -> Path:
         return self.target.scratch / run.name.replace(" ", "-").replace(",", "")
 
+    def replays(self, off: frozenset[str], *assignments: str | int, **options: Any) -> list[Recording]:
+        """Record replays of the ranks' batches, side by side.
+
+        Args:
+            off: Names out of ``ABLATIONS`` that are switched off.
+            *assignments: Batches of each process, for each replay.
+            **options: Options of the runs, and ``whole_windows``.
+        """
+        return self.record(*(self._replay(off, assignment, **options) for assignment in assignments))
+
     def _replay(
-        self, name: str, assignment: str, *, rank: int = 0, whole_windows: bool | None = None, **options: Any
+        self, off: frozenset[str], assignment: str | int, *, whole_windows: bool | None = None, **options: Any
     ) -> Run:
         """Plan a run on the batches that the ranks had, from the weights that they started with.
 
         Args:
-            name: Name of the run.
-            assignment: Which batches each process gets.
-            rank: Rank of the assignment ``"one rank"``.
-            whole_windows: The one process takes the micro-batches of a step as one batch; None: if the strategy does so.
+            off: Names that are switched off.
+            assignment: Key of ``plan_replay``: the batches of each process.
+            whole_windows: The one process takes the micro-batches of a step as one batch. None follows the strategy.
             **options: Options of the run.
         """
         original = self.user_run
-        options.setdefault("steps", self.steps)
+        if "uneven" in off:
+            assignment = _EVENLY.get(assignment, assignment)
+        title = f"rank {assignment}" if isinstance(assignment, int) else assignment
+        given = {"whole_windows": whole_windows} | options
+        shown = [f"{name} {value}" for name, value in given.items() if value is not None]
+        name = ", ".join([title, *shown, *(f"no {each}" for each in sorted(off))])
         if whole_windows is None:
             whole_windows = assignment in _OF_WINDOWS and self.joins_windows
+        options.setdefault("steps", self.steps)
         if whole_windows:
             options["accumulate"] = 0
-        plans = plan_replay(original, assignment, steps=options["steps"], rank=rank, whole_windows=whole_windows)
+        plans = plan_replay(original, assignment, steps=options["steps"], whole_windows=whole_windows)
         ranks = self.devices if len(plans) > 1 else 0
-        return Run(name, ranks, plans, str(original.folder), group=self.needs_group and not ranks, **options)
+        group = self.needs_group and not ranks
+        return Run(name, ranks, plans, original, group=group, without=off, **options)
 
     # ------------------------------------------------------------------ ranks and one process
 
     @functools.cached_property
     def user_run(self) -> Recording:
         """The ranks on the user's own data."""
-        validates = self.target.options.get("limit_val_batches") != 0
-        return self.record(Run("ranks", self.devices, steps=self.steps, validates=validates))[0]
+        return self.record(Run("ranks", self.devices, steps=self.steps))[0]
 
     @functools.cached_property
     def _one(self) -> tuple[Recording, ...]:
@@ -138,27 +153,21 @@ class Runs:
                 raise error from None
 
     def _record_one(self) -> tuple[Recording, ...]:
-        runs = [self._replay("one", "joined")]
-        if self.tolerance is None:
-            runs += [self._replay(f"one perturbed {seed}", "joined", perturb=seed) for seed in _PERTURBATION_SEEDS]
-        return tuple(self.record(*runs))
+        seeds = (None,) if self.tolerance is not None else (None, *_PERTURBATION_SEEDS)
+        return tuple(self.record(*(self._replay(frozenset(), "joined", perturb=seed) for seed in seeds)))
 
     def pair(self, off: frozenset[str]) -> tuple[Recording, Recording]:
         """Record ranks and one process without ``off``, on the same batches."""
         one = self._one[0]  # tolerances come from the runs as they are
         if not off:
             return self.user_run, one
-        label = ", ".join(f"no {name}" for name in sorted(off))
-        same, joined = ("even", "even joined") if "uneven" in off else ("same", "joined")
-        one, ranks = self.record(
-            self._replay(f"one, {label}", joined, without=off), self._replay(f"ranks, {label}", same, without=off)
-        )
+        one, ranks = self.replays(off, "joined", "same")
         return ranks, one
 
     @functools.cached_property
     def unit(self) -> float:
         """The rounding unit of the runs."""
-        return unit_roundoff(self.target.model, self.user_run.records[0].module_info.precision)
+        return self.user_run.records[0].module_info.unit
 
     @functools.cached_property
     def _measured(self) -> Tolerances:
@@ -177,35 +186,8 @@ class Runs:
         return joins_windows(self.target.strategy) and self.user_run.records[0].module_info.automatic
 
     def possible(self, ablations: Iterable[str]) -> set[str]:
-        """Leave out what cannot be switched off: micro-batches of a joined window are not divided evenly."""
+        """Leave out parts that cannot be switched off: micro-batches of a joined window are not divided evenly."""
         return {name for name in ablations if name != "uneven" or not self.joins_windows}
-
-    def in_one(self, off: frozenset[str], assignment: str, **options: Any) -> Recording:
-        """Record one process without ``off`` on the ranks' batches, assigned in some way."""
-        given = [f"{name}={value}" for name, value in options.items()]
-        label = ", ".join([assignment, *given, *sorted(off)])
-        if "uneven" in off and assignment == "joined":
-            assignment = "even joined"
-        return self.record(self._replay(f"one {label}", assignment, without=off, **options))[0]
-
-    def single_ranks(self, off: frozenset[str]) -> Sequence[Recording]:
-        """Record one process for each rank, on that rank's batches of the first step."""
-        runs = []
-        for rank in range(self.devices):
-            name = f"rank {rank} alone {sorted(off)}"
-            runs.append(self._replay(name, "one rank", rank=rank, steps=1, without=off))
-        return self.record(*runs)
-
-    def exchanged(self, off: frozenset[str]) -> Recording:
-        """Record ranks with the next rank's row at every second place."""
-        return self.record(self._replay(f"ranks with exchanged rows {sorted(off)}", "exchanged", without=off))[0]
-
-    def traced(self, off: frozenset[str], step: int) -> list[Recording]:
-        """Record ranks and one process again, and follow their activations at a step."""
-        label = " ".join(sorted(off))
-        options: dict[str, Any] = {"without": off, "trace": step, "steps": step}
-        ranks = self._replay(f"traced ranks {label}", "same", **options)
-        return self.record(ranks, self._replay(f"traced one {label}", "joined", **options))
 
 
 def joins_windows(strategy: Any) -> bool:
@@ -236,7 +218,7 @@ HINTS: tuple[tuple[str, str], ...] = (
         "A rank waits for another: do all ranks run the same collectives, and have the same number of batches?",
     ),
 )
-"""What to do about errors that users of DDP meet: a fault of the table, or a sentence."""
+"""Fixes of errors that users of DDP meet: a fault of the table, or a sentence."""
 
 # texts of an error that follows from another rank's failure
 _FOLLOWS = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")
@@ -247,8 +229,8 @@ def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
     (run, rank), failure = min(failures.items(), key=_blame)
     known = error_class(failure.kind)
     if known.__name__ == failure.kind and known in (ConfigurationError, InputError):
-        return known(failure.text)  # it says what to do itself
-    # where it failed, how, and what a user of DDP can do about it
+        return known(failure.text)  # its text has a fix
+    # place, cause and fix
     where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
     said = f"{failure.kind}: {failure.text}" if failure.kind else failure.text
     hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), "")

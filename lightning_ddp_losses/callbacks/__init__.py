@@ -1,14 +1,14 @@
-"""Checks that find what goes wrong between ranks on the step where it happens, on all ranks, by name.
+"""Checks that find faults between ranks on the step where they happen, on all ranks, by name.
 
-`DDPChecks` runs them; each is a `RankCheck` in a file of its own, named for its class. Legend: ``W`` ranks, ``n`` numbers that a check
-measures.
+`DDPChecks` runs them. Each check is a `RankCheck` in a separate file, named for its class. Legend: ``W`` ranks, ``n`` numbers in the row of
+a check.
 
 =========================  ==========================================================================================================
 base                       `RankCheck`, a check as a callback; `DDPChecks`, all checks in one callback
 runner                     `CheckRunner`: a fit from start to end, the schedule of checks, one gather at each stage
-row_exchange               `Check`, the parts that a check writes; `RowExchange`: rows measured, exchanged and judged
-findings                   `CheckStage`, `Finding`; `LocalFindings` that one rank makes by itself; findings by their cause
-report                     where findings go: errors, warnings, a file, the logger, a table
+row_exchange               `Check`, the methods of a check; `RowExchange`: rows measured, exchanged and judged
+findings                   `CheckStage`, `Finding`; `LocalFindings` of one rank; findings by their cause
+report                     errors, warnings, a file, the logger, a table
 batch_check                `BatchCheck`, and the losses that compare samples; batch_reader reads for it
 buffer_sync                `BufferSyncCheck`
 checkpoint_check           `CheckpointCheck`
@@ -18,30 +18,30 @@ gradient_flow              `GradientFlowCheck`; its dry run before the first ste
 loss_check                 `LossCheck`, and logged values; loss_reader reads the losses of a rank and their graphs
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
-replicated_parameters      parameters that ranks must hold alike, slices of them, and fingerprints of slices
-ddp_state                  what DDP saw at the start, and why ranks went apart since
+replicated_parameters      parameters that must be equal on all ranks, slices of them, and fingerprints of slices
+ddp_state                  the state of DDP at the start, and the reasons for differences between ranks since
 =========================  ==========================================================================================================
 
 To add a check:
 
-1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``, which makes it one of those that ``DDPChecks()`` runs. Give
-   its ``stages`` (when), its ``faults`` (ids of ``FAULTS``), and whether it ``needs_peers``. Observe in ``start``, ``see_batch``,
-   ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap. ``measure`` returns this
-   rank's row: a short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster. Numbers of a device must not be
-   waited for: return the tensor itself, or a function that reads a ``HostNumbers`` when the row travels. Rows share a handshake, which
-   grows with them: keep yours small. Ours are ``NamedTuple``, so that ``judge`` reads them by name. ``judge`` gets the table (W, n), a
-   tensor or a list of such lists, and returns findings. It decides from the table alone (and from values that are the same on every rank),
-   so that every rank comes to the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has ``step``,
-   ``synchronising``, ``backwards``, ``stepping``, ``checkpoint`` and ``shared``.
-2. A row after a step is judged at the next step, the first one at once (``runner``); before that ``measure`` is not called again, so
-   ``describe`` finds what ``measure`` has kept. If a finding needs more than the row holds, ``describe`` gives a text of this rank,
-   ``explain`` makes findings of all texts, and ``tensor`` names the tensor whose largest difference is added. They run only when there is
-   a finding, on every rank. A ``LocalCheck`` adds findings of one rank by itself to ``local``, which does all this.
-3. ``figures`` returns numbers for the logger and the summary.
-4. Export it here, and write one row, sick and healthy, in a file of ``tests/callbacks``. (A check of ours also has its line in
+1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``. With ``default=True``, ``DDPChecks()`` runs it. Set its
+   ``stages``, its ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Observe in ``start``, ``see_batch``, ``see_loss``,
+   ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap. ``measure`` returns this rank's row: a
+   short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster. Do not wait for numbers of a device: return
+   the tensor itself, or a function that reads a ``HostNumbers`` when the row travels. Rows share a handshake, which grows with them, so
+   keep yours small. Ours are ``NamedTuple``, so that ``judge`` reads them by name. ``judge`` gets the table (W, n), a tensor or a list of
+   such lists, and returns findings. It decides from the table alone (and from values that are the same on every rank), so that every rank
+   has the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has ``step``, ``synchronising``, ``backwards``,
+   ``stepping``, ``checkpoint`` and ``shared``.
+2. A row after a step is judged at the next step, the first one at once (``runner``). ``measure`` is not called in between, so that
+   ``describe`` finds the values that ``measure`` has kept. If a finding needs more than the row holds, ``describe`` returns a text of this
+   rank, ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest difference. They run only for a finding,
+   on every rank. A ``LocalCheck`` adds findings of one rank to ``local``, which does all this.
+3. ``figures`` returns numbers for the logger, ``remarks`` lines for the summary.
+4. Export it here, and write one row, sick and healthy, in a file of ``tests/callbacks``. (A check of this package also has its line in
    ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)
 
-What a check raises becomes a finding of that check on all ranks.
+An error in a check becomes a finding of that check on all ranks.
 """
 
 from lightning_ddp_losses.callbacks.base import DDPChecks, RankCheck

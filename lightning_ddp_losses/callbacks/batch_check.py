@@ -1,8 +1,8 @@
-"""`BatchCheck`: every rank trains on separate rows, as many batches as its peers, in another order each epoch.
+"""`BatchCheck`: every rank trains on separate rows, in as many batches as its peers, in a new order each epoch.
 
 Batches are compared by short hashes, samplers by their plain attributes (``batch_reader.py``). Losses that compare samples come first:
-those that see this rank's rows only, those that gather, and calls without a positive pair. The check follows, then the comparison of the
-ranks' rows.
+those on this rank's rows only, those that gather, and calls without a positive pair. The check follows, then the comparison of the ranks'
+rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
-from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow, Remark, differing, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing
+from lightning_ddp_losses.callbacks.loss_reader import is_divided
 from lightning_ddp_losses.callbacks.row_exchange import Rows
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
@@ -34,11 +35,12 @@ from lightning_ddp_losses.strategies.training_data import SameRows
 KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
 _STEPS_WITHOUT_PAIRS = 3  # in a row
-_RANDOM_STEPS = 2  # steps whose random states are compared
+_RANDOM_STEPS = 2  # steps with compared random states
 _PML = "pytorch_metric_learning."
 _PROXY_ATTRIBUTES = ("num_classes", "proxies", "fc")  # a loss against class weights compares no samples
 _GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "BaseLossWrapper", "BaseDistributedLossWrapper"}
 _CALLS_ON_DEVICE = 20
+_ENDS = "number of batches"
 _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 
 
@@ -48,7 +50,7 @@ _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 def local_contrastive_losses(module: nn.Module) -> dict[str, nn.Module]:
     """Return pytorch-metric-learning's losses on tuples, by path, that neither gather nor lie inside a loss that does."""
     found: dict[str, nn.Module] = {}
-    covered: tuple[str, ...] = ()  # paths whose submodules are not looked at
+    covered: tuple[str, ...] = ()  # paths with submodules that are skipped
     for name, inner in module.named_modules():
         if name.startswith(covered):
             continue
@@ -97,14 +99,14 @@ def _has_proxies(loss: nn.Module) -> bool:
 
 
 class PositivePairs:
-    """Notes calls of losses whose labels are all different, so that nothing can be pulled together.
+    """Notes calls of losses with labels that are all different, so that the rows have no positive pair.
 
     Args:
-        losses: By path.
-        guard: Makes a function for a hook out of one that may raise.
+        losses: Losses by path.
+        guard: Function that turns one that may raise into one for a hook.
 
     Attributes:
-        without: By path of the loss, whether its latest call was one.
+        without: True if the latest call of a loss had no pair, by the path of the loss.
     """
 
     def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any]) -> None:
@@ -133,7 +135,7 @@ class PositivePairs:
         return see_call
 
     def remove(self) -> None:
-        """Leave no hook behind."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -143,17 +145,17 @@ class PositivePairs:
 
 
 class BatchStepRow(NamedTuple):
-    """Numbers that travel before backward, after this rank's own findings.
+    """Numbers that travel before backward, after the hash of this rank's findings.
 
     Attributes:
-        end: Index of the batch, shifted left by one; the low bit marks the last one of the epoch.
-        rows: Rows of the batch (graphs, if it is made of graphs); 0 if that is not known.
-        content: Hash of it; 0 if it was not read.
-        distinct: Different rows in it, shifted left by one; the low bit says that the data set is iterable.
+        end: Index of the batch, shifted left by one. The low bit marks the last one of the epoch.
+        rows: Rows of the batch (graphs, if it is made of graphs); 0 if their number is not known.
+        content: Hash of the batch; 0 if it was not read.
+        distinct: Different rows in it, shifted left by one. The low bit marks an iterable data set.
         random_state: Hash of torch's random state in the first steps; else 0.
-        order: Number of the order that rows are cut from; 0 if it is not known.
+        order: Number of the order that the ranks divide; 0 if it is not known.
         read_step: Optimizer steps before the batch that was hashed.
-        began_again: Whether a resumed epoch began with its first batch again.
+        began_again: 1 if a resumed epoch began with its first batch again.
     """
 
     end: int
@@ -173,7 +175,7 @@ class BatchEpochRow(NamedTuple):
         batches: Batches of the epoch; -1 if it is endless.
         full_size: Rows of a full batch; 0 if they cannot be known.
         last_size: Rows of the last batch; 0 if they cannot be known.
-        gathers: Hash of the path of a loss that gathers rows of equal numbers only; 0 for none.
+        gathers: Hash of the path of a loss that gathers equal numbers of rows only; 0 for none.
     """
 
     batches: int
@@ -183,18 +185,18 @@ class BatchEpochRow(NamedTuple):
 
 
 class BatchCheck(LocalCheck, default=True):
-    """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs.
+    """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs, whole windows.
 
-    Covers F18, F28, F29, F31, F33, F36, F54, F62, F67-F72, F83.
+    Covers F28, F29, F31, F33, F36, F54, F62, F67-F72, F83, F84, F85.
 
-    Batches on the host are read in every step (up to 64 rows, of wide ones 32 numbers). Batches on an accelerator are read in the first
-    16 of an epoch and in every 50th, one batch later. A finding needs evidence: batches are *the same* after two of them with 8 different
+    Batches on the host are read in every step (up to 64 rows, and 32 numbers of a wide row). On an accelerator the first 16 batches of an
+    epoch and every 50th are read, one batch later. A finding needs evidence: batches are *the same* after two of them with 8 different
     rows in all. A resumed epoch *begins again* if rank 0 draws the first batch of that epoch once more.
 
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 80 bytes in the handshake before backward; at the start of an epoch and at the end 0.2 KiB.
+    Communication: 72 bytes in the handshake before backward; at the start of an epoch and at the end 0.2 KiB.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
@@ -210,14 +212,19 @@ class BatchCheck(LocalCheck, default=True):
         CheckStage.TRAIN_END,
     )
     needs_peers = False
-    faults = ("F18", "F28", "F29", "F31", "F33", "F36", "F54", "F62", "F67", "F68", "F69", "F70", "F71", "F72", "F83")
+    faults = (
+        *("F28", "F29", "F31", "F33", "F36", "F54", "F62"),
+        *("F67", "F68", "F69", "F70", "F71", "F72", "F83", "F84", "F85"),
+    )
 
     def _forget(self) -> None:
         super()._forget()
         self._pairs: PositivePairs | None = None
         self._saved: EpochRecord | None = None  # of a checkpoint, which is loaded before training starts
+        self._early_samplers: list[Any] = []
+        self._late_epochs: list[tuple[object, str, int, int]] = []
         self._batch_idx = 0
-        # this rank's own data
+        # this rank's data
         self._sampler_epochs: dict[int, dict[str, int]] = {}
         self._steps_without_pairs: dict[str, int] = {}
         self._order = 0
@@ -228,18 +235,35 @@ class BatchCheck(LocalCheck, default=True):
         self._random_states: list[tuple[int, ...]] = []
         self._imbalance = 0.0
         self._global_rows: tuple[int, ...] = ()
+        self._accumulated = 1
 
     # ------------------------------------------------------------------ observe
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Watch the losses that compare samples."""
+        """Watch the losses that compare samples, and remember samplers that have drawn their order already."""
         self._pairs = PositivePairs(local_contrastive_losses(module), partial(self.runner.guarded, self))
+        self._early_samplers = batch_reader.early_samplers(trainer)
+        for sampler in self._early_samplers:
+            self._watch_epoch(trainer, sampler)
+
+    def _watch_epoch(self, trainer: Trainer, sampler: Any) -> None:
+        """Note the first epoch that Lightning sets, and the iterator that exists then."""
+
+        def set_epoch(epoch: int) -> None:
+            if epoch != sampler.epoch:
+                self._late_epochs.append((_iterator_of(trainer), type(sampler).__name__, int(sampler.epoch), epoch))
+            del sampler.set_epoch
+            sampler.set_epoch(epoch)
+
+        sampler.set_epoch = set_epoch
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave no hook behind."""
+        """Remove the hooks."""
         if self._pairs is not None:
             self._pairs.remove()
-        self._saved = None
+        for sampler in self._early_samplers:
+            vars(sampler).pop("set_epoch", None)
+        self._saved, self._early_samplers = None, []
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
@@ -260,7 +284,7 @@ class BatchCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Return this rank's own findings, and the numbers of the stage."""
+        """Return a hash of this rank's findings, and the numbers of the stage."""
         self.local.found = []
         row: list[int] = []
         if stage == CheckStage.TRAIN_START:
@@ -279,8 +303,11 @@ class BatchCheck(LocalCheck, default=True):
         else:
             if stage == CheckStage.EPOCH_START:
                 self._find_reshuffled(trainer)
+                batches = trainer.num_training_batches
+                if batches <= batches_until_max_steps(trainer) and math.isfinite(batches):
+                    self._find_short_window(trainer, int(batches))
             row = [*_epoch_row(trainer, module), *self._batches.counts]
-        return [*self.local.row(), *row]
+        return [self.local.row(), *row]
 
     def _step_row(self, trainer: Trainer) -> BatchStepRow:
         loaders = batch_reader.data_loaders(trainer)
@@ -288,11 +315,14 @@ class BatchCheck(LocalCheck, default=True):
         if self._batch_idx == 0:
             self._order = batch_reader.drawn_order(loaders[0]) if loaders else 0
             self._find_stale_samplers(trainer, loaders)
+        self._find_replayed_order(trainer)
         self._find_missing_pairs()
         random_state = 0
         if self.runner.step < _RANDOM_STEPS:
             random_state = hash_text(repr(torch.get_rng_state().tolist()))
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if is_last:
+            self._find_short_window(trainer, self._batch_idx + 1)
         is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
         began_again, self._began_again = self._began_again, False
         read = self._batches
@@ -307,8 +337,21 @@ class BatchCheck(LocalCheck, default=True):
             began_again=int(began_again),
         )
 
+    def _find_short_window(self, trainer: Trainer, batches: int) -> None:
+        """Look for a last window of fewer batches, which Lightning divides by the number of a full one."""
+        full = trainer.accumulate_grad_batches
+        if batches % full and trainer.lightning_module.automatic_optimization and is_divided(trainer):
+            self.local.add("F84", name="last window", number=batches % full, full=full)
+
+    def _find_replayed_order(self, trainer: Trainer) -> None:
+        """Look, once, for an order that workers drew before Lightning set the epoch of a resumed run."""
+        late, self._late_epochs = self._late_epochs, []
+        for iterator, name, drawn, epoch in late:
+            if iterator is _iterator_of(trainer):  # a new one would have drawn again
+                self.local.add("F85", name=name, epoch=epoch, drawn=drawn)
+
     def _find_stale_samplers(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> None:
-        """Look for samplers that shuffle by epoch and do not know of this one."""
+        """Look for samplers that shuffle by epoch and have the epoch of an earlier one."""
         epoch = trainer.current_epoch
         samplers: dict[str, Any] = {}
         for loader in loaders:
@@ -317,10 +360,10 @@ class BatchCheck(LocalCheck, default=True):
         # further evidence: the first batch is that of the epoch before
         before = self._sampler_epochs.get(epoch - 1, {})
         first = self._batches.first
-        begins_alike = bool(first.get(epoch)) and first.get(epoch) == first.get(epoch - 1)
+        has_same_first = bool(first.get(epoch)) and first.get(epoch) == first.get(epoch - 1)
         for path, sampler in samplers.items():
             is_stale = before.get(path) == int(sampler.epoch)
-            if is_stale and (begins_alike or isinstance(sampler, DistributedSampler)):
+            if is_stale and (has_same_first or isinstance(sampler, DistributedSampler)):
                 self.local.add("F70", name=path, sampler=type(sampler).__name__)
                 return
 
@@ -335,20 +378,20 @@ class BatchCheck(LocalCheck, default=True):
                 self.local.add("F31", "labels", name=name, steps=steps)
 
     def _find_local_losses(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find losses that compare the rows of this rank only, and accumulation that does not help them."""
+        """Find losses that compare the rows of this rank only, and accumulation, which gives them no more negatives."""
         if process_groups.world_size() == 1:
             return
         of_one_rank = list(local_contrastive_losses(module))
         names = ", ".join(f"`{name}`" for name in of_one_rank)
         if names:
             self.local.add("F29", name=names)
-        # the rows of all ranks are still those of one batch
+        # a loss over all ranks still sees one batch at a time
         names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
         if names and trainer.accumulate_grad_batches > 1:
             self.local.add("F33", name=names, batches=trainer.accumulate_grad_batches)
 
     def _find_repeated_rows(self, trainer: Trainer) -> None:
-        """Find held-out rows that padding hands out twice."""
+        """Find held-out rows that padding repeats."""
         for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
             rows = repeated_rows(loader)
             if rows:
@@ -365,9 +408,8 @@ class BatchCheck(LocalCheck, default=True):
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare the ranks' data."""
-        local_size = len(LocalRow._fields)
-        found = self.local.judge([LocalRow(*row[:local_size]) for row in table])
-        rest = [row[local_size:] for row in table]
+        found = self.local.judge([row[0] for row in table])
+        rest = [row[1:] for row in table]
         if stage == CheckStage.BEFORE_BACKWARD:
             return found + self._judge_step([BatchStepRow(*row) for row in rest], trainer)
         if stage in (CheckStage.EPOCH_START, CheckStage.TRAIN_END):
@@ -377,8 +419,12 @@ class BatchCheck(LocalCheck, default=True):
         return found
 
     def _judge_step(self, rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
-        self._global_rows = tuple(row.rows for row in rows)
-        found = _different_ends_of_step(rows, trainer)
+        self._global_rows, self._accumulated = tuple(row.rows for row in rows), trainer.accumulate_grad_batches
+        found: list[Finding] = []
+        # an epoch that ends on some ranks only, unless the fit ends here anyway
+        if batches_until_max_steps(trainer) > self._accumulated:
+            texts = [f"batch {row.end >> 1}{', its last' * (row.end & 1)}" for row in rows]
+            found += differing([row.end & 1 for row in rows], "F36", name=_ENDS, values=texts)
         # batches and orders
         ranks = self._same.see([row.content for row in rows], [row.distinct >> 1 for row in rows])
         if ranks:
@@ -392,9 +438,6 @@ class BatchCheck(LocalCheck, default=True):
             found += differing(orders, "F69", name="order")
         if rows[0].began_again:
             found.append(Finding.of("F83", name="resumed epoch", place=self._resumed_at))
-        # notes, once in a fit
-        if self.runner.step == 0 and len(rows) * trainer.accumulate_grad_batches > 1 and all(self._global_rows):
-            found.append(self._batch_meaning(trainer))
         if self.runner.step < _RANDOM_STEPS and len(rows) > 1:
             found += self._same_random_numbers(tuple(row.random_state for row in rows))
         return found
@@ -409,24 +452,27 @@ class BatchCheck(LocalCheck, default=True):
             return []
         return [Finding.of("F72", name="random numbers")]
 
-    def _batch_meaning(self, trainer: Trainer) -> Finding:
-        """Report how many rows an optimizer step sees, and the learning rate that linear scaling gives."""
-        global_rows, local_rows = sum(self._global_rows), max(self._global_rows)
-        total, rate = global_rows * trainer.accumulate_grad_batches, learning_rate(trainer)
-        rows = {"total": total, "global_rows": global_rows, "local_rows": local_rows}
-        advice = {
-            "accumulated": trainer.accumulate_grad_batches,
-            "rate": rate,
-            "scaled": rate * total / max(local_rows, 1),
-        }
-        return Finding.of("F18", name="global batch", **rows, **advice)  # type: ignore[arg-type] # fields of the texts
-
     def figures(self) -> dict[str, float]:
-        """Return the rows of the latest step, and how far the ranks' classes are from those of all ranks."""
+        """Return the rows of the latest step, and the distance of the ranks' classes from those of all ranks."""
         rows = self._global_rows
         if not rows or not all(rows):
             return {}
         return {"rows_min": float(min(rows)), "rows_max": float(max(rows)), "class_imbalance": self._imbalance}
+
+    def remarks(self) -> list[str]:
+        """Return the rows of an optimizer step, and the distance of the classes, in words."""
+        rows = self._global_rows
+        if not rows or not all(rows):
+            return []
+        per_rank = " to ".join(map(str, sorted({min(rows), max(rows)})))
+        remark = f"{self._accumulated * sum(rows)} rows in an optimizer step ({self._accumulated} x {sum(rows)}, {per_rank} per rank)"
+        if self._imbalance:
+            remark += f"; class shares of a rank differ by up to {self._imbalance:.0%} from those of all ranks"
+        return [remark]
+
+
+def _iterator_of(trainer: Trainer) -> object:
+    return compat.mode_iterator(compat.combined_loader(trainer.fit_loop))
 
 
 def _epoch_row(trainer: Trainer, module: nn.Module) -> BatchEpochRow:
@@ -449,8 +495,8 @@ def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: Trainer, module: Lightn
     """Compare the numbers of batches, and their sizes if a loss gathers equal numbers only; look for a batch of one row."""
     found = []
     numbers = [row.batches for row in rows]
-    if min(numbers) >= 0 and len(set(numbers)) > 1 and min(numbers) < batches_until_max_steps(trainer):
-        found.append(_different_ends([f"{number} batches" for number in numbers], numbers))
+    if 0 <= min(numbers) < batches_until_max_steps(trainer):
+        found += differing(numbers, "F36", name=_ENDS, values=[f"{number} batches" for number in numbers])
     sizes = [(row.full_size, row.last_size) for row in rows]
     gathers = [row.gathers for row in rows]
     if len(set(sizes)) > 1 and len(set(gathers)) == 1 and gathers[0]:
@@ -459,19 +505,6 @@ def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: Trainer, module: Lightn
     # a note: batch norm over rows and positions takes one row
     ranks = tuple(rank for rank, (full, last) in enumerate(sizes) if last == 1 < full)
     if ranks and any(type(inner) is nn.BatchNorm1d for inner in module.modules()):
-        found.append(Remark.of("F62", ranks=ranks if len(ranks) < len(rows) else (), name="last batch"))
+        ranks = ranks if len(ranks) < len(rows) else ()
+        found.append(Finding.of("F62", ranks=ranks, name="last batch", graded="note"))
     return found
-
-
-def _different_ends_of_step(rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
-    """Report an epoch that ends on some ranks only, unless the fit ends here anyway."""
-    is_last = [row.end & 1 for row in rows]
-    if len(set(is_last)) == 1 or batches_until_max_steps(trainer) <= trainer.accumulate_grad_batches:
-        return []
-    texts = [f"batch {row.end >> 1}{', its last' * (row.end & 1)}" for row in rows]
-    return [_different_ends(texts, is_last)]
-
-
-def _different_ends(texts: Sequence[str], numbers: Sequence[int]) -> Finding:
-    """Report ranks with epochs that end at different batches."""
-    return Finding.of("F36", ranks=odd_ranks(numbers), name="number of batches", values=tuple(texts))

@@ -1,8 +1,8 @@
-"""What this rank's training data hold: batches (rows, labels, a short hash of each row), and DataLoaders (sizes, samplers, epochs).
+"""Reads this rank's training data: batches (rows, labels, a short hash of each row), and DataLoaders (sizes, samplers, epochs).
 
-`BatchReader` reads each batch once for all checks. Batches on the host are read in every step (up to 64 rows, whole or, of wide ones, 32
-numbers); those on an accelerator only now and then, and but for the first of an epoch one batch later, when a copy that nobody waited for
-has arrived. From a DataLoader only that is taken which can be had without drawing from it.
+`BatchReader` reads each batch once for all checks. Batches on the host are read in every step: up to 64 rows, and 32 numbers of a wide row.
+Batches on an accelerator are read now and then, and except for the first of an epoch one batch later, when their copy has arrived.
+DataLoaders are read without drawing from them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import fingerprint
+from lightning_ddp_losses.samplers.global_batch import draw_of
 
 BUCKETS = 16  # of labels
-_MAX_LABELS = 1024  # rows whose labels are counted
+_MAX_LABELS = 1024  # counted labels of a batch
 _FIRST, _EVERY = 16, 50  # batches of an epoch that are read on an accelerator
 _COUNT_NAMES = ("num_graphs", "batch_size")
 _LABEL_NAMES = ("labels", "label", "targets", "target", "y")
@@ -37,13 +38,13 @@ _MAX_ATTRIBUTES = 64
 
 
 class _LateBatch(NamedTuple):
-    """What is hashed and counted of a batch, on its way from an accelerator.
+    """Contents of a batch that are hashed and counted, on their way from an accelerator.
 
     Attributes:
         step: Optimizer steps before it.
-        rows: How many are hashed.
-        tables: Of each tensor.
-        labels: Of its rows; None where there are none.
+        rows: Number of hashed rows.
+        tables: Copy of the rows of each tensor.
+        labels: Labels of the rows; None without labels.
     """
 
     step: int
@@ -53,10 +54,10 @@ class _LateBatch(NamedTuple):
 
 
 class EpochRecord(NamedTuple):
-    """Record of an epoch in a checkpoint, by which a resumed run sees that it draws the epoch from its start again.
+    """Record of an epoch in a checkpoint. It shows a resumed run that it draws the epoch from its start again.
 
     Attributes:
-        epoch: The epoch.
+        epoch: Number of the epoch.
         first: Content of rank 0's first batch in it.
         latest: Content of its latest batch; equal to ``first`` if batches do not change.
     """
@@ -67,14 +68,14 @@ class EpochRecord(NamedTuple):
 
 
 class BatchReader:
-    """Remembers what was read of the batches; one for all checks of a fit (``runner.shared(BatchReader)``).
+    """Reads batches and remembers their contents; one for all checks of a fit (``runner.shared(BatchReader)``).
 
     Attributes:
-        rows: Rows of the latest batch: of its first tensor.
-        samples: What it has of what the user counts: its rows, of graphs the graphs and not their nodes; 0 where that is not known.
-        content: Hash of it, on an accelerator of the one before; 0 if that was not read.
-        distinct: Different rows in that.
-        read_step: Optimizer steps before that.
+        rows: Rows of the latest batch, those of its first tensor.
+        samples: Samples of the latest batch: its rows, or its graphs (not their nodes); 0 if the number is not known.
+        content: Hash of that batch, on an accelerator of the one before; 0 if it was not read.
+        distinct: Different rows in the hashed batch.
+        read_step: Optimizer steps before the hashed batch.
         first: Content of the first batch, by epoch.
         total_rows: Rows of the fit.
         number: Batches of the fit.
@@ -118,7 +119,7 @@ class BatchReader:
         self.first.setdefault(epoch, self.content)
 
     def _read(self, batch: Any, tensors: list[Tensor]) -> None:
-        """Ask for what is hashed and counted of a batch."""
+        """Start to copy the contents of a batch that are hashed and counted."""
         number = min(self.rows, fingerprint.MAX_ROWS)
         labels = labels_of(batch, self.rows)
         tables = [HostCopy(table) for table in fingerprint.row_tables(tensors, self.rows, number)]
@@ -157,15 +158,15 @@ class BatchReader:
         """Do nothing: batches are counted as they come."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to leave."""
+        """Do nothing: it has no hooks."""
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
-    """Return the samples of a batch whose tensors have different numbers of rows; 0 where that cannot be known.
+    """Return the number of samples in a batch of tensors with different numbers of rows; 0 if it cannot be known.
 
-    Graphs are batched as one: nodes of all of them below each other, edges as pairs of nodes, and something per graph.
+    Graphs are batched as one: nodes of all of them below each other, edges as pairs of nodes, and one entry per graph.
     """
-    # what the batch says of itself (PyTorch Geometric, DGL, TensorDict)
+    # an attribute of the batch (PyTorch Geometric, DGL, TensorDict)
     parts = [batch]
     if isinstance(batch, (tuple, list)):
         parts += batch
@@ -187,7 +188,7 @@ def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
         edges = [named["edge_index"]]
     if not edges:
         return rows
-    # a graph: by its labels, else by the one number that is neither of nodes nor of edges
+    # graphs: by their labels, else by the one size that is neither of nodes nor of edges
     labels = _named_labels(named)
     if isinstance(labels, Tensor) and labels.ndim:
         return labels.shape[0]
@@ -207,7 +208,7 @@ def _named_labels(batch: Mapping[Any, Any]) -> Any:
 
 
 def labels_of(batch: Any, rows: int) -> Tensor | None:
-    """Return the class labels of a batch: a named entry, or the second of a tuple; one integer per row."""
+    """Return the class labels of a batch, one integer per row: a named entry, or the second of a tuple."""
     found: Any = None
     if isinstance(batch, Mapping):
         found = _named_labels(batch)
@@ -219,7 +220,7 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
 
 
 def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
-    """Return the largest total variation between a rank's labels and those of all ranks: 0 is alike, 1 has nothing in common."""
+    """Return the largest total variation between a rank's labels and those of all ranks: from 0 (the same) to 1 (none in common)."""
     counts = torch.tensor(counts_by_rank, dtype=torch.float64)
     known = counts[counts.sum(1) > 0]
     if not len(known):
@@ -233,23 +234,20 @@ def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
 
 def data_loaders(trainer: Trainer, *, validation: bool = False) -> list[DataLoader[Any]]:
     """Return the DataLoaders as they run, with Lightning's samplers."""
-    loop: Any = trainer.fit_loop
-    if validation:
-        loop = loop.epoch_loop.val_loop
-    combined = compat.combined_loader(loop)
+    combined = compat.combined_loader(compat.validation_loop(trainer) if validation else trainer.fit_loop)
     if combined is None:
         return []
     return [loader for loader in combined.flattened if isinstance(loader, DataLoader)]
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
-    """Say whether no sampler decides which rows a rank gets."""
+    """Return whether the rows of a rank come from an iterable data set, without a sampler."""
     return isinstance(loader.dataset, IterableDataset)
 
 
 def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
-    """Return the rows of this rank's full batches and of its last one; zeros where they cannot be known."""
-    # only torch's own BatchSampler cuts a known number of rows
+    """Return the rows of this rank's full batches and of its last one; zeros if they cannot be known."""
+    # only torch's BatchSampler cuts a known number of rows
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or is_iterable(loader):
         return 0, 0
@@ -263,9 +261,9 @@ def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
 
 
 def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
-    """Return the class of a sampler that makes batches which belong together, and that Lightning shuffles all the same.
+    """Return the class of a sampler of structured batches that Lightning shuffles; empty without one.
 
-    Known by a batch size or a number of rows per class of its own; torch's samplers have none.
+    Such a sampler has a batch size or a number of rows per class. torch's samplers have neither.
     """
     sampler = loader.sampler
     if not isinstance(sampler, DistributedSamplerWrapper) or not sampler.shuffle:
@@ -278,21 +276,32 @@ def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
 
 
 def drawn_order(loader: DataLoader[Any]) -> int:
-    """Return a number that must be equal on all ranks, which cut their parts out of one order; 0 where nothing can be said."""
+    """Return a number that must be equal on all ranks, because they divide one order; 0 if the order is not known."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSamplerWrapper):
-        # what Lightning drew once, for all ranks to cut from
+        # the order that Lightning drew once, for all ranks to divide
         head = compat.drawn_indices(sampler.dataset)[:_MAX_INDICES]
         if head and all(isinstance(index, int) for index in head) and len(set(head)) == len(head):
             return fingerprint.hash_text(repr(head), 62)
-        return 0  # drawn with replacement, every rank's part is as good as another
+        return 0  # with replacement, ranks may draw different rows
     if type(sampler) is DistributedSampler and sampler.shuffle:
         return fingerprint.hash_text(f"{sampler.seed} {sampler.epoch}", 62)
     return 0
 
 
+def early_samplers(trainer: Trainer) -> list[Any]:
+    """Return the samplers that shuffle by epoch and draw their order when the iterator is made: for workers, or without batches."""
+    found: list[Any] = []
+    for loader in data_loaders(trainer):
+        if loader.num_workers or loader.batch_sampler is None:
+            found += shuffling_samplers(loader).values()
+            draw = draw_of(loader)
+            found += [] if draw is None or isinstance(draw.source, SequentialSampler) else [draw]
+    return found
+
+
 def shuffling_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the samplers that shuffle by epoch, by path, also those inside other samplers."""
+    """Return the samplers that shuffle by epoch, by path, including those inside other samplers."""
     found: dict[str, Any] = {}
     queue = [("sampler", loader.sampler, 0), ("batch_sampler", loader.batch_sampler, 0)]
     seen: set[int] = set()

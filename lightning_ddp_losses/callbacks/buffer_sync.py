@@ -1,4 +1,4 @@
-"""`BufferSyncCheck`: state next to the parameters is equal on all ranks if it must be: memory queues, batch norm, metric states.
+"""`BufferSyncCheck`: memory queues, batch norm and metric states, which must be equal on all ranks.
 
 Three sections read modules, each for one kind of state: queues and running sums of losses, statistics of batch norm, states of metrics.
 The check follows.
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow, differing, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
 from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
@@ -33,9 +33,9 @@ from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text,
 from lightning_ddp_losses.metrics.states import ExchangingMetric
 
 _QUEUE_WORDS = ("queue", "memory", "bank")
-_QUEUE_ROWS = 1024  # of a larger queue its first rows are compared, and as many others
+_QUEUE_ROWS = 1024  # compared rows of a larger queue: the first ones, and as many others
 _MASK = (1 << 62) - 1
-MAX_CHANNELS = 48  # of all layers together that are compared
+MAX_CHANNELS = 48  # compared channels of all layers together
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _MIN_VARIANCE = 1e-12
 _NOISE = 0.5  # standard deviations times the root of the rows
@@ -47,14 +47,14 @@ _METRIC_STAGES = (CheckStage.VALIDATION_EPOCH_END, CheckStage.TRAIN_EPOCH_END)
 
 
 class SentBuffer:
-    """A buffer's value on its way to the host, as numbers that tell values apart.
+    """Fingerprints of a buffer on their way to the host.
 
     Args:
-        value: The buffer. Some rows of a large queue are looked at.
-        is_queue: Whether it holds rows of earlier batches.
+        value: Buffer. Only some rows of a large queue are read.
+        is_queue: True if it holds rows of earlier batches.
 
     Attributes:
-        is_queue: Whether its rows are compared in any order too.
+        is_queue: True if its rows are also compared without their order.
     """
 
     def __init__(self, value: Tensor, *, is_queue: bool) -> None:
@@ -70,13 +70,13 @@ class SentBuffer:
         self._tables = [HostCopy(table) for table in tables]
 
     def read(self) -> tuple[int, int, bool]:
-        """Return a number of the rows in their order, one of the rows in any order, and whether it is a queue."""
+        """Return a hash of the rows in their order, one without the order, and whether it is a queue."""
         hashes = hash_tables([table.read() for table in self._tables], self._rows)
         return self._in_order.read()[0], sum(hashes) & _MASK, self.is_queue
 
 
 class BufferSlot(NamedTuple):
-    """Names the place of a buffer, which may get another tensor."""
+    """Names the place of a buffer. The tensor there may be replaced."""
 
     path: str
     owner: nn.Module
@@ -85,7 +85,7 @@ class BufferSlot(NamedTuple):
 
 
 def compared_slots(module: nn.Module) -> list[BufferSlot]:
-    """Return the buffers of losses and metrics, and queues wherever they are; not batch norm's, nor what DDP is told to ignore."""
+    """Return the buffers of losses and metrics, and all queues; not those of batch norm, nor those that DDP ignores."""
     ignored = frozenset(getattr(module, DDP_IGNORES, ()))
     found: list[BufferSlot] = []
     for path, inner in module.named_modules():
@@ -104,7 +104,7 @@ def compared_slots(module: nn.Module) -> list[BufferSlot]:
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory is its value: not of a sparse one, nor of one that is not initialised."""
+    """Return whether a tensor's memory is its value: not for a sparse or an uninitialised one."""
     return not is_lazy(tensor) and tensor.layout == torch.strided
 
 
@@ -112,7 +112,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
 
 
 def plain_norms(module: nn.Module) -> dict[str, Any]:
-    """Return the layers of torch's own plain batch norm on this rank's rows, by path; a subclass may synchronise by itself."""
+    """Return the layers of torch's plain batch norm on this rank's rows, by path. A subclass may synchronise by itself."""
     return {
         name: inner for name, inner in module.named_modules() if type(inner) in _PLAIN_NORMS and not synchronises(inner)
     }
@@ -131,9 +131,10 @@ def norm_statistics(norms: Mapping[str, Any]) -> list[float]:
 
 
 def norm_distances(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return how far each rank's statistics are from those of all ranks.
+    """Return the distance of each rank's statistics from those of all ranks.
 
-    Of the means in standard deviations, of the variances in natural logarithms, the larger of the two, root mean square over channels.
+    Means are compared in standard deviations, variances in natural logarithms. The larger of the two counts, as the root mean square over
+    channels.
     """
     if not rows[0]:
         return [0.0] * len(rows)
@@ -149,12 +150,12 @@ def norm_distances(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 class StateKind(NamedTuple):
-    """What makes a gather of a metric's state pair up wrongly.
+    """Properties of a metric's state that must be equal on all ranks for its gathers to match.
 
     Attributes:
-        tensors: How many tensors will be gathered one by one; -1 of a list that is concatenated first and may be empty on some ranks.
-        ndim: Their dimensions; None of an empty list.
-        dtype: Their dtype, likewise.
+        tensors: Number of tensors that are gathered one by one; -1 for a list that is concatenated first and may be empty on some ranks.
+        ndim: Their dimensions; None for an empty list.
+        dtype: Their dtype; None for an empty list.
     """
 
     tensors: int
@@ -163,7 +164,7 @@ class StateKind(NamedTuple):
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
-    """Return torchmetrics' metrics by path, without Lightning's records of what was logged."""
+    """Return torchmetrics' metrics by path, without Lightning's records of logged values."""
     found: dict[str, Any] = {}
     for name, inner in module.named_modules():
         bases = type(inner).__mro__
@@ -174,10 +175,14 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
 
 
 def metric_states(module: nn.Module) -> dict[str, StateKind]:
-    """Return the kind of every metric state, by path, as it is about to be gathered; not if one exchange takes any number."""
+    """Return the kind of every metric state, by path, before it is gathered; not if one exchange takes any number of tensors."""
+    metrics = {
+        f"{path}.{name}".strip("."): each for path, outer in _roots(module) for name, each in metrics_of(outer).items()
+    }
     found: dict[str, StateKind] = {}
-    metrics = {path: each for path, each in metrics_of(module).items() if not isinstance(each, ExchangingMetric)}
     for path, metric in metrics.items():
+        if isinstance(metric, ExchangingMetric):
+            continue
         for name, reduction in (compat.state_reductions(metric) or {}).items():
             value = getattr(metric, name, None)
             if isinstance(value, Tensor):
@@ -189,8 +194,13 @@ def metric_states(module: nn.Module) -> dict[str, StateKind]:
     return found
 
 
+def _roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the module, and those that it holds in a list, a dict or a partial, by path."""
+    return [("", module), *unregistered_modules(module, {})]
+
+
 def compare_states(finding: Finding, texts: Sequence[str]) -> Finding:
-    """Describe a state that differs on all ranks, from the ranks' ``StateKind`` as JSON."""
+    """Describe a state that differs between ranks, from their ``StateKind`` as JSON."""
     kinds = [StateKind(*(json.loads(text) or [0])) for text in texts]
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
@@ -208,8 +218,8 @@ class ForwardRow(NamedTuple):
 
     Attributes:
         forwards: Largest number of forwards of a DDP with buffers since the last backward.
-        buffers: Hash of its buffers before the second forward; 0 if there was none, or it has none.
-        step: Optimizer steps before that backward: the first of a fit, then the one before this one, whose buffers have arrived.
+        buffers: Hash of its buffers before the second forward; 0 without a second forward or buffers.
+        step: Optimizer steps before the backward of these numbers: the first backward of a fit, later the one before this one.
     """
 
     forwards: int
@@ -218,16 +228,16 @@ class ForwardRow(NamedTuple):
 
 
 class BufferSyncCheck(LocalCheck, default=True):
-    """Batch norm's statistics, memory queues and metric states are alike on all ranks.
+    """Batch norm's statistics, memory queues and metric states are equal on all ranks.
 
-    Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does
-    not wait for a device. The finding names its step.
+    Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
+    does not wait for a device. The finding names the step of its buffers.
 
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 
     Args:
-        tolerance: Batch-norm statistics may be so many standard deviations apart (and 0.5 divided by the root of the rows per
-            rank, which is what chance does); plain DDP keeps a tenth of what the latest batches differ by.
+        tolerance: Allowed distance of batch-norm statistics in standard deviations; at least 0.5 divided by the root of the rows per
+            rank, the distance by chance. Plain DDP keeps a tenth of the difference of the latest batches.
         **options: As ``RankCheck``.
 
     Communication: 24 bytes before backward, 32 after the step; at validation 0.9 KiB.
@@ -266,7 +276,7 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Count forwards of every DDP that broadcasts buffers."""
-        # the strategy's wrapper, and what users wrap themselves, also where that is hidden from nn.Module
+        # the strategy's wrapper, and wrappers of users, also those that nn.Module does not register
         modules = {trainer.strategy.model, *module.modules()}
         modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
         watched = [each for each in modules if isinstance(each, DistributedDataParallel) and each.broadcast_buffers]
@@ -297,7 +307,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave no hook behind."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -308,7 +318,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         """Return fingerprints of buffers or states, or channels of batch norm."""
         if stage == CheckStage.TRAIN_START:
             self._find_unconverted(trainer, module)
-            return [*self.local.row()]
+            return [self.local.row()]
         if stage == CheckStage.BEFORE_BACKWARD:
             return self._forward_row()
         if stage == CheckStage.AFTER_STEP:
@@ -320,7 +330,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         return [mean_rows, *map(float, read.counts), *norm_statistics(plain_norms(module))]
 
     def _forward_row(self) -> list[int]:
-        """Return the forwards of the first backward at once, for autograd may fail in it; then those of the backward before this one."""
+        """Return the forwards of the first backward at once, because autograd may fail in it; later those of the backward before."""
         seen = max(self._forwards.values(), default=0), self._before_second, self.runner.step
         self._forwards, self._before_second = {}, None
         (forwards, before_second, step), self._last_forwards = self._last_forwards or seen, seen
@@ -328,7 +338,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         return [*ForwardRow(forwards, hash_text(repr(values)) if values else 0, step)]
 
     def _measure_buffers(self, module: nn.Module) -> Row:
-        """Look at the buffers that are compared."""
+        """Start to read the compared buffers."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = compared_slots(module)
         self._buffers = {}
@@ -341,7 +351,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         return partial(self._read_buffers, sent)
 
     def _read_buffers(self, sent: dict[str, SentBuffer]) -> list[int]:
-        """Return how many buffers are compared, and a hash of their names and fingerprints, which are kept for the explanation."""
+        """Return the number of compared buffers, and a hash of their names and fingerprints, which are kept for the explanation."""
         self._judged = sent
         named = [(name, *buffer.read()) for name, buffer in sent.items()]
         return [len(named), hash_text(repr(named))]
@@ -349,26 +359,26 @@ class BufferSyncCheck(LocalCheck, default=True):
     def _measure_states(self, module: nn.Module) -> list[int]:
         """Return a hash of the states' names, then one for the kind of each."""
         self._states = metric_states(module)
-        # an empty list of a state that is concatenated tells nothing
+        # an empty list of a state that is concatenated matches any other
         kinds = [0 if kind == StateKind(-1) else hash_text(repr(kind)) for kind in self._states.values()]
         return [hash_text(repr(list(self._states))), *kinds]
 
     def _find_unconverted(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find plain batch norm where the trainer was asked to synchronise it."""
+        """Find plain batch norm although the trainer synchronises it."""
         self.local.found = []
         if not compat.has_layer_sync(trainer.strategy):
             return
-        # also in modules that are held in a list, a dict or a partial, where no conversion finds it
-        for path, outer in [("", module), *unregistered_modules(module, {})]:
+        # also in unregistered modules, which the conversion does not find
+        for path, outer in _roots(module):
             for name in plain_norms(outer):
                 self.local.add("F60", name=f"{path}.{name}".strip("."))
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Compare what the ranks hold."""
+        """Compare buffers, metric states or statistics of the ranks."""
         if stage == CheckStage.TRAIN_START:
-            return self.local.judge([LocalRow(*row) for row in table])
+            return self.local.judge([row[0] for row in table])
         if stage == CheckStage.BEFORE_BACKWARD:
             return _two_forwards([ForwardRow(*row) for row in table])
         if stage == CheckStage.AFTER_STEP:
@@ -379,7 +389,7 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     def _judge_states(self, table: list[list[int]]) -> list[Finding]:
         names, *columns = zip(*table, strict=True)
-        if len(set(names)) > 1:  # other metrics per rank: they cannot be lined up
+        if len(set(names)) > 1:  # different metrics per rank: they cannot be lined up
             return []
         found = []
         for name, column in zip(self._states, columns, strict=True):
@@ -390,7 +400,7 @@ class BufferSyncCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ explain
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return this rank's fingerprints, states or own findings."""
+        """Return this rank's fingerprints, states or local findings."""
         if finding.name == "buffers":
             return json.dumps({name: sent.read() for name, sent in self._judged.items()})
         if finding.fault == "F52":
@@ -437,7 +447,7 @@ def _judge_norms(table: Rows, tolerance: float, rate: float) -> list[Finding]:
 
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
-    """Name each buffer that differs, and say by its kind what that means."""
+    """Name each buffer that differs, with the fault of its kind."""
     names: dict[str, None] = {}
     for of_rank in fingerprints_by_rank:
         names |= dict.fromkeys(of_rank)

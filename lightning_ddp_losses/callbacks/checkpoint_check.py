@@ -1,4 +1,4 @@
-"""`CheckpointCheck`: what is trained is in the checkpoint, what is in it comes back, and for the same number of ranks."""
+"""`CheckpointCheck`: a checkpoint holds all trained parameters, restores all it holds, and fits the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.distributed import process_groups
 
-_UNEVEN = 0.1  # a last batch, or ranks with different numbers of rows
+_UNEVEN = 0.1  # relative difference that a last batch, or ranks with different numbers of rows, may cause
 KEY = "ddp_checks"
-"""The entry of a checkpoint that says how it was trained."""
+"""The entry of a checkpoint that describes its training."""
 
 
 class CheckpointCheck(LocalCheck, default=True):
-    """Checkpoints hold every trained parameter, under the module's own names, and say for how many ranks they were made.
+    """Checkpoints hold every trained parameter under its name in the module, and the number of ranks that wrote them.
 
     Covers F65, F75 and F76.
 
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 16 bytes before backward, and when a checkpoint is saved or loaded.
+    Communication: 8 bytes before backward, and when a checkpoint is saved or loaded.
 
     Example:
         >>> checks = DDPChecks([CheckpointCheck(action="warn")])
@@ -47,11 +47,11 @@ class CheckpointCheck(LocalCheck, default=True):
         self._made_by: dict[str, Any] | None = None
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count its rows."""
+        """Count the rows of the batch."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Return what this rank finds in the checkpoint."""
+        """Return a hash of this rank's findings in the checkpoint."""
         self.local.found = []
         checkpoint = self.runner.checkpoint or {}
         state: Mapping[str, Any] = checkpoint.get("state_dict", {})
@@ -65,10 +65,10 @@ class CheckpointCheck(LocalCheck, default=True):
             self._made_by = checkpoint.get(KEY)
             self._find_unread(module, state)
             self._find_lost_positions(module)
-        return [*self.local.row()]
+        return [self.local.row()]
 
     def _description(self, trainer: Trainer) -> dict[str, Any]:
-        """Return how this fit trains."""
+        """Return the numbers that describe this fit."""
         return {
             "world_size": process_groups.world_size(),
             "rows_per_rank": self.runner.shared(BatchReader).samples,
@@ -78,7 +78,7 @@ class CheckpointCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ at saving
 
     def _find_missing(self, trainer: Trainer, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Find trained parameters that the checkpoint leaves out; another key for the same memory will do."""
+        """Find trained parameters that the checkpoint leaves out. A different key for the same memory is fine."""
         stored = {_memory_of(value) for value in state.values() if isinstance(value, Tensor)}
         names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
         for place, parameter in optimizer_parameters(trainer):
@@ -88,7 +88,7 @@ class CheckpointCheck(LocalCheck, default=True):
                 self.local.add("F75", "left_out", name=name or place)
 
     def _find_prefixes(self, module: nn.Module) -> None:
-        """Find wrapped modules, whose keys a plain module cannot load."""
+        """Find wrapped modules: a plain module cannot load their keys."""
         for name, inner in module.named_modules():
             if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
                 self.local.add("F75", "wrapped", name=name)
@@ -96,7 +96,7 @@ class CheckpointCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ at loading, and at the first step after it
 
     def _find_unread(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Find a key that stands for a parameter of the module under another name."""
+        """Find a key for a parameter that has a different name in the module."""
         own = dict(module.named_parameters())
         for key in state:
             # the key as a plain module would write it
@@ -106,7 +106,7 @@ class CheckpointCheck(LocalCheck, default=True):
                 return
 
     def _find_lost_positions(self, module: nn.Module) -> None:
-        """Find queues that came back without their position."""
+        """Find queues that were restored without their position."""
         for name, inner in module.named_modules():
             names = [cls.__name__ for cls in type(inner).__mro__]
             if "CrossBatchMemory" in names and hasattr(inner, "queue_idx") and _has_lost_position(inner):
@@ -125,19 +125,19 @@ class CheckpointCheck(LocalCheck, default=True):
             self.local.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Bring together what the ranks found."""
-        return self.local.judge([LocalRow(*row) for row in table])
+        """Combine the findings of the ranks."""
+        return self.local.judge([row[0] for row in table])
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return what tells whether two tensors are one; a lazy or sparse one has no memory to compare by."""
+    """Return a key that is equal for tensors of the same memory. A lazy or sparse tensor has none to compare."""
     if is_lazy(tensor) or tensor.layout != torch.strided:
         return id(tensor), 0
     return tensor.data_ptr(), tensor.numel()
 
 
 def _has_lost_position(memory: Any) -> bool:
-    """Return whether a memory holds rows and reports that it holds none."""
-    # rows came back with the state_dict, the position did not: it is no buffer (PML 2.9)
+    """Return whether a memory holds rows and reports that it is empty."""
+    # the state_dict restores the rows but not the position, which is no buffer (PML 2.9)
     is_filled = bool(getattr(memory, "embedding_memory", torch.zeros(0)).any())
     return is_filled and int(memory.queue_idx) == 0 and not memory.has_been_filled

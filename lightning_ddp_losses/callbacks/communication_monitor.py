@@ -1,7 +1,7 @@
-"""`CommunicationMonitor`: how many collectives a step runs, how many bytes they carry, and how much of the step they are on their way.
+"""`CommunicationMonitor`: the collectives of a step, their bytes, and their share of the step's time.
 
-Every n-th step a dispatch mode looks at all collectives, DDP's and the user's too; the other steps cost nothing. What DDP runs on
-an autograd thread of its own (accelerators) a dispatch mode does not see; its buckets are taken from DDP's own log then.
+Every n-th step a dispatch mode records all collectives, including those of DDP and the user. The other steps cost nothing. A dispatch mode
+does not record the collectives that DDP runs on separate autograd threads (accelerators). In that case DDP's log has its buckets.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
 from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.core import compat, nests
 
-_FIRST_STEP = 2  # before it DDP is still sorting its buckets
+_FIRST_STEP = 2  # before it DDP still sorts its buckets
 
 
 class CommunicationMonitor(RankCheck, default=True):
     """Calls, bytes and time of collectives per step, by kind; the largest by name.
 
-    Figures stand in the table at the end of the fit, and with ``DDPChecks(log_figures=True)`` in the loggers (``ddp_checks/comm/...``).
-    The time is that from the start of a collective to its end, waiting for slower ranks included; overlapping collectives count once.
+    The table at the end of the fit has the figures. With ``DDPChecks(log_figures=True)`` the loggers get them too
+    (``ddp_checks/comm/...``).
+    The time of a collective is that from its start to its end, including the wait for slower ranks. Overlapping collectives count once.
 
     Args:
-        every_n_steps: How often a step is looked at; the first steps, in which DDP is still sorting its buckets, are not.
+        every_n_steps: Period of the recorded steps. The first steps, in which DDP still sorts its buckets, are left out.
         action: As ``RankCheck``.
 
     Communication: none.
@@ -48,11 +49,11 @@ class CommunicationMonitor(RankCheck, default=True):
         self._busy_seconds: list[float] = []
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remember what DDP knows now."""
+        """Make the snapshot of DDP's state."""
         self.runner.shared(DDPSnapshot)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to watch, with the first batch of a step that is due."""
+        """Start to record, with the first batch of a step that is due."""
         steps = self.runner.steps - _FIRST_STEP
         is_due = steps >= 0 and steps % self.every_n_steps == 0
         if is_due and self._watch is None:
@@ -60,7 +61,7 @@ class CommunicationMonitor(RankCheck, default=True):
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        """Stop watching, now that the step is made, and log it."""
+        """Stop recording after the step, and log it."""
         watch = self._stop_watching()
         if watch is None:
             return
@@ -68,7 +69,7 @@ class CommunicationMonitor(RankCheck, default=True):
             raise watch.error
         ended = time.perf_counter()
         calls = watch.calls
-        # collectives on autograd's threads pass no dispatch mode: DDP's log has them
+        # no dispatch mode records collectives on autograd's threads: DDP's log has them
         ddp = self.runner.shared(DDPSnapshot).ddp
         if ddp is not None and not any(call.kind.startswith("allreduce") for call in calls):
             calls += _ddp_calls(compat.ddp_logging_data(ddp), watch.began)
@@ -79,7 +80,7 @@ class CommunicationMonitor(RankCheck, default=True):
         self.runner.report.log_step(trainer, _figures(calls, 1), self.runner.step)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave no dispatch mode behind."""
+        """Leave the dispatch mode."""
         self._stop_watching()
 
     def _stop_watching(self) -> CollectiveWatch | None:
@@ -89,14 +90,14 @@ class CommunicationMonitor(RankCheck, default=True):
         return watch
 
     def figures(self) -> dict[str, float]:
-        """Return means over the steps looked at."""
+        """Return means over the recorded steps."""
         if not self._step_seconds:
             return {}
         share = sum(self._busy_seconds) / sum(self._step_seconds)
         return _figures(self._calls, len(self._step_seconds)) | {"comm/share_of_step": share}
 
     def remarks(self) -> list[str]:
-        """Return what a step sends, and the largest collective by name."""
+        """Return the traffic of a step, and the largest collective by name."""
         if not self._calls:
             return []
         figures = self.figures()
@@ -123,27 +124,27 @@ class CollectiveCall:
     """Records one collective.
 
     Attributes:
-        kind: The operator's name.
-        num_bytes: What this rank holds of it.
-        began: When it started.
-        ended: When it was complete; None until then.
+        kind: Name of the operator.
+        num_bytes: Bytes of its tensors on this rank.
+        began: Time of its start.
+        ended: Time of its end; None until then.
     """
 
     def __init__(self, kind: str, num_bytes: int, began: float, ended: float | None = None) -> None:
         self.kind, self.num_bytes, self.began, self.ended = kind, num_bytes, began, ended
 
     def end(self, _: Any) -> None:
-        """Note that it is complete; called on whatever thread."""
+        """Record the end; called on any thread."""
         self.ended = time.perf_counter()
 
 
 class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the collectives that pass torch's dispatcher in this thread.
+    """Records the collectives that pass torch's dispatcher in this thread.
 
     Attributes:
-        began: When it was made.
-        error: Error of noting a collective; the collective itself ran.
-        calls: The collectives so far.
+        began: Time of its creation.
+        error: Error of the recording. The collective itself ran.
+        calls: Collectives so far.
     """
 
     def __init__(self) -> None:
@@ -153,26 +154,26 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; note it if it is a collective."""
+        """Run an operator; record it if it is a collective."""
         if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
             return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
         if func.namespace != "c10d":
             return func(*args, **(kwargs or {}))
         try:
             call = self._note(func, args)
-        except Exception as error:  # in the middle of the user's collective: it goes on, and the check fails behind it
+        except Exception as error:  # in the middle of the user's collective: run it, and let the check fail later
             self.error = error
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         work = result[-1] if isinstance(result, (tuple, list)) else result
         try:
             compat.on_completion(work, call.end)
-        except (AttributeError, RuntimeError, TypeError):  # a backend whose works have no future
+        except (AttributeError, RuntimeError, TypeError):  # a backend without futures
             call.end(None)
         return result
 
     def _note(self, func: Any, args: Any) -> CollectiveCall:
-        """Note a collective that begins."""
+        """Record the start of a collective."""
         kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
         tensors = {id(tensor): tensor for tensor in nests.tensors_in(args)}
         num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
@@ -182,9 +183,9 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes that a collective moves of a tensor: of a sparse one, its indices and values."""
+    """Return the bytes of a tensor in a collective; for a sparse one, those of its indices and values."""
     if tensor.layout == torch.sparse_coo:
-        # coalesced or not: what is there travels
+        # coalesced or not: all entries travel
         indices, values = compat.sparse_entries(tensor)
         return indices.nbytes + values.nbytes
     if tensor.layout != torch.strided:
@@ -193,7 +194,7 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def _ddp_calls(log: Mapping[str, Any], began: float) -> list[CollectiveCall]:
-    """Return DDP's buckets, from its own log."""
+    """Return DDP's buckets, from its log."""
     sizes = str(log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes") or "")
     seconds = float(log.get("avg_backward_comm_time") or 0) / 1e9
     found = [CollectiveCall("allreduce", int(size), began, began) for size in sizes.replace(",", " ").split()]

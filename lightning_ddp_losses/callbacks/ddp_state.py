@@ -1,9 +1,9 @@
-"""What DDP knew of the module when training started, and why ranks went apart since.
+"""The state of DDP when training started, and the reasons for differences between ranks since.
 
-DDP lists parameters once and hangs its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later
-has no hook; a forward that does not go through the wrapper arms none. `DDPSnapshot` remembers what DDP saw. When ranks differ, each
-tells its `StepState` (gradients, what DDP does not reduce, optimizer settings, scaler), and from those of all ranks
-`explain_gradient` and `explain_desync` say why. Of a step that question comes one step later.
+DDP lists parameters once and registers its hooks on those objects. A parameter that is created, replaced, cast or unfrozen later has no
+hook, and a forward that bypasses the wrapper arms none. `DDPSnapshot` remembers the parameters that DDP saw. When ranks differ, each sends
+its `StepState` (gradients, parameters that DDP does not reduce, optimizer settings, scaler). From those of all ranks, `explain_gradient`
+and `explain_desync` find the reason. For a step, that happens one step later.
 """
 
 from __future__ import annotations
@@ -23,19 +23,14 @@ from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed.fingerprint import (
-    StartedFingerprint,
-    fingerprint,
-    finish_fingerprints,
-    start_fingerprint,
-)
+from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, start_fingerprint
 
 UNREDUCED_AFTER_WRAP = ("F05", "F06", "F07", "F08", "F09", "F10", "F11")
 """Faults that leave each rank its own gradient: something came after the wrap, or a backward went past it."""
 AFTER_BACKWARD, BEFORE_STEP = "after backward", "before the step"
-"""Where gradients are looked at on their way: as DDP leaves them, and before hooks and clipping, when every strategy has reduced them."""
+"""Places where gradients are fingerprinted: after DDP's reduction; and before hooks and clipping, when every strategy has reduced them."""
 
-_MAX_OTHERS = 4  # parameters named beside the one that differs
+_MAX_OTHERS = 4  # parameters named in addition to the one that differs
 
 
 class _KnownParameter(NamedTuple):
@@ -43,14 +38,14 @@ class _KnownParameter(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     trains: bool
-    node: Any  # what DDP's hook hangs on; None where it has none
+    node: Any  # graph node of DDP's hook; None without one
 
 
 class DDPSnapshot:
     """Remembers the parameters as DDP saw them at the start of training (``runner.shared(DDPSnapshot)``).
 
     Attributes:
-        ddp: The model's DDP; None where there is none.
+        ddp: DDP of the model; None without one.
         forwards: Forward passes through it since the last batch ended.
     """
 
@@ -75,7 +70,7 @@ class DDPSnapshot:
                 if self.ddp is not None:
                     node = accumulation_node(parameter)
             self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, trains, node)
-        # gradients of the step that is being made, by place and name; those that the optimizer used, as far as somebody has looked
+        # gradients of the current step, by place and name; those that the optimizer used, as far as a check has read them
         self.on_their_way: dict[str, dict[str, list[StartedFingerprint]]] = {}
         self._of_step: dict[str, list[StartedFingerprint]] = {}
 
@@ -83,53 +78,53 @@ class DDPSnapshot:
         self.forwards += 1
 
     def batch_end(self) -> None:
-        """Start to count anew."""
+        """Reset the counters of a step."""
         self.forwards = 0
         self.on_their_way = {}
         self._of_step = {}
 
     def close(self) -> None:
-        """Leave no hook behind."""
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
 
     def expected_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters for whose gradients DDP waits in every backward; none if a backward ends well without some of them."""
+        """Return the parameters that DDP needs a gradient of in every backward; none if a backward may end without some of them."""
         if self.ddp is None or self.ddp.find_unused_parameters or self.ddp.static_graph:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
     def see_gradients(self, place: str, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]) -> None:
-        """Remember these slices of the gradients as they are at ``AFTER_BACKWARD`` (what DDP reduces) or ``BEFORE_STEP``."""
+        """Remember these slices of the gradients at ``AFTER_BACKWARD`` (those that DDP reduces) or ``BEFORE_STEP``."""
         found: dict[str, list[StartedFingerprint]] = {}
         for each, piece in dense_gradients(slices, parameters):
             if place == AFTER_BACKWARD and (self.ddp is None or each.name not in self._hooked):
-                continue  # somebody else reduces it, and not yet
+                continue  # a different reducer handles it, later
             found.setdefault(each.name, []).append(start_fingerprint(piece))
         # of several optimizers or backwards in one batch each adds its own
         self.on_their_way.setdefault(place, {}).update(found)
 
     def see_gradients_of_step(self, started: Mapping[str, list[StartedFingerprint]]) -> None:
-        """Remember fingerprints of gradients as the optimizer used them, by name."""
+        """Remember fingerprints of the gradients that the optimizer used, by name."""
         self._of_step.update(started)
 
     def gradients_of_step(
         self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]
     ) -> dict[str, list[StartedFingerprint]]:
-        """Return fingerprints of the gradients that the optimizer used: those that are known, and of these slices those that are not."""
+        """Return fingerprints of the gradients that the optimizer used: the known ones, and those of these slices."""
         others = [each for each in slices if each.name not in self._of_step]
         pieces = list(dense_gradients(others, parameters))
         started = [start_fingerprint(piece) for _, piece in pieces]
         return self._of_step | by_name([each for each, _ in pieces], started)
 
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
-        """Return the fault through which DDP does not reduce this parameter's gradient, as far as this rank can tell; else empty.
+        """Return the fault that keeps DDP from reducing this parameter's gradient, as far as this rank knows; empty without one.
 
         Args:
-            name: Of the parameter.
-            parameter: As the step had it.
-            backwards: Through Lightning, in this step.
-            forwards: Through DDP, likewise.
+            name: Name of the parameter.
+            parameter: Parameter at the step.
+            backwards: Backward passes through Lightning in this step.
+            forwards: Forward passes through DDP in this step.
         """
         # not a parameter of the module
         if name.startswith("optimizer "):
@@ -146,7 +141,7 @@ class DDPSnapshot:
         return ""
 
     def _changed_fault(self, name: str, parameter: Tensor) -> str:
-        """Return in what way a parameter is not the one that DDP saw; empty where it is."""
+        """Return the fault of a parameter that is not the one that DDP saw; empty if it is."""
         known = self._known.get(name)
         if known is None:
             return "F05"
@@ -162,11 +157,11 @@ class DDPSnapshot:
         return ""
 
 
-# ---------------------------------------------------------------------- what a rank tells
+# ---------------------------------------------------------------------- the state of one rank
 
 
 class OptimizerSettings:
-    """The plain settings of every parameter group, by optimizer; those that are tensors (a capturable learning rate) on their way."""
+    """The plain settings of every parameter group. Tensors (a capturable learning rate) are on their way to the host."""
 
     def __init__(self, runner: CheckRunner) -> None:
         self._names: list[list[str]] = []  # of each group
@@ -179,7 +174,7 @@ class OptimizerSettings:
         self._values = HostNumbers([value.reshape(()) if isinstance(value, Tensor) else value for value in values])
 
     def read(self) -> list[dict[str, Any]]:
-        """Return them; waits for those that have not arrived yet."""
+        """Return the settings of each group; waits for those that have not arrived yet."""
         values = iter(self._values.read())
         return [dict(zip(names, values, strict=False)) for names in self._names]
 
@@ -203,39 +198,34 @@ def send_gradient_scale(trainer: Trainer) -> HostNumbers:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         return HostNumbers([])
-    # ``get_scale`` waits; one that is scaled is the scale, where it lies
+    # ``get_scale`` waits; the scaled number 1 is the scale, on the device
     return HostNumbers([scaler.scale(torch.ones((), device=trainer.strategy.root_device))])
 
 
 class StepState:
-    """What this rank knows of a step that may explain a difference; it is told where there is one.
+    """Knowledge of this rank about a step that may explain a difference.
 
     Args:
-        runner: Of the fit, at the end of the step.
-        parameters: That ranks must hold alike.
-        compared: Slices whose gradients are remembered now, where the question comes a step later; None: it comes at once, and finds
-            all gradients.
+        runner: Runner of the fit, at the end of the step.
+        parameters: Parameters that must be equal on all ranks.
+        compared: Slices with gradients to remember now, because later steps replace them.
     """
 
-    def __init__(
-        self, runner: CheckRunner, parameters: Mapping[str, Tensor], compared: Sequence[TensorSlice] | None
-    ) -> None:
+    def __init__(self, runner: CheckRunner, parameters: Mapping[str, Tensor], compared: Sequence[TensorSlice]) -> None:
         self._runner, self._parameters = runner, parameters
         self._snapshot = snapshot = runner.shared(DDPSnapshot)
-        # what the end of the batch puts back
+        # values that the end of the batch resets
         self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, runner.stepped
         self._on_their_way = snapshot.on_their_way
         self._is_first = runner.steps == 0
-        self._gradients: dict[str, list[StartedFingerprint]] | None = None
-        if compared is not None:
-            self._gradients = snapshot.gradients_of_step(compared, parameters)
+        self._gradients = snapshot.gradients_of_step(compared, parameters)
 
-    def tell(self) -> dict[str, Any]:
-        """Return it as what travels as JSON; settings and scale are those of now."""
-        on_their_way = {place: _finished(gradients) for place, gradients in self._on_their_way.items()}
+    def describe(self) -> dict[str, Any]:
+        """Return the state as it travels as JSON, with the present settings and scale."""
         return {
-            "gradients": self._gradients_by_name(),
-            "on_their_way": on_their_way,
+            # None for gradients that are absent or were not fingerprinted
+            "gradients": dict.fromkeys(self._parameters) | _finished(self._gradients),
+            "on_their_way": {place: _finished(gradients) for place, gradients in self._on_their_way.items()},
             "unreduced": self._unreduced_faults(),
             "settings": OptimizerSettings(self._runner).read(),
             "scale": next(iter(send_gradient_scale(self._runner.trainer).read()), None),
@@ -243,14 +233,6 @@ class StepState:
             "clips": bool(self._runner.trainer.gradient_clip_val),
             "static": bool(getattr(self._snapshot.ddp, "static_graph", False)) and self._is_first,
         }
-
-    def _gradients_by_name(self) -> dict[str, Any]:
-        """Return fingerprints of the gradients; None of those that are absent or were not looked at."""
-        found: dict[str, Any] = dict.fromkeys(self._parameters)
-        if self._gradients is not None:
-            return found | _finished(self._gradients)
-        dense = {name: p.grad for name, p in self._parameters.items() if p.grad is not None and not p.grad.is_sparse}
-        return found | {name: fingerprint(gradient) for name, gradient in dense.items()}
 
     def _unreduced_faults(self) -> dict[str, str]:
         """Return ``unreduced_fault`` of each parameter that has one."""
@@ -260,20 +242,20 @@ class StepState:
 
 
 def _finished(gradients: Mapping[str, list[StartedFingerprint]]) -> dict[str, list[int]]:
-    return {name: finish_fingerprints(started) for name, started in gradients.items()}
+    return {name: HostNumbers(started).read() for name, started in gradients.items()}
 
 
-# ---------------------------------------------------------------------- what all ranks make of it
+# ---------------------------------------------------------------------- reasons, from the states of all ranks
 
 
 class DesyncCause(NamedTuple):
-    """Names the fault by which ranks went apart.
+    """Names the fault behind a difference between ranks.
 
     Attributes:
         fault: Id of the fault.
         values: Values of the ranks that show it.
-        case: Case of it in the table of faults.
-        others: Parameters that it comes from, for the text.
+        case: Name of its case in the table of faults.
+        others: Parameters that cause it, for the text.
     """
 
     fault: str
@@ -282,20 +264,20 @@ class DesyncCause(NamedTuple):
     others: str = ""
 
     def finding(self, found: Finding, what: str, name: str, ranks: tuple[int, ...]) -> Finding:
-        """Return the finding that names this cause, in place of one that names none.
+        """Return the finding that names this cause.
 
         Args:
             found: Finding of a difference.
-            what: The parameter or gradient, for the text.
-            name: Its name.
-            ranks: Ranks on which it is odd.
+            what: Parameter or gradient, for the text.
+            name: Name of the parameter.
+            ranks: Ranks that differ from the majority.
         """
         fix = FAULTS[self.fault].explain(self.case, others=self.others).fix
         return replace(found, fault=self.fault, what=what, name=name, ranks=ranks, values=self.values, fix=fix)
 
 
 def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> DesyncCause:
-    """Say why the gradient of ``name`` differs, given the states of all ranks and the names of all gradients that differ."""
+    """Return the cause of a gradient's difference, given the states of all ranks and the names of all gradients that differ."""
     unreduced: dict[str, str] = {}
     for state in states:
         unreduced |= state["unreduced"]
@@ -311,7 +293,7 @@ def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: 
 
 
 def _cause_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> DesyncCause:
-    """Return the cause if a gradient was changed after the reduction, or not reduced."""
+    """Return the cause for a gradient that was changed after the reduction, or not reduced."""
     before_step, after_backward = (_agree_on_their_way(states, place, name) for place in (BEFORE_STEP, AFTER_BACKWARD))
     if before_step:
         return DesyncCause("F13", case="clipped")
@@ -325,7 +307,7 @@ def _cause_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> DesyncC
 
 
 def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
-    """Say whether a gradient was equal on all ranks at a place on its way to the step; None where a rank did not look."""
+    """Return whether a gradient was equal on all ranks at a place before the step; None if a rank has no fingerprint."""
     values = [state["on_their_way"].get(place, {}).get(name) for state in states]
     if None in values:
         return None
@@ -333,10 +315,10 @@ def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: s
 
 
 def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> DesyncCause:
-    """Say why the parameter ``name`` differs: its gradient was not reduced, or the optimizers went apart."""
+    """Return the cause of a parameter's difference: its gradient was not reduced, or the optimizers differ."""
     if at_start:
         return DesyncCause("F04")
-    # a step that some ranks skipped, or scaled otherwise
+    # a step that some ranks skipped, or scaled differently
     for key, fault in (("stepped", "F14"), ("scale", "F15")):
         values = tuple(state[key] for state in states)
         if len(set(values)) > 1:
@@ -353,7 +335,7 @@ def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: 
 
 
 class DifferingSettings(NamedTuple):
-    """Names the settings that differ in the first parameter group of which some do.
+    """Names the differing settings of the first parameter group that has any.
 
     Attributes:
         group: Number of the group.
@@ -367,7 +349,7 @@ class DifferingSettings(NamedTuple):
 
 
 def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> DifferingSettings | None:
-    """Return the settings of a parameter group that are not the same on all ranks; None if all groups are alike."""
+    """Return the settings of the first parameter group that differ between ranks; None if all groups are equal."""
     for number, groups in enumerate(zip(*settings_by_rank, strict=False)):
         keys = differing_keys(groups)
         if keys:
@@ -377,6 +359,6 @@ def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) 
 
 
 def differing_keys(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of the first rank whose values are not the same on all ranks."""
+    """Return the keys of the first rank with values that differ between ranks."""
     first = by_rank[0]
     return [key for key in first if any(values.get(key) != first[key] for values in by_rank)]

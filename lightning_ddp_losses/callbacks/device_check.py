@@ -1,4 +1,4 @@
-"""`DeviceCheck`: every rank has a device of its own and works on it; metrics and losses are where their inputs are."""
+"""`DeviceCheck`: every rank has a separate device and uses it. Metrics and losses are on the device of their inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalRow
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.core.host_copy import anonymous_bytes
@@ -23,27 +23,24 @@ from lightning_ddp_losses.distributed.rendezvous import device_identity
 
 
 class DeviceRow(NamedTuple):
-    """What travels at the start of training.
+    """Numbers that travel at the start of training.
 
     Attributes:
-        faults: As ``LocalRow``.
-        texts: As ``LocalRow``.
-        identity: A hash of the device's identity; 0 for one that ranks share by right.
+        findings: Hash of this rank's findings.
+        identity: Hash of the device's identity; 0 for one that ranks may share.
     """
 
-    faults: int
-    texts: int
+    findings: int
     identity: int
 
 
 class UseRow(NamedTuple):
-    """What a rank did in a fit, as it travels at the end.
+    """Work of a rank in a fit. The numbers travel at the end.
 
     Attributes:
-        batches: Batches that it trained on.
-        seconds: Since training started.
-        peak_bytes: Largest memory on the device. On the CPU the largest anonymous memory of the process when a step was about to go
-            backward (Linux, else 0).
+        batches: Training batches.
+        seconds: Seconds since training started.
+        peak_bytes: Largest memory on the device. On the CPU the largest anonymous memory of the process before a backward (Linux, else 0).
     """
 
     batches: float
@@ -52,12 +49,12 @@ class UseRow(NamedTuple):
 
 
 def visible_devices() -> int:
-    """Return how many accelerators this process may use."""
+    """Return the number of accelerators that this process may use."""
     return torch.accelerator.device_count()
 
 
 class DeviceCheck(LocalCheck, default=True):
-    """Each rank has its own device and uses it.
+    """Each rank has a separate device and uses it.
 
     Covers F50 and F73. Reports batches, seconds and peak memory of every rank as figures.
 
@@ -80,22 +77,22 @@ class DeviceCheck(LocalCheck, default=True):
         self._use_by_rank: list[UseRow] = []
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Begin to count."""
+        """Start the clock."""
         self._began = time.perf_counter()
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count it."""
+        """Count the batch."""
         self._batches += 1
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Look at the memory where most of it is in use: forward is done, and all that backward needs is there."""
+        """Read the memory at its peak: after forward, with everything that backward needs."""
         if trainer.strategy.root_device.type == "cpu":
             self._host_peak_bytes = max(self._host_peak_bytes, anonymous_bytes())
 
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int] | list[float]:
-        """Return which device this is, having looked for what is not on it; at the end, what this rank did."""
+        """Return hashes of the findings and of the device; at the end, the work of this rank."""
         device = trainer.strategy.root_device
         if stage == CheckStage.TRAIN_END:
             peak_bytes = self._host_peak_bytes
@@ -111,10 +108,10 @@ class DeviceCheck(LocalCheck, default=True):
         self._find_elsewhere(modules, device)
         self._find_idle_devices(trainer, device)
         identity = device_identity(device)
-        return [*DeviceRow(*self.local.row(), hash_text(identity) if identity else 0)]
+        return [*DeviceRow(self.local.row(), hash_text(identity) if identity else 0)]
 
     def _find_threads(self, modules: Mapping[str, nn.Module]) -> None:
-        """Find threads that compute next to the ranks."""
+        """Find modules that compute in threads."""
         for name, inner in modules.items():
             if isinstance(inner, nn.DataParallel):
                 self.local.add("F73", "threads", name=name)
@@ -144,13 +141,13 @@ class DeviceCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Look for devices that ranks share; keep the figures."""
+        """Find devices that ranks share; keep the figures."""
         if stage == CheckStage.TRAIN_END:
             self._use_by_rank = [UseRow(*row) for row in table]
             return []
-        # what ranks found by themselves, and devices that several of them name
+        # findings of single ranks, and devices that several ranks share
         rows = [DeviceRow(*row) for row in table]
-        found = self.local.judge([LocalRow(row.faults, row.texts) for row in rows])
+        found = self.local.judge([row.findings for row in rows])
         identities = [row.identity for row in rows]
         shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
         if shared:
@@ -168,7 +165,7 @@ class DeviceCheck(LocalCheck, default=True):
         return found
 
     def remarks(self) -> list[str]:
-        """Return the same, of each rank where they are few; else of all together, from the least to the most."""
+        """Return the same as text, for each rank if they are few, else as a range over all."""
         if not self._use_by_rank:
             return []
         if len(self._use_by_rank) > MOST_RANKS_ONE_BY_ONE:
@@ -185,13 +182,13 @@ class DeviceCheck(LocalCheck, default=True):
 
 
 def _span(values: Sequence[float], form: str) -> str:
-    """Return the smallest and the largest value as text, once where they read the same."""
+    """Return the smallest and the largest value as text, or one if both read the same."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
 
 
 def _is_same(used: torch.device, device: torch.device) -> bool:
-    """Return whether two devices are one; a device without an index is any of its type."""
+    """Return whether two devices are one. A device without an index is any of its type."""
     return used.type == device.type and (used.index == device.index or None in (used.index, device.index))
 
 

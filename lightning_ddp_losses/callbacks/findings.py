@@ -1,22 +1,22 @@
-"""Findings of checks: where in a run they are made, one record each, shared between ranks, grouped by their cause.
+"""Findings of checks: the places of a run where they are made, one record for each, their exchange between ranks, and their causes.
 
-A `Finding` is a plain record, the same on every rank; it names the `CheckStage` and the step of its row. `LocalFindings` collects those
-that a rank can make by itself: its row in the shared gather is two numbers, a mask (one bit for each fault of the check) and a hash of the
-texts. If the hashes agree, every rank has the same texts already; else the ranks that found something send theirs.
+A `Finding` is a plain record, equal on every rank. It names the `CheckStage` and the step of its row. `LocalFindings` collects the findings
+that one rank makes by itself. They travel as one number, a hash of their texts. If the hashes agree, every rank has the same texts already.
+Otherwise the ranks exchange the texts.
 
-`group_by_cause` keeps the number of warnings small: one fault shows in many places. A parameter that nothing reduces is another one on each
-rank in its gradient, then in itself, then, through clipping, in every other parameter. The table of faults has which fault brings which
-along; of the same fault the finding that is nearest to the cause comes first. Every rank has the same findings in the same order, so every
-rank groups them in the same way.
+`group_by_cause` keeps the number of warnings small, because one fault shows in many places. A parameter that DDP does not reduce has
+different gradients first, then different values, and through clipping it changes every other parameter. The table of faults lists the
+faults that follow from another one. Among findings of one fault, the one nearest to the cause comes first. Every rank has the same findings
+in the same order, so every rank forms the same groups.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, Severity
 from lightning_ddp_losses.distributed.fingerprint import hash_text
@@ -27,14 +27,14 @@ FAILED = "CHECK"
 
 MOST_NAMES = 6  # parameters or groups that one finding names
 _TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
-_UNEXPLAINED = "texts "  # begins the name of a finding whose texts are still on other ranks
+_UNEXPLAINED = "texts "  # begins the name of a finding whose texts are on other ranks
 _SEVERITIES = ("error", "warning", "note")
 _RESULTS = "ParameterSyncCheck"  # its findings result from gradients and optimizers
-_MOST_FOLLOWERS = 8  # findings that a warning names next to its own
+_MOST_FOLLOWERS = 8  # findings that a warning lists after its own
 
 
 class CheckStage(str, Enum):
-    """Names when checks measure and judge; the value is how messages call that place of the run.
+    """Names the places of a run where checks measure and judge. Messages contain the value.
 
     Example:
         >>> CheckStage.AFTER_STEP.value
@@ -59,7 +59,7 @@ _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.
 
 
 def place_of(moment: str, step: int) -> str:
-    """Return where in a run something was: in which step, or after how many. A place before the first step has no number.
+    """Return the place of something in a run, with its step or the number of steps before it; before the first step without a number.
 
     Args:
         moment: Value of a stage, or another place of the runner.
@@ -77,18 +77,19 @@ class Finding:
     """Records one finding of one check.
 
     Attributes:
-        fault: Id of the fault, in the one table of them (``faults.FAULTS``); ``ddp-losses explain`` shows its row.
-        what: What is wrong, as the user knows it.
-        expected: What it should have been.
-        ranks: Ranks it concerns; empty if it concerns all of them.
-        name: The parameter, buffer, loss or option.
+        fault: Id of the fault in ``faults.FAULTS``. ``ddp-losses explain`` shows its row.
+        what: Fault as the user knows it.
+        expected: Healthy state.
+        ranks: Affected ranks; empty for all of them.
+        name: Parameter, buffer, loss or option.
         values: One entry per rank, if ranks differ.
-        fix: What to do, as a sentence; empty: what the table says.
-        check: The check's class; filled in by the runner, like the next two.
+        fix: Advice, as a sentence; empty for that of the table.
+        check: Class of the check. The runner fills in this field and the next two.
         step: Optimizer steps before this one.
-        moment: Where in the run: the value of a ``CheckStage`` (a column of ``ddp_checks.jsonl``, hence its name).
+        moment: Place in the run, the value of a ``CheckStage`` (also a column of ``ddp_checks.jsonl``).
         max_difference: Largest difference between ranks of the tensor's elements, if the check named a tensor.
-        follows: Fault that this finding follows from; empty if it stands for itself.
+        follows: Fault that this finding follows from; empty for an independent finding.
+        graded: Severity, if it is not that of the fault.
 
     Example:
         >>> finding = Finding("F36", "epoch", "equal on all ranks", (1,), values=(3, 4))
@@ -108,6 +109,7 @@ class Finding:
     moment: str = ""
     max_difference: float | None = None
     follows: str = ""
+    graded: Severity | None = None
 
     def __post_init__(self) -> None:
         expect(self.fault in FAULTS, "Finding.fault", expected="an id of FAULTS", got=repr(self.fault))
@@ -121,6 +123,7 @@ class Finding:
         ranks: tuple[int, ...] = (),
         name: str = "",
         values: tuple[Any, ...] = (),
+        graded: Severity | None = None,
         **fields: Any,
     ) -> Finding:
         """Return a finding with the texts of a case in the table of faults.
@@ -128,16 +131,17 @@ class Finding:
         Args:
             fault: Id of the fault.
             case: Name of the case in the fault's row.
-            ranks: Ranks it concerns.
+            ranks: Affected ranks.
             name: Parameter, buffer, loss or option; also a field of the texts.
             values: One entry per rank.
+            graded: Severity, if it is not that of the fault.
             **fields: Other fields of the texts.
         """
         texts = FAULTS[fault].explain(case, name=name, **fields)
-        return cls(fault, texts.what, texts.expected, ranks, name, values, texts.fix)
+        return cls(fault, texts.what, texts.expected, ranks, name, values, texts.fix, graded=graded)
 
     def refine(self, fault: str, case: str = "check", **details: Any) -> Finding:
-        """Return the finding that ranks make of this one together: same check and place in the fit, other texts.
+        """Return the finding that replaces this one once all ranks' texts are known: same check and place, other texts.
 
         Args:
             fault: Id of the fault.
@@ -148,8 +152,8 @@ class Finding:
 
     @property
     def severity(self) -> Severity:
-        """Look the severity up in the one table of faults."""
-        return FAULTS[self.fault].severity
+        """Return the severity: that of the fault, unless the finding has a separate one."""
+        return self.graded or FAULTS[self.fault].severity
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -157,10 +161,10 @@ class Finding:
         return self.check, self.fault, self.name
 
     def text(self, further: str = "") -> str:
-        """Format the finding for an error or a warning: what, expected, one line per rank, what to do, the command that explains it.
+        """Format the finding for an error or a warning: fault, healthy state, one line per rank, advice, the command that explains it.
 
         Args:
-            further: A line that comes before that command; empty: none.
+            further: Line before that command; empty for none.
         """
         what = f"{self.check}, {self.fault}, {place_of(self.moment, self.step)}: {self.what}"
         if self.ranks:
@@ -173,31 +177,9 @@ class Finding:
 
     def record(self) -> dict[str, Any]:
         """Return the line of ``ddp_checks.jsonl``."""
-        plain = asdict(self)
-        for key, value in plain.items():
-            if isinstance(value, tuple):
-                plain[key] = list(value)
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        del plain["graded"]
         return {"step": plain.pop("step"), "check": plain.pop("check"), "severity": self.severity, **plain}
-
-
-@dataclass(frozen=True)
-class SwitchedOff(Finding):
-    """Records that a check of this package failed by itself: a warning, for the training may be healthy. It runs no more in this fit."""
-
-    @property
-    def severity(self) -> Severity:
-        """Return that it is a warning: the training may be healthy."""
-        return "warning"
-
-
-@dataclass(frozen=True)
-class Remark(Finding):
-    """Records what is a fault of its kind where it was not meant, and often is meant: a note."""
-
-    @property
-    def severity(self) -> Severity:
-        """Return that it is a note."""
-        return "note"
 
 
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
@@ -231,52 +213,21 @@ def differing(
 
 
 def shown_names(names: Sequence[str]) -> str:
-    """List the first names for a message, and how many more there are."""
+    """List the first names for a message, and the number of further ones."""
     shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
     if len(names) > MOST_NAMES:
         shown += f" and {len(names) - MOST_NAMES} more"
     return shown
 
 
-def failed_check(title: str, failures: Mapping[int, str], *, is_built_in: bool) -> Finding:
-    """Make the finding of a check that failed by itself, with the errors of its ranks.
-
-    Args:
-        title: Name of the check.
-        failures: By rank, the error that it raised there.
-        is_built_in: The check is one of this package: it is switched off, and training goes on.
-    """
-    ranks = tuple(failures)
-    values = tuple(f"{rank}: {text}" for rank, text in failures.items())
-    what = f"{title} itself failed"
-    if not is_built_in:
-        fix = "Mend the check, or leave it out of DDPChecks(checks=[...])."
-        return Finding(FAILED, what, "a row of every rank", ranks, title, values, fix)
-    what += ", by a fault of its own, and is switched off on all ranks for the rest of this fit"
-    fix = f"Training is as before; leave {title} out of DDPChecks(checks=[...]) to be rid of this warning, and please report it."
-    return SwitchedOff(FAILED, what, "", ranks, title, values, fix)
-
-
-class LocalRow(NamedTuple):
-    """Two numbers that stand for the findings that one rank made by itself; zeros for none.
-
-    Attributes:
-        faults: One bit for each fault of the check.
-        texts: A hash of their texts.
-    """
-
-    faults: int = 0
-    texts: int = 0
-
-
 class LocalFindings:
-    """Collects one rank's own findings and brings those of all ranks together.
+    """Collects the findings that one rank makes by itself, and combines those of all ranks.
 
     Args:
-        faults: Which faults there may be; at most 62, one bit each.
+        faults: Faults of the check.
 
     Attributes:
-        found: The findings of this rank.
+        found: Findings of this rank.
     """
 
     def __init__(self, faults: Sequence[str]) -> None:
@@ -287,42 +238,25 @@ class LocalFindings:
         """Add a finding of this rank, as ``Finding.of`` makes it."""
         self.found.append(Finding.of(fault, case, name=name, **fields))
 
-    def row(self) -> LocalRow:
-        """Return what travels in the check's row."""
-        if not self.found:
-            return LocalRow()
-        faults = 0
-        for finding in self.found:
-            faults |= 1 << self._faults.index(finding.fault)
-        return LocalRow(faults, hash_text(json.dumps([_text_fields(finding) for finding in self.found])))
+    def row(self) -> int:
+        """Return the number that travels in the check's row: a hash of the texts, 0 without findings."""
+        return hash_text(self._texts()) if self.found else 0
 
-    def judge(self, rows: Sequence[LocalRow]) -> list[Finding]:
-        """Return the findings of all ranks: in full where every rank has the same, else by fault, to be explained."""
-        if not any(row.faults for row in rows):
-            return []
-        # every rank found the same: its texts are here
-        hashes = [row.texts for row in rows]
+    def _texts(self) -> str:
+        return json.dumps([[str(getattr(finding, field)) for field in _TEXT_FIELDS] for finding in self.found])
+
+    def judge(self, hashes: Sequence[int]) -> list[Finding]:
+        """Return the findings of all ranks: in full if every rank has the same, else one that ``explain`` divides."""
         if len(set(hashes)) == 1:
             return list(self.found)
-        # else name the ranks of each fault; their texts follow in ``explain``
-        found: list[Finding] = []
-        for bit, fault in enumerate(self._faults):
-            ranks = tuple(rank for rank, row in enumerate(rows) if row.faults >> bit & 1)
-            if ranks:
-                found.append(Finding(fault, FAULTS[fault].title, ranks=ranks, name=f"{_UNEXPLAINED}{hashes}"))
-        return found
+        return [Finding(self._faults[0], "findings of some ranks", name=f"{_UNEXPLAINED}{[*hashes]}")]
 
     def describe(self, finding: Finding) -> str | None:
-        """Return this rank's texts of a finding that some ranks have no text of."""
-        if not finding.name.startswith(_UNEXPLAINED):
-            return None
-        return json.dumps([_text_fields(own) for own in self.found if own.fault == finding.fault])
+        """Return this rank's texts, if some ranks lack them."""
+        return self._texts() if finding.name.startswith(_UNEXPLAINED) else None
 
     def explain(self, finding: Finding, texts: Sequence[str]) -> list[Finding]:
         """Make one finding of each text, with the ranks that have it."""
-        if not finding.name.startswith(_UNEXPLAINED):
-            return [finding]
-        # ranks by text
         ranks_of: dict[tuple[str, ...], list[int]] = {}
         for rank, text in enumerate(texts):
             for fields in json.loads(text):
@@ -331,11 +265,7 @@ class LocalFindings:
         for fields, ranks in ranks_of.items():
             named = dict(zip(_TEXT_FIELDS, fields, strict=True))
             explained.append(replace(finding, **named, ranks=tuple(ranks)))  # type: ignore[arg-type]
-        return explained or [finding]
-
-
-def _text_fields(finding: Finding) -> list[str]:
-    return [str(getattr(finding, field)) for field in _TEXT_FIELDS]
+        return explained
 
 
 # ---------------------------------------------------------------------- findings of one cause
@@ -346,15 +276,15 @@ class Cause:
     """One finding, and those that follow from it.
 
     Attributes:
-        lead: The finding that tells most.
-        followers: The others, in the order in which they were found.
+        lead: Most telling finding.
+        followers: Other findings, oldest first.
     """
 
     lead: Finding
     followers: list[Finding] = field(default_factory=list)
 
     def text(self) -> str:
-        """Format the lead, and in a line what else it shows in."""
+        """Format the lead, and list its followers in a line."""
         if not self.followers:
             return self.lead.text()
         shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
@@ -370,7 +300,7 @@ def group_by_cause(
 
     Args:
         found: New findings of one place in the fit.
-        earlier: The leads of causes that have been reported.
+        earlier: Leads of causes that have been reported.
     """
     causes: list[Cause] = []
     late: list[tuple[Finding, Finding]] = []
@@ -387,17 +317,17 @@ def group_by_cause(
 
 
 def _brings(lead: Finding, finding: Finding) -> bool:
-    """Say whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
+    """Return whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
     same = finding.fault == lead.fault and finding.check == lead.check and finding.fix == lead.fix
     return same or _spreads(lead, finding)
 
 
 def _spreads(lead: Finding, finding: Finding) -> bool:
-    """Say whether a finding anywhere later follows from ``lead``."""
+    """Return whether a finding anywhere later follows from ``lead``."""
     return finding.fault in FOLLOWING.get(lead.fault, ())
 
 
 def _distance(finding: Finding, found: Sequence[Finding]) -> tuple[int, bool, bool]:
-    """Tell how far a finding is from its cause: grave ones first, causes before what they bring, gradients before parameters."""
+    """Sort key: grave findings first, causes before their effects, gradients before parameters."""
     is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
     return _SEVERITIES.index(finding.severity), is_brought, finding.check == _RESULTS

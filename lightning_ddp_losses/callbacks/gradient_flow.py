@@ -1,9 +1,9 @@
 """`GradientFlowCheck`: the gradients that the optimizer used are there, finite, not zero, and equal on all ranks.
 
-Before backward it asks which parameters the loss reaches: DDP waits for each of them, and a rank whose loss does not reach one
-leaves the others waiting. After the step it looks at gradients as the optimizer used them: after the module's own hooks, after
-clipping, never on a step that only accumulates. They are judged at the next step. Before the first step it compares
-gradient and derivative (``gradient_scale.py``).
+Before backward it finds the parameters that the loss does not reach. DDP waits for the gradient of each parameter, so that a rank without
+one leaves the others waiting. After the step it reads gradients as the optimizer used them: after the module's hooks, after clipping, never
+on a step that only accumulates. They are judged at the next step. Before the first step it compares gradient and derivative
+(``gradient_scale.py``).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
 
 
 class GradientRow(NamedTuple):
-    """What travels after a step.
+    """Numbers that travel after a step.
 
     Attributes:
-        stepped: How many optimizers made a step.
-        absent: A hash of the names of the parameters without a gradient.
-        expected: How many of these DDP waits for.
-        values: One fingerprint of the gradients looked at.
-        not_finite: How many of these are not finite.
-        detached: How many modules got nothing but zeros.
+        stepped: Number of optimizers that made a step.
+        absent: Hash of the names of the parameters without a gradient.
+        expected: Number of these that DDP waits for.
+        values: One fingerprint of the gradients of this step's slices.
+        not_finite: Number of these that are not finite.
+        detached: Number of modules with zeros only.
     """
 
     stepped: int
@@ -67,18 +67,19 @@ class GradientRow(NamedTuple):
 class GradientFlowCheck(RankCheck, default=True):
     """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
-    Gradients of a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does not
-    wait for a device. The finding names its step. Which parameters a loss reaches is judged before its backward, which would hang.
+    Gradients of a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
+    does not wait for a device. The finding names the step of its gradients. Parameters that a loss does not reach are judged before its
+    backward, which would hang.
 
     Covers F02, F05-F11, F13 (a gradient that was not reduced, and why), F20, F21, F23, F24 and F27 (gradients off by W or 1/W),
     F32 and F37 (a parameter that some ranks' losses do not reach, before backward would hang), F38 (one that no rank's loss
     reaches while DDP waits for it), F79 (a gradient that is not finite).
 
     Args:
-        parts: Each step looks at one part of the gradients, 1/``parts`` of their bytes; small models have fewer parts.
-        full_every_n_steps: A look at all of them that often, and at the first and fourth step.
-        probe_scale: Before the first step, compare gradient and derivative (``gradient_scale.py``): a forward and a backward, and two
-            forwards for each child of the module, in float64 on a copy.
+        parts: Number of parts. Each step reads one of them, 1/``parts`` of the bytes. A small model has fewer parts.
+        full_every_n_steps: Period of a pass over all gradients. Such a pass is also at the first and fourth step.
+        probe_scale: Whether to compare gradient and derivative before the first step (``gradient_scale.py``): a forward and a backward,
+            and two forwards for each child of the module, in float64 on a copy.
         every_n_steps: As ``RankCheck``.
         action: As ``RankCheck``.
 
@@ -94,7 +95,7 @@ class GradientFlowCheck(RankCheck, default=True):
         *("F02", *UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
         # off by W or 1/W
         *("F20", "F21", "F23", "F24", "F27"),
-        # not there, or nothing of use in it
+        # missing, zero or not finite
         *("F32", "F37", "F38", "F79", "DETACHED"),
     )
     needs_peers = False
@@ -116,17 +117,17 @@ class GradientFlowCheck(RankCheck, default=True):
         self._missing: list[str] = []
         self._loss: Tensor | None = None
         self._slices = RotatingSlices(self.parts)
-        # the gradients of the step that is being made, and of the last one that was judged
+        # the gradients of the current step, and of the last one that was judged
         self._gradients = StepGradients()
         self._judged = StepGradients()
-        # those of parts of the model, which nobody else holds: are they finite?
+        # gradients of parts of the model on this rank alone: are they finite?
         self._part_slices = RotatingSlices(self.parts)
         self._zero_modules: set[str] = set()
 
     # ------------------------------------------------------------------ observe
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remember what DDP knows now."""
+        """Make the snapshot of DDP's state."""
         self.runner.shared(DDPSnapshot)
 
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
@@ -138,7 +139,7 @@ class GradientFlowCheck(RankCheck, default=True):
         return find_wrong_scales(trainer, module, batch, batch_idx, self.runner.row_exchange)
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """See which parameters the loss does not reach."""
+        """Find the parameters that the loss does not reach."""
         self._loss = loss.detach()
         self._missing = []
         if self.runner.synchronising and self._is_due():
@@ -147,33 +148,33 @@ class GradientFlowCheck(RankCheck, default=True):
                 self._missing = self._unused.find(loss, expected)
 
     def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at what DDP has reduced."""
+        """Read the gradients that DDP has reduced."""
         if self.runner.synchronising and self._is_due():
             self._see_on_their_way(ddp_state.AFTER_BACKWARD, self._parameters_of(trainer.optimizers))
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at what any strategy has reduced, before hooks and clipping."""
+        """Read the gradients that the strategy has reduced, before hooks and clipping."""
         if self._is_due():
             self._see_on_their_way(ddp_state.BEFORE_STEP, self._parameters_of([optimizer]))
 
     def _see_on_their_way(self, place: str, parameters: Mapping[str, Tensor]) -> None:
-        """Let the snapshot remember gradients: if ranks' steps use different ones, it says where they went apart."""
+        """Let the snapshot remember gradients, to find the place of a difference later."""
         if is_replicated(self.runner.trainer):
             slices = [piece for piece in self._due_slices() if piece.name in parameters]
             self.runner.shared(DDPSnapshot).see_gradients(place, slices, parameters)
 
     def _parameters_of(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-        """Return the parameters that these of the trainer's optimizers step, and make the slices fit them."""
+        """Return the parameters of these optimizers of the trainer, and update the slices."""
         parameters = self.runner.replicated_parameters()
         self._slices.update(parameters)
-        # of several optimizers each steps its own
+        # each of several optimizers steps its own parameters
         if len(self.runner.trainer.optimizers) > len(optimizers):
             stepped = _ids_of_stepped(optimizers)
             parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
         return parameters
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the gradients that this step used."""
+        """Read the gradients that this step used."""
         if not self._is_due():
             return
         parameters = self._parameters_of([optimizer])
@@ -185,7 +186,7 @@ class GradientFlowCheck(RankCheck, default=True):
         self._see_parts(trainer, module, optimizer)
 
     def _see_parts(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the gradients of what this rank holds of parameters that ``fully_shard`` divides."""
+        """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
         names = divided_parameters(trainer)
         if not names:
             return
@@ -212,33 +213,33 @@ class GradientFlowCheck(RankCheck, default=True):
         return self._slices.turn(step // self.every_n_steps)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let go of the fit."""
+        """Drop references to the fit."""
         self._gradients, self._judged, self._loss = StepGradients(), StepGradients(), None
 
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return who is not reached; or fingerprints, absence, what is not finite and what is zero."""
+        """Return a hash of the unreached parameters; or the numbers of a step."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return [hash_lines(self._missing)]
-        # what was looked at since the last step, and what the host knows of it now
+        # the gradients since the last step, and the numbers that the host knows now
         gradients, self._gradients = self._gradients, StepGradients()
         gradients.send_(self._loss)
         if self._looks_for_zeros:
             gradients.zero_step = self.runner.steps
         waited_for = self.runner.shared(DDPSnapshot).expected_parameters() if gradients.absent else {}
         expected = sum(name in waited_for for name in gradients.absent)
-        # all gradients that are compared have been looked at
+        # all gradients that are compared have been read
         gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared=[])
         known = GradientRow(self.runner.stepped, absent=0, expected=expected, values=0, not_finite=0, detached=0)
         return partial(self._read, gradients, known, compares=is_replicated(trainer))
 
     def _read(self, gradients: StepGradients, known: GradientRow, *, compares: bool) -> list[int]:
-        """Return the row of a step, with what has arrived from the device; its gradients are kept for the explanation.
+        """Return the row of a step with the numbers that have arrived; keep its gradients for the explanation.
 
         Args:
-            gradients: Of the step.
-            known: What the host knew.
+            gradients: Gradients of the step.
+            known: Numbers that the host knew.
             compares: Whether ranks hold the same parameters.
         """
         self._judged = gradients
@@ -249,10 +250,10 @@ class GradientFlowCheck(RankCheck, default=True):
         return [*row]
 
     def _detached_modules(self, gradients: StepGradients) -> list[str]:
-        """Return the modules all of whose gradients are zero at the first step and still at the fourth."""
+        """Return the modules with only zero gradients, at the first step and still at the fourth."""
         if gradients.zero_step is None:
             return []
-        # children of the module whose largest element is zero
+        # children of the module with zero as the largest element
         sizes: dict[str, list[float]] = {}
         for each, size in gradients.sizes():
             sizes.setdefault(each.name.split(".")[0], []).append(size)
@@ -269,7 +270,7 @@ class GradientFlowCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Compare; what to say of it needs the ranks' texts."""
+        """Compare the rows. The ranks' texts add the names."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return differing([missing for (missing,) in table], "F37", "", name="graph")
         return _compare_steps([GradientRow(*row) for row in table])
@@ -277,7 +278,7 @@ class GradientFlowCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ explain
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return names, and where gradients differ their fingerprints and what else may explain it."""
+        """Return names, and for gradients that differ their fingerprints and the state of the step."""
         if finding.name == "graph":
             is_zero = self._loss is not None and float(self._loss) == 0.0
             return json.dumps({"graph": self._missing, "zero_loss": is_zero})
@@ -287,7 +288,7 @@ class GradientFlowCheck(RankCheck, default=True):
         if finding.name == "gradients":
             assert judged.state is not None
             text["values"] = judged.sent.values()
-            text |= judged.state.tell()
+            text |= judged.state.describe()
         return json.dumps(text)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
@@ -325,7 +326,7 @@ def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
         found.append(Finding("F38", "missing gradients", name="absent"))
     elif len(set(values)) > 1:
         found.append(Finding("SYNC", "gradients", "equal on all ranks", odd_ranks(values), name="gradients"))
-    # what is wrong with a gradient by itself
+    # faults of a single gradient
     not_finite = tuple(rank for rank, row in enumerate(rows) if row.not_finite)
     if not_finite:
         found.append(Finding("F79", "gradients that are not finite", ranks=not_finite, name="finite"))
@@ -335,25 +336,25 @@ def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
 
 
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
-    """Name the parameters of a finding, whose name says which entry of the ranks' states they stand in."""
+    """Name the parameters of a finding. Its name is the key of their entry in the ranks' states."""
     key = finding.name
     names = [*dict.fromkeys(name for state in states for name in state[key])]
     ranks = tuple(rank for rank, state in enumerate(states) if state[key])
-    told: dict[str, Any] = {
+    details: dict[str, Any] = {
         "name": ", ".join(names[:MOST_NAMES]),
         "shown": shown_names(names),
         "ranks": ranks if len(ranks) < len(states) else (),
     }
     if key == "finite":
-        return finding.refine("F79", "gradients", **told | {"ranks": ranks})
+        return finding.refine("F79", "gradients", **details | {"ranks": ranks})
     if key == "zero":
-        return finding.refine("DETACHED", **told)
+        return finding.refine("DETACHED", **details)
     if finding.fault == "F38":
-        return finding.refine("F38", **told)
-    # parameters that are missing on some ranks: because their loss is zero, or because they took another branch
+        return finding.refine("F38", **details)
+    # parameters that are missing on some ranks: their loss is zero, or they took a different branch
     has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
     values = tuple(f"{len(state[key])} of {len(names)} without" for state in states)
-    return finding.refine("F32" if has_zero_loss else finding.fault, values=values, **told)
+    return finding.refine("F32" if has_zero_loss else finding.fault, values=values, **details)
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -365,7 +366,7 @@ def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) 
         cause = ddp_state.explain_gradient(name, states, names)
         odd = odd_ranks([values.get(name) for values in by_rank])
         found.append(cause.finding(finding, f"gradient of `{name}`", name, odd))
-    found.sort(key=lambda each: each.fault in ("F13", "SYNC"))  # what caused the others comes first
+    found.sort(key=lambda each: each.fault in ("F13", "SYNC"))  # causes before effects
     return found[:MOST_NAMES] or [finding]
 
 
@@ -373,13 +374,13 @@ def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) 
 
 
 class StepGradients:
-    """Keeps fingerprints and largest elements of the gradients looked at in one step, and the names of those that are absent.
+    """Keeps fingerprints and largest elements of the gradients of one step, and the names of absent ones.
 
     Attributes:
-        slices: Slices that were looked at.
-        absent: Names of the parameters that take part in training and have no gradient.
+        slices: Slices with a gradient.
+        absent: Names of the parameters that train and have no gradient.
         sent: Fingerprints of the slices on their way to the host.
-        zero_step: Number of the step, if modules that get nothing but zeros are looked for.
+        zero_step: Number of the step, if the check looks for modules with only zeros.
         state: Further knowledge of the step that may explain a difference.
     """
 
@@ -392,7 +393,7 @@ class StepGradients:
         self.sent = SentFingerprints([], HostNumbers([]))
         self._fingerprints: list[StartedFingerprint] = []
         self._sizes: list[float | Tensor] = []
-        # parts, which no other rank holds
+        # parts on this rank alone
         self._part_names: list[str] = []
         self._part_sizes: list[float | Tensor] = []
         # on their way to the host
@@ -400,7 +401,7 @@ class StepGradients:
         self._sent_loss = HostNumbers([])
 
     def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
-        """Add these pieces of the parameters' gradients; without ``largest`` it is enough to know which are finite."""
+        """Add these pieces of the parameters' gradients; without ``largest``, only whether they are finite."""
         for each, piece in dense_gradients(slices, parameters):
             self.slices.append(each)
             self._fingerprints.append(start_fingerprint(piece))
@@ -416,14 +417,14 @@ class StepGradients:
         return by_name(self.slices, self._fingerprints)
 
     def send_(self, loss: Tensor | None) -> None:
-        """Start the copies to the host, that of the last loss too: nothing more is added."""
+        """Start the copies to the host, including that of the last loss. No gradients are added after that."""
         self.sent = SentFingerprints(self.slices, HostNumbers(self._fingerprints))
         self._sent_sizes = HostNumbers([*self._sizes, *self._part_sizes])
         if loss is not None:
             self._sent_loss = HostNumbers([loss.reshape(())])
 
     def loss_is_zero(self, *, without: bool = False) -> bool:
-        """Return whether the loss before the step was exactly zero; ``without`` is the answer if there was none."""
+        """Return whether the loss before the step was exactly zero. ``without`` is the answer for a step without a loss."""
         return all(loss == 0.0 for loss in self._sent_loss.read() or [float(not without)])
 
     def not_finite(self) -> list[str]:
@@ -433,12 +434,12 @@ class StepGradients:
         return list(dict.fromkeys(name for name, size in sizes if not size < math.inf))
 
     def sizes(self) -> list[tuple[TensorSlice, float]]:
-        """Return the slices with the largest element of their gradient (or a bound); not finite if an element is not."""
+        """Return the slices with the largest element of their gradient, or a bound; not finite if an element is not."""
         return list(zip(self.slices, self._sent_sizes.read(), strict=False))
 
 
 def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:
-    """Return the largest magnitude, NaN if there is one. Without ``largest`` any finite number will do if all elements are finite."""
+    """Return the largest magnitude, or NaN if an element is. Without ``largest``, return any finite number if all elements are finite."""
     if not largest and piece.device.type == "cpu":
         # a sum is not finite once one element is not
         total = abs(piece.sum().item())

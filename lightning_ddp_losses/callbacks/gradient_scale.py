@@ -4,14 +4,14 @@ Let M be the mean over ranks of the returned value, as a function of each rank's
 over ranks and factors are right, M's derivative along any directions v_r equals (1/W) sum_r <g_r, v_r>, with g_r what backward
 gives on rank r. A gather that cuts the graph leaves 1/W of it.
 
-It runs once, before the first step, in float64, on a copy of the module: a forward with its gradient, and two more for each
-part of the module. It is relative to the value returned, so a constant factor on that value is not seen. Ratios other than 1/W
-and W say nothing: a stop-gradient or a straight-through estimator is no fault. With two ranks a stop-gradient on one side of a
-symmetric loss over rows of all ranks (a memory that holds the batch itself) has the ratio 1/W too: where the gradient goes through a
-gather that has one, 1/W is no sign of a cut.
+It runs once, before the first step, in float64, on a copy of the module: a forward with its gradient, and two more for each part of the
+module. It is relative to the returned value, so a constant factor on that value is not found. Ratios other than 1/W and W prove no fault:
+they may come from a stop-gradient or a straight-through estimator. With two ranks a stop-gradient on one side of a symmetric loss over rows
+of all ranks (a memory that holds the batch itself) also has the ratio 1/W. If the gradient goes through a gather with a gradient, 1/W is
+therefore no sign of a cut.
 
-A part may get one share of its gradient through a cut gather and another in a right way. Its ratio is then any number. So the first
-forward is traced (``collective_trace.py``): where the ratio is not 1, the collectives that cut the graph are named, with the user's line.
+A part may get one share of its gradient through a cut gather and another share correctly. Its ratio is then any number. So the first
+forward is traced (``collective_trace.py``). If a ratio is not 1, findings name the collectives that cut the graph, with the user's line.
 
 Legend: ``W`` ranks, ``v`` a random direction, ``g`` the gradient on one rank.
 """
@@ -35,22 +35,21 @@ from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.core import compat, nests, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
-from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.shard import shard_of
 
 STEP = 1e-5
-MOVE_TO_SHARE = 1e-2  # how far one rank's copy moves, to see whether others' values follow
-MAX_BYTES = 1 << 29  # of the copy, in float64
+MOVE_TO_SHARE = 1e-2  # distance that one rank's copy moves, to test whether others' values follow
+MAX_BYTES = 1 << 29  # limit of the copy, in float64
 MAX_PARTS = 4
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-_PLACE = "scale probe"  # what handshakes call this place
+_PLACE = "scale probe"  # name of this place in handshakes
 _CLOSE = 1e-3  # float64 derivatives of smooth losses agree to 1e-6; a kink between the two points spoils that
-_NO_SLOPE = 1e-6  # a derivative that is so small beside the loss says nothing
-_MAX_NODES = 64  # of the graph next to the loss, where a factor is looked for
-# where the collectives live whose backward exchanges gradients, ours and torch's own
+_TOO_FLAT = 1e-6  # ratio of derivative to loss below which rounding decides
+_MAX_NODES = 64  # graph nodes next to the loss that are searched for a factor
+# modules of collectives with a backward that exchanges gradients, ours and torch's
 _WITH_GRADIENT = ("lightning_ddp_losses.distributed.", "torch.distributed.")
 _KIND_OF = {"F20": "gather", "F23": "reduce"}  # the kind of collective that a fault is about
 # operations between the loss and a factor on it
@@ -62,10 +61,10 @@ class PartScale:
     """Holds the figures of one child of the module.
 
     Attributes:
-        name: Its name.
+        name: Name of the child.
         ratio: Gradient over derivative; 1 is right.
-        is_shared: Whether moving rank 0's copy alone moves what other ranks return (asked where the ratio is 1/W or W).
-        is_gathered: Whether gradient reaches it through a collective whose backward exchanges gradients, on any rank.
+        is_shared: True if a move of rank 0's copy alone changes the values of other ranks (measured if the ratio is 1/W or W).
+        is_gathered: True if its gradient passes a collective with a gradient, on any rank.
     """
 
     name: str
@@ -74,19 +73,19 @@ class PartScale:
     is_gathered: bool = False
 
     def is_about(self, ratio: float) -> bool:
-        """Say whether the ratio is that one."""
+        """Return whether the ratio is this number, up to rounding."""
         return abs(self.ratio / ratio - 1) < _CLOSE
 
 
 @dataclass(frozen=True)
 class GradientScales:
-    """Holds what was measured; the same on every rank.
+    """Holds the measured scales; the same on every rank.
 
     Attributes:
-        parts: Children of the module whose derivative is not zero.
-        collectives: Names of the collectives that the forward ran.
-        is_multiplied: Whether the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
-        cut_lines: By kind of collective, lines of the user's that cut the graph of rows which the value depends on, on any rank.
+        parts: Children of the module with a derivative other than zero.
+        collectives: Names of the collectives in the forward.
+        is_multiplied: True if the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
+        cut_lines: Lines of the user's code, on any rank, that cut the graph of rows in the value, by kind of collective.
     """
 
     parts: list[PartScale]
@@ -98,22 +97,22 @@ class GradientScales:
 def find_wrong_scales(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> list[Finding]:
-    """Measure the scales, and say which of them can only mean a fault; the same on every rank.
+    """Measure the scales, and return the findings of those that prove a fault; the same on every rank.
 
-    Communication: what 1 + 2 * parts forwards of the module and one backward run, a handshake after each, one gather for each part, and one
-        of the lines.
+    Communication: the collectives of 1 + 2 * parts forwards of the module and one backward, a handshake after each, one gather for each
+        part, and one of the lines.
     """
     world = process_groups.world_size()
     scales = measure_gradient_scales(trainer, module, batch, batch_idx, row_exchange)
     if scales is None:
         return []
-    # (of what is gathered with its gradient, a stop-gradient may be left that halves it)
+    # (a stop-gradient may halve the gradient of rows that are gathered with it)
     cut = [part for part in scales.parts if part.is_shared and not part.is_gathered and part.is_about(1 / world)]
     large = [part for part in scales.parts if part.is_shared and part.is_about(world)]
     found = [_finding("F21", part.name, world, part.ratio) for part in large]
     if not cut:
         return found + _findings_of_lines(scales)
-    # the factor W of the value makes up for a cut graph: a part that is not cut is W times too large
+    # the factor W compensates a cut graph: a part that is not cut is W times too large
     if scales.is_multiplied:
         full = [part for part in scales.parts if part.is_about(1.0)]
         return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
@@ -126,16 +125,15 @@ def find_wrong_scales(
 
 
 def _findings_of_lines(scales: GradientScales) -> list[Finding]:
-    """Name the collectives that cut the graph of a part which gets the rest of its gradient in another way."""
-    # a factor W may make up for it; a gradient that is the derivative has nothing to make up for
+    """Name the collectives that cut only one share of a part's gradient."""
+    # a factor W may compensate the cut; a gradient that equals the derivative has no cut
     wrong = [f"`{part.name}`" for part in scales.parts if not part.is_about(1.0)]
     if not wrong or scales.is_multiplied:
         return []
-    found = []
+    found: list[Finding] = []
     for fault, kind in _KIND_OF.items():
-        for line in scales.cut_lines.get(kind, []):
-            texts = FAULTS[fault].explain("line", line=line, names=", ".join(wrong))
-            found.append(Finding(fault, texts.what, texts.expected, name=line, fix=texts.fix))
+        lines, names = scales.cut_lines.get(kind, []), ", ".join(wrong)
+        found += [Finding.of(fault, "line", name=line, line=line, names=names) for line in lines]
     return found
 
 
@@ -151,11 +149,13 @@ def _cut_lines(trace: CollectiveTrace, value: Tensor, row_exchange: RowExchange)
 
 
 def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") -> Finding:
-    known = "W" if ratio > 1 else "1/W"
-    what = f"gradient of `{name}` is {ratio:.4f} times the derivative of the loss, {known} for W = {world}"
-    if line:
-        what += f" ({line})"
-    return Finding(fault, what, expected="1", name=name, fix=FAULTS[fault].explain("scale").fix)
+    shown: dict[str, Any] = {
+        "ratio": ratio,
+        "known": "W" if ratio > 1 else "1/W",
+        "world": world,
+        "line": f" ({line})" if line else "",
+    }
+    return Finding.of(fault, "scale", name=name, **shown)
 
 
 # ---------------------------------------------------------------------- measure
@@ -164,7 +164,7 @@ def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") ->
 def measure_gradient_scales(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> GradientScales | None:
-    """Compare the gradient with the derivative, part by part; None where the module cannot be tried out on any rank."""
+    """Compare the gradient with the derivative, part by part; None if the trial fails on any rank."""
     world = process_groups.world_size()
     # a copy that runs on every rank and gives a loss with a gradient
     trial = _Trial(trainer, module, batch, batch_idx)
@@ -174,10 +174,10 @@ def measure_gradient_scales(
         value = trial.value({})
     if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
         return None
-    # all that a rank does by itself; one that cannot says so before the others wait for it
+    # the local work; a rank that fails here reports it before the others wait for it
     prepared = trial.prepare(value, world)
     if not _on_all_ranks(row_exchange, prepared is not None) or prepared is None:
-        if trial.own_error is not None:  # now that the peers know that this rank does not go on
+        if trial.own_error is not None:  # after the peers have learnt that this rank stops
             raise trial.own_error
         return None
     parts = []
@@ -190,7 +190,7 @@ def measure_gradient_scales(
         if any(None in row for row in rows):
             return None
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
-        if abs(derivative) <= _NO_SLOPE * max(1e-9, *(abs(row[1]) for row in rows)):
+        if abs(derivative) <= _TOO_FLAT * max(1e-9, *(abs(row[1]) for row in rows)):
             continue
         # (1/W) sum_r <g_r, v_r>; a rank's shard has its whole gradient on that rank
         gradient = sum(row[0] for row in rows)
@@ -213,13 +213,13 @@ def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[st
             continue
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        # of a complex parameter torch gives dL/dRe + i dL/dIm: real and imaginary part count as two numbers
+        # torch gives dL/dRe + i dL/dIm for a complex parameter: real and imaginary part count as two numbers
         total += float((gradient.conj() * step).sum().real)
     return total
 
 
 def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor], row_exchange: RowExchange) -> bool:
-    """Move rank 0's copy alone and say whether another rank's value moves."""
+    """Move rank 0's copy alone, and return whether the value of another rank moves."""
     is_first = process_groups.rank() == 0
     moved = trial.value(direction if is_first else {}, MOVE_TO_SHARE)
     has_moved = False
@@ -229,11 +229,11 @@ def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor],
 
 
 class _Prepared(NamedTuple):
-    """Results that a rank has computed by itself before the parameters are moved.
+    """Local results of a rank before the parameters are moved.
 
     Attributes:
-        directions: By part of the module, this rank's random direction.
-        along: By part, the inner product of this rank's gradient with it.
+        directions: Random direction of this rank, by part of the module.
+        along: Inner product of this rank's gradient with the direction, by part.
         gathered: Names of the parameters that the value reaches through a collective with a gradient.
         is_multiplied: As in ``GradientScales``.
     """
@@ -245,10 +245,10 @@ class _Prepared(NamedTuple):
 
 
 class _Trial:
-    """A copy of the module in float64 whose training_step leaves no trace.
+    """A copy of the module in float64. Its training_step does not change the module.
 
     Attributes:
-        is_ready: Whether it could be made.
+        is_ready: True if the copy could be made.
         own_error: Error of the probe itself on this rank.
     """
 
@@ -262,15 +262,15 @@ class _Trial:
                 self._pristine = _double_(copy.deepcopy(module))
                 floating = precision.cast_floating(copy.deepcopy(batch), torch.float64)
                 self._batch = nests.map_tensors(_as_double, floating)
-            except Exception:  # what cannot be copied is not tried out
+            except Exception:  # without a copy there is no trial
                 self.is_ready = False
 
     def value(self, direction: Mapping[str, Tensor], distance: float = 0.0) -> Tensor | None:
-        """Return the loss with parameters moved, always from the same random state and buffers; None where that fails on any rank."""
+        """Return the loss with moved parameters, from the same random state and buffers; None if that fails on any rank."""
         random_state = preserve_random_state(global_generators([self._device]))
         with random_state, torch.enable_grad():
             try:
-                # a fresh copy, moved, that logs nothing
+                # a fresh copy, moved, without logging
                 copied = self._copied = copy.deepcopy(self._pristine)
                 parameters = dict(copied.named_parameters())
                 with torch.no_grad():
@@ -282,7 +282,7 @@ class _Trial:
                 # its training_step, to the end on all ranks
                 result = copied.training_step(copy.deepcopy(self._batch), self._index)
                 handshake.all_gather(_PLACE, {})
-            except Exception as error:  # the real step will say it better
+            except Exception as error:  # the real step will raise it
                 _end_together(error)
                 return None
         if isinstance(result, dict):
@@ -290,9 +290,9 @@ class _Trial:
         return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
     def prepare(self, value: Tensor, world: int) -> _Prepared | None:
-        """Return gradients and directions; None where this rank has none."""
+        """Return gradients and directions; None if this rank has none."""
         try:
-            # before backward, which frees what the graph has saved
+            # before backward, which frees the tensors that the graph has saved
             is_multiplied = _has_factor(value, world)
             for inner in self._pristine.modules():
                 is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
@@ -300,7 +300,7 @@ class _Trial:
             trained = {name: p for name, p in self._copied.named_parameters() if p.requires_grad}
             try:
                 found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
-            except Exception:  # the real backward will say it better
+            except Exception:  # the real backward will raise it
                 return None
             gradients = dict(zip(trained, found, strict=True))
             directions: dict[str, dict[str, Tensor]] = {}
@@ -328,7 +328,7 @@ class _Trial:
 
 def _can_be_copied(module: LightningModule) -> bool:
     """Return whether a copy in float64 is small enough, and runs as the module does."""
-    # a lazy parameter would be initialised in the copy, and by each rank for itself
+    # each rank would initialise a lazy parameter of the copy differently
     if not module.automatic_optimization or any(map(is_lazy, module.parameters())):
         return False
     num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
@@ -337,7 +337,7 @@ def _can_be_copied(module: LightningModule) -> bool:
 
 
 def _as_double(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, or complex128 where it is complex; others as they are."""
+    """Return a floating tensor in float64, a complex one in complex128, and others unchanged."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     if tensor.is_floating_point():
@@ -346,7 +346,7 @@ def _as_double(tensor: Tensor) -> Tensor:
 
 
 def _double_(module: ModuleT) -> ModuleT:
-    """Make a module one of float64, its complex parameters and buffers too, which ``double()`` leaves as they are."""
+    """Convert a module to float64, including complex parameters and buffers, which ``double()`` skips."""
     module.double()
     for inner in module.modules():
         set_dtype = getattr(inner, "set_dtype", None)  # a metric ignores double()
@@ -363,7 +363,7 @@ def _double_(module: ModuleT) -> ModuleT:
 
 
 def _trained_parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the trainable parameters by child: the largest child takes in what is beyond ``MAX_PARTS``."""
+    """Return the trainable parameters by child. Children beyond ``MAX_PARTS`` are joined with the largest."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -375,10 +375,10 @@ def _trained_parts(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def _end_together(error: Exception) -> None:
-    """End on all ranks a forward that failed here: the peers are in a handshake of a loss, or have come through to the one behind it.
+    """End on all ranks a forward that failed here. The peers wait in a handshake of a loss, or in the one after the forward.
 
     Raises:
-        Exception: this one, where they are in a collective of somebody else's.
+        Exception: this one, if the peers wait in a foreign collective.
     """
     began = time.monotonic()
     try:
@@ -393,7 +393,7 @@ def _on_all_ranks(row_exchange: RowExchange, local: bool) -> bool:
 
 
 def _reached_through_collectives(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:
-    """Name the parameters that lie behind a collective with a gradient in the graph of the value."""
+    """Return the names of the parameters behind a collective with a gradient in the graph of the value."""
     collectives = [node for node, _ in walk_graph([value]) if _is_collective(node)]
     leaves = [node for node, children in walk_graph([], nodes=collectives) if not children]
     reached = {id(node.variable) for node in leaves if hasattr(node, "variable")}
@@ -406,7 +406,7 @@ def _is_collective(node: Any) -> bool:
 
 
 def _has_factor(value: Tensor, world: int) -> bool:
-    """Say whether the graph of the value begins with a product by W, among sums and products of numbers."""
+    """Return whether the graph of the value begins with a product by W, among sums and products of numbers."""
     walk = walk_graph([value], through=lambda node: node.name().startswith(_ARITHMETIC))
     for node, _ in itertools.islice(walk, _MAX_NODES):
         if node.name().startswith(("Mul", "Div")):

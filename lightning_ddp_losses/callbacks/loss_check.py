@@ -1,17 +1,17 @@
-"""`LossCheck`: every rank has a finite loss, each element counts equally in it, and what is logged of it is one number.
+"""`LossCheck`: every rank has a finite loss, each element counts equally in it, and the logged values are those of all ranks.
 
-The losses of a step are judged at the next one, before a checkpoint is saved and at the end of training (``loss_reader.py``); a finding
-names its own step. A missing loss and the logged names are known on the host and judged at once.
+The losses of a step are judged at the next one, before a checkpoint is saved and at the end of training (``loss_reader.py``). A finding
+names the step of its loss. A missing loss and the logged names are known on the host and judged at once.
 
-The check comes first, then the history of losses, then logged values that must be the same on every rank (`LoggedValues`): names that are
-reduced over ranks, values that decide, and epoch means. A value decides if a callback or a scheduler monitors it: ranks that have different
-ones save, stop or slow down differently.
+The check comes first, then the history of losses, then logged values (`LoggedValues`): names that are reduced over ranks, values that each
+rank logs alone, values that decide, and epoch means. A value decides if a callback or a scheduler monitors it. If it differs between ranks,
+they save, stop or slow down differently.
 
 An epoch mean is ``self.log(..., on_epoch=True, sync_dist=True)``. Lightning divides the ranks' mean sum by their mean number of rows.
-Plain DDP writes that second mean back into an integer tensor, which floors it: the logged value is too large if ``W`` does not divide the
-rows. (Lightning 2.6.6, issue 21859; right under ``"ddp_losses"``.) The sums of a rank must be read before Lightning reduces them in place:
-those of a validation epoch at its last batch, those of a training epoch at its end, or at its last batch too if another callback asks
-for metrics earlier. All ranks' sums give the true mean at the end of the epoch. The logged value is read one stage later.
+Plain DDP writes that second mean back into an integer tensor, which floors it. The logged value is then too large if ``W`` does not divide
+the rows. (Lightning 2.6.6, issue 21859; right under ``"ddp_losses"``.) The sums of a rank must be read before Lightning reduces them in
+place: in a validation at its last batch, in a training epoch at its end, or at its last batch too if another callback asks for metrics
+earlier. All ranks' sums give the true mean at the end of the epoch. The logged value is read one stage later.
 
 Legend: ``W`` ranks.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import local_contrastive_losses
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.loss_reader import MISSING, PRESENT, UNSEEN, LossReader, LossRow, is_divided
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE, Action
 from lightning_ddp_losses.callbacks.row_exchange import Rows
@@ -45,17 +45,18 @@ _HISTORY = 10_000
 _EQUAL = 1e-6  # relative
 _HASH_BITS = 52  # exact in float64
 _ROUNDING = 1e-5  # relative to the mean of absolute values; ranks add float32 sums
+_EPOCH_ENDS = (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END)
 
 
 class LossCheck(RankCheck, default=True):
-    """The loss of each rank: there, finite, not zero from the start, of elements that count alike on all ranks, and logged as it is.
+    """Every rank has a loss, finite, not zero from the start, of elements with equal weight. Logged values are those of all ranks.
 
     Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56, F79 and F82. Keeps
     every rank's loss in ``history`` and, if there is a log folder, in ``losses_by_rank.csv``; ``DDPChecks(log_figures=True)`` sends
-    them to the loggers too, as often as Lightning logs (``ddp_checks/rank_0_loss``; of more than 8 ranks the smallest and largest).
+    them to the loggers too, as often as Lightning logs (``ddp_checks/rank_0_loss``; with more than 8 ranks the smallest and largest).
 
     Args:
-        zero_steps: Steps from the start after which a loss that is exactly zero in all of them is reported.
+        zero_steps: Number of first steps after which a loss that was exactly zero in all of them is reported.
         bias: Allowed ratio of an element's weight on two ranks (1.1 is 10%), reported after three steps of 20; or in two micro-batches of
             an accumulation window, reported once.
         file: Whether to write ``losses_by_rank.csv``.
@@ -108,13 +109,13 @@ class LossCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ observe
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at the result of ``training_step`` before Lightning does."""
+        """Read the result of ``training_step`` before Lightning does."""
         compares_rows = bool(local_contrastive_losses(module))
         has_windows = module.automatic_optimization and is_divided(trainer) and not compares_rows
         self._reader = LossReader(compares_rows=compares_rows, has_windows=has_windows)
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
-            # on the strategy: it stands between Lightning's loop and the module, wrapped or not
+            # on the strategy: Lightning's loop calls the module through it, wrapped or not
             self._training_step = original = strategy.training_step
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
@@ -126,10 +127,10 @@ class LossCheck(RankCheck, default=True):
             strategy.training_step = training_step
 
     def _sync_without_loss(self) -> None:
-        """Exchange rows from a rank that returned None with its peers, where they are; alone, Lightning would stop this rank only."""
+        """Exchange the row of a rank that returned None with its peers. Lightning alone would stop this rank only."""
         if not self.runner.synchronising:
             return
-        # peers that are in the strategy's handshake get the error there
+        # peers that wait in the strategy's handshake get the error there
         if self.runner.rows_in_strategy_handshake:
             missing = Finding.of("F35", ranks=(process_groups.rank(),), name="loss")
             finding = replace(missing, check=self.title, step=self.runner.step, moment="training_step")
@@ -138,7 +139,7 @@ class LossCheck(RankCheck, default=True):
         self.runner.run_stage(CheckStage.BEFORE_BACKWARD)
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember which batch it is."""
+        """Remember the number of the batch."""
         self._reader.see_batch(trainer, batch_idx)
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
@@ -147,7 +148,7 @@ class LossCheck(RankCheck, default=True):
         self._state = PRESENT
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remember logged sums while they are this rank's own."""
+        """Remember logged sums before they are reduced."""
         self._values.see_batch_end(trainer)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
@@ -162,17 +163,17 @@ class LossCheck(RankCheck, default=True):
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[float]:
         """Return this rank's loss, its sums of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            # losses of the step before; at the first step, which shows most faults, its own
+            # losses of the step before; at the first step, which shows most faults, of that step
             self._reader.read(self.runner.step if self.runner.steps else math.inf)
-            return self._step_row(self._values.hash_keys(trainer))
+            return self._step_row(trainer)
         if stage == CheckStage.SAVE:
             return self._last_row(trainer)
-        if stage in (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END):
+        if stage in _EPOCH_ENDS:
             return self._values.measure_epoch(trainer, validation=stage == CheckStage.VALIDATION_EPOCH_END)
         logged = self._values.measure_logged(trainer)
         if stage != CheckStage.TRAIN_END:
             return logged
-        # the losses that have not been read yet come first
+        # the unread losses come first
         last = self._last_row(trainer)
         return [float(len(last)), *last, *logged]
 
@@ -181,35 +182,34 @@ class LossCheck(RankCheck, default=True):
         if not self._reader.pending:
             return []
         self._reader.read(math.inf)
-        return self._step_row(self._values.hash_keys(trainer))
+        return self._step_row(trainer)
 
-    def _step_row(self, keys: float) -> list[float]:
+    def _step_row(self, trainer: Trainer) -> list[float]:
         state, self._state = self._state, UNSEEN
-        return self._reader.row(state, keys)
+        return self._reader.row(state, self._values.hash_keys(trainer))
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare the losses, or the logged and monitored values."""
-        if stage in (CheckStage.BEFORE_BACKWARD, CheckStage.SAVE):
-            return self._judge_step(table) if all(table) else []
-        if stage in (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END):
+        if stage in _EPOCH_ENDS:
             return self._values.judge_epoch(table)
-        found: list[Finding] = []
-        if stage == CheckStage.TRAIN_END:
-            late = [row[1 : 1 + int(row[0])] for row in table]
+        losses: Rows = [[]]
+        if stage in (CheckStage.BEFORE_BACKWARD, CheckStage.SAVE):
+            losses, table = table, []
+        elif stage == CheckStage.TRAIN_END:
+            losses = [row[1 : 1 + int(row[0])] for row in table]
             table = [row[1 + int(row[0]) :] for row in table]
-            if all(late):
-                found = self._judge_step(late)
-        return found + self._values.judge_logged(table, trainer)
+        found = self._judge_step(losses) if all(losses) else []
+        return found + (self._values.judge_logged(table, trainer) if table else [])
 
     def _judge_step(self, table: Sequence[Sequence[float]]) -> list[Finding]:
-        """Compare the losses of a step, mostly the one before; findings name it."""
+        """Compare the losses of a step, mostly the one before. Findings name it."""
         own = len(LossRow._fields)
         rows = [LossRow(*row[:own]) for row in table]
         losses = [row.loss for row in rows]
         step = int(max(row.step for row in rows))
-        # known at once: a rank without a loss, other names
+        # known at once: a rank without a loss, different names
         without = tuple(rank for rank, row in enumerate(rows) if row.state == MISSING)
         if without:
             texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
@@ -219,12 +219,12 @@ class LossCheck(RankCheck, default=True):
         # read later
         if step >= 0:
             self._history.add(self.runner, step, losses)
-            of_step = [] if without else self._judge_values(rows, step)
+            of_step = [] if without else self._judge_values(rows)
             of_step += self._reader.judge_window([row[own:] for row in table], self.bias)
             found += [replace(each, step=step, moment=CheckStage.BEFORE_BACKWARD.value) for each in of_step]
         return found
 
-    def _judge_values(self, rows: Sequence[LossRow], step: int) -> list[Finding]:
+    def _judge_values(self, rows: Sequence[LossRow]) -> list[Finding]:
         found: list[Finding] = []
         losses = [row.loss for row in rows]
         shown = [f"{loss:g}" for loss in losses]
@@ -246,28 +246,28 @@ class LossCheck(RankCheck, default=True):
         if self._biased[-1] and sum(self._biased) >= _BIASED_STEPS:
             values = tuple(f"mean over {row.elements:g}, each weighs {row.weight:.4g}" for row in rows)
             found.append(Finding.of("F30", name="loss", values=values))
-        # a note: whether the ranks have one loss or separate ones
-        if step == 0 and not not_finite:
-            values = tuple(f"{loss:.6g}" for loss in losses)
-            is_one = max(losses) - min(losses) <= _EQUAL * max(map(abs, losses))
-            case = "one_loss" if is_one else "check"
-            found.append(Finding.of("F56", case, name="loss", values=values, mean=sum(losses) / len(losses)))
         return found
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return the names that this rank logs."""
-        return self._values.describe_keys() if finding.fault == "F46" else None
+        """Return the logged names or values of this rank."""
+        return self._values.describe(finding)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Name the values that only some ranks log."""
-        return [_name_keys(finding, texts)]
+        """Name the values that only some ranks log, or that differ between ranks."""
+        by_rank = [json.loads(text) for text in texts]
+        return [_name_keys(finding, by_rank) if finding.fault == "F46" else _name_values(finding, by_rank)]
 
     def figures(self) -> dict[str, float]:
-        """Return the ranks' losses in the last step, the smallest and the largest."""
+        """Return the smallest and the largest loss of the last step."""
         if not self._history.losses:
             return {}
         _, losses = self._history.losses[-1]
         return {"loss_min": min(losses), "loss_max": max(losses)}
+
+    def remarks(self) -> list[str]:
+        """Return the range of the ranks' losses in the last step."""
+        figures = {f"{loss:.4g}" for loss in self.figures().values()}
+        return [f"loss of the last step {' to '.join(sorted(figures, key=float))}"] if figures else []
 
 
 class LossHistory:
@@ -284,7 +284,7 @@ class LossHistory:
         self.losses: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_HISTORY)
         self._file = file
         self._stream: IO[str] | None = None
-        self._logged: int | None = None  # how often Lightning had logged when losses were last sent to the loggers
+        self._logged: int | None = None  # how often Lightning had logged when this class last sent losses
 
     def add(self, runner: CheckRunner, step: int, losses: list[float]) -> None:
         """Add the losses of one step."""
@@ -302,12 +302,12 @@ class LossHistory:
         self._stream.write(",".join([str(step), *map(repr, losses)]) + "\n")
 
     def _send_to_loggers(self, runner: CheckRunner, step: int, losses: list[float]) -> None:
-        """Send each rank's loss as often as Lightning logs; of many ranks the smallest and the largest."""
+        """Send each rank's loss as often as Lightning logs; with many ranks the smallest and the largest."""
         # an option of the Trainer, which its type does not show
         every: int = getattr(runner.trainer, "log_every_n_steps", 0)
         if not every:
             return
-        # the check may look at fewer steps than Lightning logs: the first one that it sees after each of those
+        # the check may look at fewer steps than Lightning logs: it sends the first one after each of those
         before, self._logged = self._logged, (step + 1) // every
         if self._logged == (step // every if before is None else before):
             return
@@ -324,7 +324,7 @@ class LossHistory:
 
 
 def _largest_ratio(weights: list[float]) -> float:
-    """Return how much more an element weighs on one rank than on another; 1 if a weight is not known."""
+    """Return the largest ratio of an element's weights on two ranks; 1 if a weight is not known."""
     if min(weights) <= 0:
         return 1.0
     return max(weights) / min(weights)
@@ -351,27 +351,29 @@ class LoggedValues:
     """Compares logged values between ranks, and epoch means with the true ones."""
 
     def __init__(self) -> None:
-        self._keys: list[str] = []  # that this rank logs and reduces
-        self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before anything was reduced
-        self._names: list[str] = []  # of the means of the epoch that has just ended
-        self._true_means: dict[str, TrueMean] = {}  # that may have been floored; the same on every rank
+        self._keys: list[str] = []  # names that this rank logs and reduces
+        self._local_values: dict[str, float] = {}  # values that this rank logs alone
+        self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
+        self._names: list[str] = []  # means of the epoch that has just ended
+        self._true_means: dict[str, TrueMean] = {}  # maybe floored; the same on every rank
 
     # ------------------------------------------------------------------ names
 
     def hash_keys(self, trainer: Trainer, *, validation: bool = False) -> float:
-        """Return a number of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
+        """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
         results = _results_of_epoch(trainer, validation=validation)
         self._keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
         return _hash_of(self._keys)
 
-    def describe_keys(self) -> str:
-        """Return this rank's names as JSON."""
-        return json.dumps(self._keys)
+    def describe(self, finding: Finding) -> str | None:
+        """Return this rank's names or values of a finding as JSON."""
+        described = {"F46": self._keys, "F56": self._local_values}
+        return json.dumps(described[finding.fault]) if finding.fault in described else None
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
     def see_batch_end(self, trainer: Trainer) -> None:
-        """Remember numbers of rows that Lightning may reduce in place before they are asked for. (Does not wait for the device.)"""
+        """Remember numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
         if not (trainer.validating or trainer.is_last_batch):
             return
         for key, result in _results_of_epoch(trainer, validation=trainer.validating).items():
@@ -379,11 +381,15 @@ class LoggedValues:
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
     def measure_epoch(self, trainer: Trainer, *, validation: bool = False) -> list[float]:
-        """Return a hash of the names that are reduced, one of the names of means, then this rank's sum and rows of each."""
-        keys = self.hash_keys(trainer, validation=validation)
-        sums = dict(sorted(self._sums(_results_of_epoch(trainer, validation=validation))))
+        """Return hashes of the names that are reduced, of the values that are not and of the names of means, then sum and rows of each."""
+        keys, results = (
+            self.hash_keys(trainer, validation=validation),
+            _results_of_epoch(trainer, validation=validation),
+        )
+        self._local_values = {} if validation else _values_of_one_rank(results)
+        sums = dict(sorted(self._sums(results)))
         self._names = list(sums)
-        measured = [keys, _hash_of(sums)]
+        measured = [keys, _hash_of(map(repr, self._local_values.items())), _hash_of(sums)]
         for each in sums.values():
             measured += each
         return measured
@@ -401,21 +407,22 @@ class LoggedValues:
             yield compat.epoch_name(results, result), (float(result.value), float(rows))
 
     def judge_epoch(self, table: Sequence[Sequence[float]]) -> list[Finding]:
-        """Report other names, and remember the true means of names with rows that the number of ranks does not divide."""
+        """Report different names, and values of one rank; remember the true means if the number of ranks does not divide the rows."""
         self._true_means = {}
-        found = differing([row[0] for row in table], "F46", name="log keys")
-        if len({row[1] for row in table}) > 1:  # other names per rank: they cannot be lined up
+        keys, local_values, names, *numbers = zip(*table, strict=True)
+        found = differing(keys, "F46", name="log keys")
+        if len(set(local_values)) > 1:
+            found.append(Finding("F56", "logged values", name="logged values"))
+        if len(set(names)) > 1:  # different names per rank: they cannot be lined up
             return found
-        for place, name in enumerate(self._names):
-            totals = [row[2 + 2 * place] for row in table]
-            rows = tuple(row[3 + 2 * place] for row in table)
+        for name, totals, rows in zip(self._names, numbers[::2], numbers[1::2], strict=True):
             if sum(rows) % len(table):
                 mean, scale = sum(totals) / sum(rows), sum(map(abs, totals)) / sum(rows)
                 self._true_means[name] = TrueMean(mean, scale, rows)
         return found
 
     def measure_logged(self, trainer: Trainer) -> list[float]:
-        """Return the means that may have been floored, a hash of the monitored names, then whether each is logged, and its value."""
+        """Return the means that may be floored, a hash of the monitored names, then for each whether it is logged, and its value."""
         means = [float(trainer.callback_metrics.get(name, math.nan)) for name in self._true_means]
         values = _monitored_values(trainer)
         measured = [*means, _hash_of(values)]
@@ -424,19 +431,19 @@ class LoggedValues:
         return measured
 
     def judge_logged(self, table: Sequence[Sequence[float]], trainer: Trainer) -> list[Finding]:
-        """Report means that are not the true ones, each once, and monitored values that differ."""
+        """Report wrong means, each once, and monitored values that differ."""
         number = len(self._true_means)
         found = self._wrong_means(table[0][:number])
         monitored = [row[number:] for row in table]
-        if len({row[0] for row in monitored}) > 1:  # other monitors per rank: their names cannot be lined up
+        if len({row[0] for row in monitored}) > 1:  # different monitors per rank: their names cannot be lined up
             return found
         return found + _different_values([row[1:] for row in monitored], list(_monitored_values(trainer)))
 
     def _wrong_means(self, logged: Sequence[float]) -> list[Finding]:
-        """Compare rank 0's values; reduced ones are equal on every rank."""
+        """Compare rank 0's values. Reduced ones are equal on every rank."""
         found = []
         for (name, true), value in zip(self._true_means.items(), logged, strict=True):
-            # a value that is not a number is another fault's
+            # NaN is a different fault
             if abs(value - true.mean) > _ROUNDING * true.scale:
                 values = tuple(f"{number:g} rows" for number in true.rows)
                 texts: dict[str, Any] = {"value": value, "mean": true.mean, "rows": sum(true.rows)}
@@ -452,8 +459,19 @@ def _hash_of(names: Iterable[str]) -> float:
 
 def _results_of_epoch(trainer: Trainer, *, validation: bool = False) -> Any:
     """Return the values that training or validation has logged in this epoch, by Lightning's key."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return compat.logged_results(loop.val_loop if validation else loop)
+    return compat.logged_results(compat.validation_loop(trainer) if validation else trainer.fit_loop.epoch_loop)
+
+
+def _values_of_one_rank(results: Any) -> dict[str, float]:
+    """Return the values that each rank logs alone, without ``sync_dist``, so that the log shows those of rank 0."""
+    found: dict[str, float] = {}
+    for result in results.values():
+        meta = getattr(result, "meta", None)
+        if meta is None or not result.is_tensor or result.has_reset or meta.sync.should or meta.sync.rank_zero_only:
+            continue
+        rows = float(result.cumulated_batch_size) if meta.on_epoch and meta.is_mean_reduction else 1.0
+        found[meta.name] = float(result.value) / rows
+    return found
 
 
 def _is_reduced(value: Any) -> bool:
@@ -474,7 +492,9 @@ def _is_global_mean(result: Any) -> bool:
 
 
 def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
-    """Return the values that decide on checkpoints, early stopping or learning rates, as this rank has them; None if it has none."""
+    """Return this rank's values that decide on checkpoints, early stopping or learning rates; None for a value that is not logged."""
+    if trainer.state.fn != "fit":  # they decide on training alone
+        return {}
     monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     monitors += [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
     found: dict[str, float | None] = {}
@@ -485,9 +505,8 @@ def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
     return found
 
 
-def _name_keys(finding: Finding, texts: Sequence[str]) -> Finding:
-    """Name the keys that only some ranks log, from the texts of ``LoggedValues.describe_keys``."""
-    names_by_rank: list[list[str]] = [json.loads(text) for text in texts]
+def _name_keys(finding: Finding, names_by_rank: Sequence[list[str]]) -> Finding:
+    """Name the keys that only some ranks log."""
     common = set.intersection(*map(set, names_by_rank))
     further = [[name for name in names if name not in common] for names in names_by_rank]
     only_some = sorted(set().union(*further))
@@ -495,12 +514,20 @@ def _name_keys(finding: Finding, texts: Sequence[str]) -> Finding:
     return replace(finding, values=values, name=", ".join(only_some))
 
 
+def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -> Finding:
+    """Name the values that ranks log alone and that differ."""
+    every_name = dict.fromkeys(name for values in values_by_rank for name in values)
+    names = [name for name in every_name if len({values.get(name) for values in values_by_rank}) > 1][:MOST_NAMES]
+    shown = tuple(", ".join(f"{values.get(name, math.nan):.6g}" for name in names) for values in values_by_rank)
+    return finding.refine("F56", name=", ".join(names), values=shown, shown=shown_names(names))
+
+
 def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list[Finding]:
-    """Report monitored values that are not one number; a row holds for each name whether it is there, and its value."""
+    """Report monitored values that differ. A row holds for each name whether it is logged, and its value."""
     found = []
     for place, name in enumerate(names):
         column = [row[2 * place + 1] if row[2 * place] else None for row in rows]
-        # nowhere yet, or everywhere the same
+        # not logged anywhere yet, or the same everywhere
         logged = [value for value in column if value is not None]
         if logged and not (len(logged) == len(rows) and _are_equal(logged)):
             shown = tuple("not logged" if value is None else f"{value:.6g}" for value in column)

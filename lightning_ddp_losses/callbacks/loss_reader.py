@@ -1,14 +1,14 @@
 """The losses of one rank: value, weight of each element, and the micro-batches of an accumulation window.
 
-A loss is copied to the host on the way and read in the next step, so that reading it does not wait for a device.
+The copy of a loss to the host starts at once and is read in the next step, so that reading it does not wait for a device.
 
-How much one element of a rank's batch weighs in its loss is read off the autograd graph, from the loss down to its reductions. DDP
-averages over ranks, so elements count equally on all ranks only if this weight is the same there. A mean over 3 targets on one rank and
-over 1 on another is a mean of means. A sum divided by the number of all ranks' targets is not. Numbers that lie on an accelerator are
-copied without waiting (``LateNumber``); ``read_weights`` reads them, later.
+The weight of one element of a rank's batch in its loss is read from the autograd graph, from the loss down to its reductions. DDP averages
+over ranks, so elements count equally on all ranks only if this weight is equal there. A mean over 3 targets on one rank and over 1 on
+another is a mean of means. A sum divided by the number of all ranks' targets is not. Numbers on an accelerator are copied without waiting
+(``LateNumber``), and ``read_weights`` reads them later.
 
-Lightning divides each micro-batch's loss by their number, so that micro-batches count equally whatever each of them was divided by. If
-those divisors differ, an optimizer step is not that of one batch of all their rows.
+Lightning divides each micro-batch's loss by their number, so that micro-batches count equally although they may have different divisors. In
+that case an optimizer step is not that of one batch of all their rows.
 
 Legend: ``M`` micro-batches of a window.
 """
@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
-from lightning_ddp_losses.callbacks.findings import Finding, Remark
+from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumber
@@ -33,7 +33,7 @@ from lightning_ddp_losses.distributed.window_parts import noted_parts
 
 UNSEEN, PRESENT, MISSING = 0.0, 1.0, 2.0
 """States of a row: no loss came by, there is one, ``training_step`` returned None."""
-# operations that leave a scalar what it is
+# operations that do not change a scalar
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
 _MAX_NODES = 64
 _MEAN, _SUM = 1, 2  # torch's codes
@@ -48,14 +48,14 @@ _EQUAL = 1e-6  # relative: weights in half precision are computed in float32
 
 @dataclass(frozen=True)
 class ElementWeight:
-    """Describes one reduction that the loss is made of.
+    """Describes one reduction in the loss.
 
     Attributes:
-        weight: How much one element weighs in the loss.
-        elements: How many elements are reduced.
-        is_masked: Whether the elements were picked by a mask (as PML picks tuples with a loss).
-        kind: Whether the elements are this rank's, or those of all ranks, of a loss that is global; ``unknown`` for a term whose
-            reduction cannot be read, which has no figures.
+        weight: Weight of one element in the loss.
+        elements: Number of elements.
+        is_masked: True if a mask picked the elements (as PML picks tuples with a loss).
+        kind: ``local`` for elements of this rank, ``global`` for those of all ranks, ``unknown`` for a term without a readable
+            reduction, which has no figures.
     """
 
     weight: Number
@@ -69,7 +69,7 @@ _NO_WEIGHT = ElementWeight(0.0, 0.0)
 
 
 def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
-    """Return the same with all numbers on the host; a mean over nothing is infinitely heavy, a term that cannot be read is unknown."""
+    """Return the weights with all numbers on the host. A mean over no elements is infinitely heavy, an unreadable term is unknown."""
     found = []
     for each in weights:
         weight, elements = float(each.weight), float(each.elements)
@@ -83,7 +83,7 @@ def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
 
 
 def element_weights(loss: Tensor) -> list[ElementWeight]:
-    """Return the reductions of a scalar loss, in graph order; one that is not known for all that lies behind other operations."""
+    """Return the reductions of a scalar loss, in graph order; an unknown one for each other operation."""
     found: list[ElementWeight] = []
     # nodes of the graph, each with the factor that lies between it and the loss
     queue: list[tuple[Any, Number]] = [(loss.grad_fn, 1.0)]
@@ -100,9 +100,9 @@ def element_weights(loss: Tensor) -> list[ElementWeight]:
         parents = [parent for parent, _ in node.next_functions]
         sums = parents[:1] if name == "Sum" else []  # below a sum
         if name == "Add" or name in _PASSED:
-            # torch's alpha= is left out: it weighs all ranks alike
+            # torch's alpha= is left out: it is the same on all ranks
             queue += [(parent, factor) for parent in parents]
-        elif attaches_zero_grad(node):  # its other children get nothing but zeros
+        elif attaches_zero_grad(node):  # its other children get zeros only
             queue.append((parents[0], factor))
         elif name == "Sub":
             queue += list(zip(parents, (factor, -factor), strict=False))
@@ -122,7 +122,7 @@ def element_weights(loss: Tensor) -> list[ElementWeight]:
 
 
 def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
-    """Read what a loss over the rows of all ranks has noted of its divisors; nothing for any other node."""
+    """Return the divisors that a loss over the rows of all ranks has noted; an empty list for any other node."""
     parts = noted_parts(node)
     if type(node).__name__.startswith("SelectBackward"):  # one of several means
         parent, index = node.next_functions[0][0], compat.saved_by_node(node, "index")
@@ -193,23 +193,23 @@ class LossRow(NamedTuple):
 
     Attributes:
         state: ``PRESENT``, ``MISSING`` or ``UNSEEN``.
-        loss: Its value; of several batches of a step the last one's, or the first one's that is not finite.
+        keys: Hash of the names that are logged and reduced over ranks.
+        loss: Value of the loss. Among several batches of a step, the first that is not finite, else the last.
         bad_batch: First batch of this step with a loss that was not finite; -1 for none.
         weight: Weight of one element in the first reduction of the loss; 0 if it is not known.
         elements: Number of elements in that reduction.
-        second_weight: As ``weight``, in the second reduction.
-        keys: Hash of the names that are logged and reduced over ranks.
-        zero_steps: Steps since the start in which the loss was exactly zero; -1 once it was not.
-        step: Step of the loss and of all that is read off it: the one before this one, at the first step this one; -1 for none.
+        second_weight: Weight of one element in the second reduction.
+        zero_steps: Steps with a loss of exactly zero since the start; -1 after any other loss.
+        step: Step of the loss and of all that is read from it: the one before this one, at the first step this one; -1 for none.
     """
 
     state: float
+    keys: float
     loss: float
     bad_batch: float
     weight: float
     elements: float
     second_weight: float
-    keys: float
     zero_steps: float
     step: float
 
@@ -220,12 +220,11 @@ class _SeenLoss(NamedTuple):
     Attributes:
         step: Optimizer steps before it.
         batch_idx: Index of its batch.
-        begins_window: Whether it is the first micro-batch of those that Lightning accumulates.
+        begins_window: True for the first micro-batch of those that Lightning accumulates.
         value: The back-propagated loss.
         factor: Factor that gives the value of ``training_step``, without the scale.
-        scale: Scale by which the gradient scaler multiplies the loss; empty if it does not.
-        is_scaled: Whether a gradient scaler looks for overflow.
-        may_be_nan: Whether it is a mean over nothing, which adds nothing.
+        scale: Scale of the gradient scaler; empty without one.
+        may_be_nan: True for a mean over no elements, which has no effect.
         weights: Its reductions.
     """
 
@@ -235,7 +234,6 @@ class _SeenLoss(NamedTuple):
     value: HostCopy
     factor: float
     scale: HostNumbers
-    is_scaled: bool
     may_be_nan: bool
     weights: list[ElementWeight]
 
@@ -244,8 +242,8 @@ class LossReader:
     """Reads the losses of a fit.
 
     Args:
-        compares_rows: Whether the module has a loss that compares rows of this rank.
-        has_windows: Whether micro-batches are compared: a loss that compares rows is no mean over those of several.
+        compares_rows: True if the module has a loss that compares rows of this rank.
+        has_windows: True if micro-batches are compared. A loss that compares rows is no mean over several of them.
 
     Attributes:
         pending: Losses that have not been read yet.
@@ -261,19 +259,18 @@ class LossReader:
         self._micro_batches = MicroBatches() if has_windows else None
 
     def see_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """Remember which batch it is."""
+        """Remember the number of the batch."""
         self._batch_idx = batch_idx
         self._begins_window |= batch_idx % trainer.accumulate_grad_batches == 0
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor, step: int) -> None:
         """Start to copy the loss and its reductions to the host."""
-        # the value that training_step returned: without the scaler's factor and accumulation's divisor
+        # the factor undoes accumulation's division
         factor = 1.0
         if module.automatic_optimization and is_divided(trainer):
             factor *= trainer.accumulate_grad_batches
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        is_scaled = scaler is not None and loss is not getattr(trainer.strategy, "closure_loss", None)
-        # the graph is gone when the loss is read; outside a window no mean is known to count nothing
+        is_scaled = loss is not getattr(trainer.strategy, "closure_loss", None)
+        # the graph is gone when the loss is read; outside a window a mean over no elements is an error
         asks = not is_divided(trainer)
         if loss.device.type == "cpu":  # the value is at hand
             asks = not math.isfinite(float(loss.detach()))
@@ -284,7 +281,6 @@ class LossReader:
             value=HostCopy(loss),
             factor=factor,
             scale=send_gradient_scale(trainer) if is_scaled else HostNumbers([]),
-            is_scaled=is_scaled,
             may_be_nan=asks and counts_nothing(loss),
             weights=element_weights(loss),
         )
@@ -295,18 +291,17 @@ class LossReader:
         """Read the losses of steps before this one, which have long arrived.
 
         Args:
-            before: Number of the step; infinity: all losses.
+            before: Number of the step; infinity for all losses.
         """
         while self.pending and self.pending[0].step < before:
             self._read(self.pending.pop(0))
 
     def _read(self, seen: _SeenLoss) -> None:
-        factor = seen.factor
-        for scale in seen.scale.read():
-            factor /= float(scale)
+        scales = seen.scale.read()
+        factor = seen.factor / math.prod(map(float, scales))
         value = float(seen.value.read()) * factor
-        # not finite by the scale: the scaler will skip this step on every rank; a mean over nothing adds nothing
-        is_good = math.isfinite(value) or (seen.is_scaled and math.isinf(value)) or seen.may_be_nan
+        # not finite by the scale: the scaler will skip this step on every rank; a mean over no elements has no effect
+        is_good = math.isfinite(value) or (scales and math.isinf(value)) or seen.may_be_nan
         if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
             self._loss, self._step = value, seen.step
             if not is_good:
@@ -322,24 +317,17 @@ class LossReader:
             self._micro_batches.add(value, weights, factor)
 
     def row(self, state: float, keys: float) -> list[float]:
-        """Return the numbers that were read since the last row, and of the micro-batches.
+        """Return the numbers that were read since the last row, and those of the micro-batches.
 
         Args:
-            state: Whether this step has a loss.
+            state: State of this step's loss.
             keys: Hash of the logged names.
         """
-        # the two reductions next to the loss say enough: a loss is rarely the sum of more
+        # the two reductions next to the loss are enough: a loss is rarely the sum of more
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
+        weight, elements, second_weight = map(float, (first.weight, first.elements, second.weight))
         row = LossRow(
-            state=state,
-            loss=self._loss,
-            bad_batch=float(self._bad_batch),
-            weight=float(first.weight),
-            elements=float(first.elements),
-            second_weight=float(second.weight),
-            keys=keys,
-            zero_steps=float(self._zero_steps),
-            step=float(self._step),
+            state, keys, self._loss, self._bad_batch, weight, elements, second_weight, self._zero_steps, self._step
         )
         measured = [*row]
         if self._micro_batches is not None:
@@ -348,7 +336,7 @@ class LossReader:
         return measured
 
     def judge_window(self, rows: Sequence[Sequence[float]], bias: float) -> list[Finding]:
-        """Report once how far the mean of the micro-batches' means is from that over all their rows."""
+        """Report once the distance between the mean of the micro-batches' means and the mean over all their rows."""
         found = uneven_micro_batches(rows, bias)
         if found:
             self._micro_batches = None
@@ -356,7 +344,7 @@ class LossReader:
 
 
 def is_divided(trainer: Trainer) -> bool:
-    """Return whether Lightning's division of a loss by the number of micro-batches stands."""
+    """Return whether Lightning divides a loss by the number of micro-batches, and no strategy undoes that."""
     return getattr(trainer.strategy, "accumulation", "mean") == "mean"
 
 
@@ -364,7 +352,7 @@ def is_divided(trainer: Trainer) -> bool:
 
 
 class MicroBatches:
-    """Remembers this rank's micro-batches of the window that runs."""
+    """Remembers this rank's micro-batches of the current window."""
 
     def __init__(self) -> None:
         self.clear()
@@ -376,7 +364,7 @@ class MicroBatches:
         self._is_known = True
 
     def add(self, value: float, weights: Sequence[ElementWeight], factor: float) -> None:
-        """Note a micro-batch.
+        """Add a micro-batch.
 
         Args:
             value: Value that ``training_step`` returned.
@@ -389,7 +377,7 @@ class MicroBatches:
         self._is_known &= len(sizes) == len(weights)
 
     def row(self) -> list[float]:
-        """Return M, then M values and M divisors; M is 0 if a window is one micro-batch, or divisors are not known."""
+        """Return M, then M values and M divisors. M is 0 if a window is one micro-batch, or divisors are not known."""
         values, number = self._values, len(self._values)
         reductions = {len(divisors) for divisors in self._divisors}
         if not 1 < number <= _MOST or len(reductions) > 1 or reductions == {0}:
@@ -404,7 +392,7 @@ class MicroBatches:
 
 
 def _spread(divisors: Sequence[float]) -> float:
-    """Return how many times the largest is the smallest; 1 where one is not known."""
+    """Return the ratio of the largest to the smallest; 1 if one is not known."""
     if any(map(math.isnan, divisors)) or not max(divisors):
         return 1.0
     return max(divisors) / min(divisors) if min(divisors) else math.inf
@@ -429,7 +417,7 @@ def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[F
     tables = [list(row[1:]) for row in rows]
     if all(table == tables[0] for table in tables):  # one loss, which is global
         tables = tables[:1]
-    # of each micro-batch over all ranks: what it is divided by, its sum, and its mean
+    # of each micro-batch over all ranks: its divisor, its sum, and its mean
     by_rank = [table[number : 2 * number] for table in tables]
     divisors = [math.fsum(column) for column in zip(*by_rank, strict=True)]
     if _spread(divisors) <= bias:
@@ -439,7 +427,7 @@ def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[F
         totals.append(math.fsum(table[m] * table[number + m] for table in tables if table[number + m]))
         plain_mean = math.fsum(table[m] for table in tables) / len(tables)
         means.append(totals[-1] / divisor if divisor else plain_mean)
-    # what counts micro-batches alike, and what counts rows alike
+    # one mean counts micro-batches equally, the other one rows
     of_means, of_rows = math.fsum(means) / number, math.fsum(totals) / math.fsum(divisors)
     shown = ", ".join(f"{divisor:g}" for divisor in divisors[:_SHOWN])
     if number > _SHOWN:
@@ -449,4 +437,5 @@ def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[F
         compared = f": the mean of their means is {of_means:.6g}, that over all their rows {of_rows:.6g}"
         if of_rows:
             compared += f", {abs(of_means / of_rows - 1):.2%} apart"
-    return [Remark.of("F30", "micro_batches", name="accumulation", number=number, shown=shown, compared=compared)]
+    texts: dict[str, Any] = {"number": number, "shown": shown, "compared": compared}
+    return [Finding.of("F30", "micro_batches", name="accumulation", graded="note", **texts)]

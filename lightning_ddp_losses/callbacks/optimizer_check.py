@@ -1,4 +1,4 @@
-"""`OptimizerCheck`: the optimizers hold what trains, with the same settings on every rank, and every rank makes the same steps."""
+"""`OptimizerCheck`: the optimizers hold all trained parameters, with equal settings and equal steps on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.base import LocalCheck
 from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differing_settings, send_gradient_scale
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, LocalRow, differing, shown_names
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, shown_names
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat
@@ -30,17 +30,15 @@ class SettingsRow(NamedTuple):
     """Numbers that travel at the start of training and after each step.
 
     Attributes:
-        faults: As ``LocalRow``: parameters that this rank's optimizers hold wrongly.
-        texts: As ``LocalRow``.
+        findings: Hash of this rank's findings: parameters that its optimizers hold wrongly.
         settings: Hash of the optimizers' settings.
         scale: Bits of the gradient scale.
-        state: At the start of training, one number of the tensors in the optimizers' states.
+        state: Hash of the tensors in the optimizers' states, at the start of training.
         stepped: Number of optimizers that made a step.
-        stood_still: 1 if two steps changed nothing.
+        stood_still: 1 if two steps changed no parameter.
     """
 
-    faults: int
-    texts: int
+    findings: int
     settings: int
     scale: int
     state: int = 0
@@ -50,15 +48,15 @@ class SettingsRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SeenStep:
-    """Holds what was seen after a step, parts of it on their way to the host.
+    """Holds the observations of a step, some of them on their way to the host.
 
     Attributes:
         found: Findings of this rank.
-        stepped: As ``SettingsRow``.
+        stepped: Number of optimizers that made a step.
         settings: Settings of all optimizers.
         scale: Scale of the gradient scaler, if there is one.
-        before: Fingerprints before the first step; empty if nothing is to be compared with them.
-        now: The same after the second step.
+        before: Fingerprints before the first step; empty without a comparison.
+        now: Fingerprints after the second step.
     """
 
     found: list[Finding]
@@ -70,20 +68,20 @@ class SeenStep:
 
 
 class OptimizerCheck(LocalCheck, default=True):
-    """Optimizers hold what trains, once, with equal settings, scales and steps on all ranks, and their steps change something.
+    """Optimizers hold each trained parameter once, with equal settings, scales and steps on all ranks, and their steps change something.
 
-    A step is judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does not wait for a
-    device. The finding names its step.
+    A step is judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait
+    for a device. The finding names its step.
 
     Covers F01 (a parameter with a gradient in no optimizer), F02 (an unregistered one), F03 (memory shared under spawn), F14 (a
     step skipped on some ranks), F15 (gradient scales), F17 (learning rate and other settings, restored state), and
-    steps that change nothing.
+    steps without an effect.
 
     Args:
         every_n_steps: As ``RankCheck``.
         action: As ``RankCheck``.
 
-    Communication: at most 56 bytes in the shared gathers.
+    Communication: at most 48 bytes in the shared gathers.
 
     Example:
         >>> checks = DDPChecks([OptimizerCheck(action={"warning": "log"})])
@@ -100,7 +98,7 @@ class OptimizerCheck(LocalCheck, default=True):
         self._steps_seen = 0
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Remember before the first step what it should change."""
+        """Remember the parameters before the first step, which should change them."""
         if self._before is not None:
             return
         moving = {name: p for name, p in self.runner.replicated_parameters().items() if _has_gradient(p)}
@@ -109,7 +107,7 @@ class OptimizerCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return this rank's own findings, and what must be equal."""
+        """Return a hash of this rank's findings, and the numbers that must be equal."""
         self.local.found = []
         settings, scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
         if stage == CheckStage.TRAIN_START:
@@ -131,45 +129,45 @@ class OptimizerCheck(LocalCheck, default=True):
         return [*self._row(seen.settings, seen.scale, stepped=seen.stepped, stood_still=int(stood_still))]
 
     def _row(self, settings: OptimizerSettings, scale: HostNumbers, **numbers: int) -> SettingsRow:
-        """Return a row with the findings and settings, and the gradient scale, 0.0 without a scaler."""
+        """Return a row with the findings, the settings, and the gradient scale (0.0 without a scaler)."""
         self._settings = settings.read()
         # the bits of the float, which travel and compare exactly as an int
         (bits,) = struct.unpack("<q", struct.pack("<d", sum(scale.read())))
-        return SettingsRow(*self.local.row(), hash_lines(map(str, self._settings)), bits, **numbers)
+        return SettingsRow(self.local.row(), hash_lines(map(str, self._settings)), bits, **numbers)
 
     def _is_second_step(self, trainer: Trainer) -> bool:
-        """Say whether the first two steps have been made, and something should have changed."""
+        """Return whether this is the second step, and the two should have changed something."""
         if not self.runner.stepped or self._before is None or self._steps_seen > 1:
             return False
         self._steps_seen += 1
         if self._steps_seen == 1:
             return False
-        # a rate of zero changes nothing by intent
+        # with a rate of zero, a step has no effect by intent
         rates = [group.get("lr", 1.0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         return min(map(float, rates), default=1.0) > 0
 
     def _state(self, trainer: Trainer) -> int:
-        """Return one number for the tensors in the optimizers' states (there are some after a restart)."""
-        alike = {id(parameter) for parameter in self.runner.replicated_parameters().values()}
+        """Return a hash of the tensors in the optimizers' states (there are some after a restart)."""
+        replicated = {id(parameter) for parameter in self.runner.replicated_parameters().values()}
         found: list[int] = []
         for optimizer in trainer.optimizers:
             if "ZeroRedundancy" in type(optimizer).__name__:  # each rank holds its part
                 return 0
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if id(parameter) in alike:
+                    if id(parameter) in replicated:
                         found += fingerprints(_state_tensors(optimizer, parameter))
         return combine(found)
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Report local problems of any rank first; then what differs."""
+        """Report findings of single ranks first, then differences."""
         rows = [SettingsRow(*row) for row in table]
-        found = self.local.judge([LocalRow(row.faults, row.texts) for row in rows])
+        found = self.local.judge([row.findings for row in rows])
         if all(row.stood_still for row in rows):
             found.append(Finding.of("STEP", name="step"))
-        # if ranks made other steps, their scales and settings differ for that reason
+        # after different numbers of steps, scales and settings differ too
         stepped = [row.stepped for row in rows]
         if len(set(stepped)) > 1:
             texts = [f"{number} optimizer steps" for number in stepped]
@@ -181,13 +179,13 @@ class OptimizerCheck(LocalCheck, default=True):
         return found + differing([row.state for row in rows], "F17", "state", name="state")
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return the settings, or the texts of what this rank found by itself."""
+        """Return the settings, or the texts of this rank's findings."""
         if finding.name == "settings":
             return json.dumps(self._settings, default=str)
         return super().describe(finding, trainer, module)
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Name the settings of the first parameter group that differs, or bring the texts of all ranks together."""
+        """Name the settings of the first parameter group that differs, or combine the texts of all ranks."""
         if finding.name != "settings":
             return super().explain(finding, texts)
         settings_by_rank = [json.loads(text) for text in texts]
@@ -197,7 +195,7 @@ class OptimizerCheck(LocalCheck, default=True):
         name = ", ".join(found.keys)
         return [replace(finding, what=f"{name} of parameter group {found.group}", name=name, values=found.values)]
 
-    # ------------------------------------------------------------------ which parameters an optimizer holds
+    # ------------------------------------------------------------------ the parameters of an optimizer
 
     def _add(self, fault: str, names: Sequence[str]) -> None:
         if names:
@@ -220,7 +218,7 @@ class OptimizerCheck(LocalCheck, default=True):
             if id(parameter) in seen:
                 twice.append(name)
             seen.add(id(parameter))
-        # the unregistered ones as the user would write them; the search takes a while
+        # the paths of unregistered ones, as the user would write them; the search is slow
         paths: dict[int, str] = {}
         if unregistered:
             paths = {id(parameter): path for path, parameter in _hidden_parameters(module)}
@@ -229,7 +227,7 @@ class OptimizerCheck(LocalCheck, default=True):
         self._add("TWICE", twice)
 
     def _find_forgotten(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find parameters with a gradient that no optimizer holds; copies that nobody trains have none."""
+        """Find parameters with a gradient that no optimizer holds; copies without training have no gradient."""
         in_optimizers = {id(parameter) for _, parameter in optimizer_parameters(trainer)}
         named = module.named_parameters()
         self._add("F01", [name for name, p in named if id(p) not in in_optimizers and _has_gradient(p)])

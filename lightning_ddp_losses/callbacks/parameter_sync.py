@@ -1,10 +1,11 @@
 """`ParameterSyncCheck`: every rank holds the same parameters, bit for bit, by name.
 
-A row is a hash of names, shapes, dtypes and order, and one fingerprint of all parameters of a stage; at the start the ranges of the class
+A row is a hash of names, shapes, dtypes and order, and one fingerprint of all parameters of a stage. At the start the ranges of the class
 shards follow. Parameters are compared one by one only if ranks differ.
 
-Parts of a divided model may lie on several ranks (HSDP: ``fully_shard`` over a mesh of replicas x shards). Then two numbers follow: which
-parts the rank holds, and one fingerprint of them. Ranks with the same first number must have the same second one.
+Parts of a divided model may lie on several ranks (HSDP: ``fully_shard`` over a mesh of replicas x shards). Two numbers of the row are for
+them: a hash of the parts that the rank holds, and one fingerprint of their values. Ranks with the same first number must have the same
+second one.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from lightning_ddp_losses.distributed.fingerprint import hash_lines
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders, local_part
 from lightning_ddp_losses.strategies.fsdp_setup import replicated_dim
 
-_SHARD_NUMBERS = 3  # of a class shard in a row
-_PARTS = "parts of parameters"  # name of a finding whose parameters are still to be named
+_SHARD_NUMBERS = 3  # numbers of a class shard in a row
+_PARTS = "parts of parameters"  # name of a finding before its parameters are known
 
 
 class PartReplicas:
     """Compares the replicas of each part.
 
     Args:
-        max_slices: As ``RotatingSlices``.
+        max_slices: Number of slices, as for ``RotatingSlices``.
 
     Attributes:
-        place: Hash of the parts that the rank holds.
+        place: Hash of the parts that the rank holds; 0 if no part has replicas.
     """
 
     def __init__(self, max_slices: int) -> None:
@@ -59,20 +60,20 @@ class PartReplicas:
         self.place = 0
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find the parameters whose parts have replicas; to be called while none of them is gathered."""
+        """Find the parameters with replicated parts, while none of them is gathered."""
         divided = divided_parameters(trainer)
         named = [(name, p) for name, p in module.named_parameters() if name in divided]
         self._parameters = {name: p for name, p in named if replicated_dim(p) is not None}
-        # the objects stay, and so does what they hold, also while fully_shard has others in their place
+        # the objects and their memory stay, also while fully_shard has others in their place
         self._parts = {name: local_part(p.detach()) for name, p in self._parameters.items()}
         self.place = hash_lines([f"{name} {_place_of(p)}" for name, p in self._parameters.items()])
         self._slices.update(self._parts)
 
     def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> SentFingerprints | None:
-        """Look at this rank's parts; None if each part is on one rank.
+        """Start the fingerprints of this rank's parts; None if each part is on one rank.
 
         Args:
-            choose: The slices of this stage.
+            choose: Function that chooses the slices of this stage.
         """
         if not self._parameters:
             return None
@@ -80,46 +81,35 @@ class PartReplicas:
 
 
 class ParameterRow(NamedTuple):
-    """Numbers that travel, but before the wrap, when the first number travels alone.
+    """Numbers that travel; before the wrap only the first one.
+
+    At the start of training, three numbers follow for each class shard: its first and last class and the number of classes.
 
     Attributes:
         structure: Hash of names, shapes, dtypes and order.
-        values: One fingerprint of the slices looked at.
-        parts: Hash of the parts that the rank holds, and one fingerprint of them; empty if no part has replicas.
-        shards: At the start of training, for each class shard its first and last class and the number of classes.
+        values: One fingerprint of the slices of this stage.
+        place: Hash of the parts that the rank holds; 0 if no part has replicas.
+        parts: One fingerprint of those parts.
     """
 
     structure: int
-    values: int = 0
-    parts: tuple[int, ...] = ()
-    shards: tuple[int, ...] = ()
-
-    def pack(self) -> list[int]:
-        """Return the numbers as they travel."""
-        return [self.structure, self.values, *self.parts, *self.shards]
-
-    @classmethod
-    def unpack(cls, row: Sequence[int]) -> ParameterRow:
-        """Return the row that ``pack`` was given."""
-        structure, values, *rest = row
-        first_shard = len(rest) % _SHARD_NUMBERS  # two numbers of parts come before whole shards
-        return cls(structure, values, tuple(rest[:first_shard]), tuple(rest[first_shard:]))
+    values: int
+    place: int
+    parts: int
 
 
 @dataclass(frozen=True)
 class ComparedParameters:
-    """Holds what was looked at at one stage, on its way to the host, for the row and for the explanation.
+    """Holds the parameters of one stage and their fingerprints, on their way to the host.
 
     Attributes:
         parameters: Parameters by name.
-        row: The numbers that are known at once.
-        sent: Fingerprints of the slices looked at; None before the wrap.
+        sent: Fingerprints of the slices; None before the wrap.
         parts: Fingerprints of parts that have replicas.
-        state: Further knowledge that may explain a difference; None before training.
+        state: Further knowledge that may explain a difference; None before the wrap.
     """
 
     parameters: Mapping[str, Tensor]
-    row: ParameterRow
     sent: SentFingerprints | None = None
     parts: SentFingerprints | None = None
     state: StepState | None = None
@@ -128,20 +118,20 @@ class ComparedParameters:
 class ParameterSyncCheck(RankCheck, default=True):
     """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
 
-    Of a model that ``fully_shard`` divides, each part is compared between the ranks that hold it, where those are several.
+    In a model that ``fully_shard`` divides, each part is compared between the ranks that hold it, if there are several.
 
-    Parameters after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``): the check does
-    not wait for a device. The finding names its step.
+    Parameters after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the
+    check does not wait for a device. The finding names the step of its parameters.
 
-    Covers F04, F11, F12 and F16, and by looking at gradients and learning rates tells F05-F10 (a gradient that was not
-    synchronised) from F14, F15 and F17 (an optimizer that went apart).
+    Covers F04, F11, F12 and F16. Gradients and learning rates distinguish F05-F10 (a gradient that was not synchronised) from F14, F15
+    and F17 (optimizers that differ).
 
     Args:
-        parts: Each step looks at one part of the parameters, 1/``parts`` of their bytes; a small model has fewer parts.
-        full_every_n_steps: A pass over all of them that often; also at the start, after the first step, and at the end.
+        parts: Number of parts. Each step compares one of them, 1/``parts`` of the bytes. A small model has fewer parts.
+        full_every_n_steps: Period of a pass over all parameters. Such a pass is also at the start, after the first step, and at the end.
         **options: As ``RankCheck``.
 
-    Communication: 24 bytes in the shared gather, and three numbers for each class shard at the start; 16 more where parts have replicas.
+    Communication: 40 bytes in the shared gather, and three numbers for each class shard at the start.
 
     Example:
         >>> checks = DDPChecks([ParameterSyncCheck(parts=1)])  # all parameters in every step
@@ -163,17 +153,17 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._slices, self._parts = RotatingSlices(self.parts), PartReplicas(self.parts)
-        self._judged = ComparedParameters({}, ParameterRow(0))
+        self._judged = ComparedParameters({})
         self._structure = 0
         self._is_first_step = True
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remember what DDP knows now."""
+        """Make the snapshot of DDP's state."""
         self.runner.shared(DDPSnapshot)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Let go of the fit."""
-        self._judged = ComparedParameters({}, ParameterRow(0))
+        """Drop references to the fit."""
+        self._judged = ComparedParameters({})
 
     # ------------------------------------------------------------------ measure
 
@@ -185,43 +175,36 @@ class ParameterSyncCheck(RankCheck, default=True):
         # looked up once per batch; at other stages they may be others
         parameters = self.runner.replicated_parameters() if is_step else replicated_parameters(trainer, module)
         if stage == CheckStage.BEFORE_WRAP:
-            structure = hash_lines(_descriptions(module, parameters, buffers=True))
-            self._judged = ComparedParameters(parameters, ParameterRow(structure))
-            return [structure]
+            self._judged = ComparedParameters(parameters)
+            return [hash_lines(_descriptions(module, parameters, buffers=True))]
         if self._slices.update(parameters):
             self._structure = hash_lines(_descriptions(module, parameters, buffers=False))
-        row = ParameterRow(self._structure)
+        shards: list[int] = []
         if stage == CheckStage.TRAIN_START:
             self._parts.start(trainer, module)
-            shards: list[int] = []
             for shard in class_shards(module).values():
                 shards += (shard.start, shard.stop, shard.num_classes)
-            row = row._replace(shards=tuple(shards))
         choose = partial(self._due_slices, is_full=self._is_full(stage))
         slices = choose(self._slices)
-        gradients_of = slices if is_step else None  # those of a step are gone when it is judged
         compared = ComparedParameters(
             parameters,
-            row,
             SentFingerprints.of(slices, parameters),
             self._parts.measure(choose),
-            StepState(self.runner, parameters, gradients_of),
+            StepState(self.runner, parameters, slices),
         )
         if is_step:
             return partial(self._read, compared)
-        return self._read(compared)
+        return [*self._read(compared), *shards]
 
     def _read(self, compared: ComparedParameters) -> list[int]:
-        """Return the row, with the numbers that have arrived. What was looked at is kept for the explanation."""
+        """Return the row, with the numbers that have arrived; keep the parameters for the explanation."""
         assert compared.sent is not None
         self._judged = compared
-        row = compared.row._replace(values=compared.sent.combined())
-        if compared.parts is not None:
-            row = row._replace(parts=(self._parts.place, compared.parts.combined()))
-        return row.pack()
+        parts = 0 if compared.parts is None else compared.parts.combined()
+        return [*ParameterRow(self._structure, compared.sent.combined(), self._parts.place, parts)]
 
     def _is_full(self, stage: CheckStage) -> bool:
-        """Say whether this stage looks at everything; the next step may not."""
+        """Return whether this stage compares all parameters."""
         if stage != CheckStage.AFTER_STEP:
             return True
         is_first, self._is_first_step = self._is_first_step, False
@@ -236,22 +219,22 @@ class ParameterSyncCheck(RankCheck, default=True):
         """Compare structures first, then values, then the shards' ranges."""
         if not table[0]:
             return []
-        # other names or shapes: values cannot be lined up
+        # different names or shapes: values cannot be lined up
         found = differing([row[0] for row in table], "F12", "unnamed", name="parameters")
         if found or stage == CheckStage.BEFORE_WRAP:
             return found
-        rows = [ParameterRow.unpack(row) for row in table]
+        own = len(ParameterRow._fields)
+        rows = [ParameterRow(*row[:own]) for row in table]
         fault = "SYNC"
         if stage == CheckStage.TRAIN_START:
             fault = "F04"
-            found += _judge_shards(rows, list(class_shards(module)))
+            found += _judge_shards([row[own:] for row in table], list(class_shards(module)))
         # the same names with other values
         values = [row.values for row in rows]
         if len(set(values)) > 1:
             found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
         # the same part with other values
-        parts = [row.parts for row in rows if row.parts]
-        odd = _odd_replicas([place for place, _ in parts], [value for _, value in parts])
+        odd = _odd_replicas([row.place for row in rows], [row.parts for row in rows])
         if odd:
             found.append(Finding(fault, _PARTS, "equal values on the ranks that hold the same part", odd, name=_PARTS))
         return found
@@ -259,7 +242,7 @@ class ParameterSyncCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ explain
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return this rank's names, or its parameters' fingerprints with what is known of their gradients and optimizers."""
+        """Return this rank's names, or its parameters' fingerprints with the state of their gradients and optimizers."""
         if finding.name == "parameters":
             before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
             return json.dumps(_descriptions(module, self._judged.parameters, buffers=before_wrap))
@@ -267,14 +250,14 @@ class ParameterSyncCheck(RankCheck, default=True):
             return json.dumps({"place": self._parts.place, "values": self._judged.parts.values()})
         if finding.name != "values" or self._judged.state is None or self._judged.sent is None:
             return None
-        return json.dumps({"values": self._judged.sent.values(), **self._judged.state.tell()})
+        return json.dumps({"values": self._judged.sent.values(), **self._judged.state.describe()})
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
         """Name the parameters, and why they differ."""
         states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
             return [_name_first_difference(finding, states)]
-        # by name, compared between the ranks that hold the same part: all of them, unless parts have replicas
+        # by name, between the ranks that hold the same part: all ranks, unless parts have replicas
         places = [state.get("place") for state in states]
         found = []
         for name in states[0]["values"]:
@@ -312,8 +295,8 @@ def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, 
 
 
 def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
-    """Name what differs in the ranks' descriptions, by position."""
-    # line the ranks up by position; one that ends earlier has nothing there
+    """Name the differences of the ranks' descriptions, by position."""
+    # line the ranks up by position; a rank with fewer lines has "nothing" there
     longest = max(map(len, lines_by_rank))
     padded = [lines + ["nothing"] * (longest - len(lines)) for lines in lines_by_rank]
     positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
@@ -328,12 +311,12 @@ def _lines_at(lines: Sequence[str], positions: Sequence[int]) -> str:
     return "; ".join(f"position {position}: {lines[position]}" for position in positions)
 
 
-def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Finding]:
-    """Find class shards that do not cover the classes, each once."""
+def _judge_shards(ranges: Sequence[Sequence[int]], names: Sequence[str]) -> list[Finding]:
+    """Find class shards that do not cover each class once."""
     found = []
     for number, name in enumerate(names):
         place = _SHARD_NUMBERS * number
-        shards = [ClassShard(*row.shards[place : place + _SHARD_NUMBERS]) for row in rows]
+        shards = [ClassShard(*row[place : place + _SHARD_NUMBERS]) for row in ranges]
         if first_holders(shards) is None:
             values = tuple(f"classes {shard.start} to {shard.stop} of {shard.num_classes}" for shard in shards)
             found.append(Finding.of("F16", name=name, values=values))
@@ -344,7 +327,7 @@ def _judge_shards(rows: Sequence[ParameterRow], names: Sequence[str]) -> list[Fi
 
 
 def _odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[int, ...]:
-    """Return the ranks that differ from what most ranks with the same part have."""
+    """Return the ranks that differ from most ranks with the same part."""
     odd: list[int] = []
     for place in set(places):
         ranks = [rank for rank, other in enumerate(places) if other == place]
@@ -359,7 +342,7 @@ def _holders(places: Sequence[object], rank: int) -> str:
 
 
 def _place_of(parameter: nn.Parameter) -> str:
-    """Return where a rank stands along the dimensions of the mesh that divide a parameter."""
+    """Return a rank's coordinates along the dimensions of the mesh that divide a parameter."""
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
     place = mesh.get_coordinate()
     return str([coordinate for coordinate, placement in zip(place, placements, strict=True) if placement.is_shard()])

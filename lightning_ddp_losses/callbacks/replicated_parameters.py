@@ -1,4 +1,4 @@
-"""Parameters that ranks must hold alike, by name, slices of them that are compared one step at a time, and fingerprints of slices."""
+"""Parameters that must be equal on all ranks, by name, slices of them that are compared one step at a time, and fingerprints of slices."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute in which a module lists what DDP shall leave alone; torch documents it under this name."""
+"""The attribute in which a module lists parameters and buffers that DDP ignores; torch documents this name."""
 
 _MIN_PART_BYTES = 1 << 20
 T = TypeVar("T")
 
 
 def is_replicated(trainer: Trainer) -> bool:
-    """Say whether ``replicated_parameters`` are to be equal after every step (not under other FSDP, nor between local SGD's averages)."""
+    """Return whether ``replicated_parameters`` must be equal after every step: not under other FSDP, nor between local SGD's averages."""
     strategy = trainer.strategy
     if isinstance(strategy, ModelParallelLossStrategy):
         return True
@@ -35,15 +35,15 @@ def is_replicated(trainer: Trainer) -> bool:
 
 
 def divided_parameters(trainer: Trainer) -> frozenset[str]:
-    """Return the names of parameters of which each rank holds a part, also while they are gathered."""
+    """Return the names of parameters that are divided over the ranks, also while they are gathered."""
     strategy = trainer.strategy
     return strategy.divided_parameters if isinstance(strategy, ModelParallelLossStrategy) else frozenset()
 
 
 def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str, Tensor]:
-    """Return the parameters of the module and of its optimizers that are the same on all ranks by contract, in their order.
+    """Return the parameters of the module and of its optimizers that must be the same on all ranks, in their order.
 
-    Left out: class shards, what ``fully_shard`` divides, what the user told DDP to ignore, and copies that are in neither.
+    Class shards, parameters that ``fully_shard`` divides, those that DDP ignores, and copies outside of both are left out.
     """
     ignored = divided_parameters(trainer).union(getattr(module, DDP_IGNORES, ()))
     registered: dict[str, Tensor] = {
@@ -51,7 +51,7 @@ def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str
         for name, parameter in module.named_parameters()
         if name not in ignored and not compat.is_ddp_ignored(parameter) and _is_comparable(parameter)
     }
-    # what optimizers hold beside them is to be alike too
+    # further parameters of optimizers must be equal too
     of_module = {id(parameter) for parameter in module.parameters()}
     unregistered = {
         place: parameter
@@ -62,7 +62,7 @@ def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str
 
 
 class ReplicatedParameters:
-    """Remembers ``replicated_parameters``; looks again only when modules, parameters, their layout or optimizers have changed."""
+    """Caches ``replicated_parameters`` until modules, parameters, their layout or optimizers change."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
@@ -72,7 +72,7 @@ class ReplicatedParameters:
         self._found: dict[str, Tensor] = {}
 
     def current(self) -> dict[str, Tensor]:
-        """Return the same dict for as long as its parameters, their shapes, dtypes and which of them train are the same."""
+        """Return the parameters; the same dict until one of them, its shape, its dtype or its ``requires_grad`` changes."""
         known, _ = self._structure()
         if known != self._known or not self._slots:
             self._slots = []
@@ -84,7 +84,7 @@ class ReplicatedParameters:
         return self._found
 
     def _structure(self) -> tuple[list[list[Any]], list[Any]]:
-        """Return what changes with the structure, and the objects in it. Most of it runs in C: it is done in every step."""
+        """Return ids, sizes and layouts that change with the structure, and the objects. It runs in every step, mostly in C."""
         objects = [*chain.from_iterable(map(dict.values, self._slots))]
         for optimizer in self._trainer.optimizers:
             for group in optimizer.param_groups:
@@ -111,7 +111,7 @@ def _is_comparable(parameter: Tensor) -> bool:
     return (
         shard_of(parameter) is None
         and not is_lazy(parameter)
-        # a tensor that is made of others: a DTensor differs by rank
+        # a tensor that consists of others: a DTensor differs by rank
         and not hasattr(parameter.data, "__tensor_flatten__")
         and parameter.layout == torch.strided
         and not parameter.is_meta
@@ -157,11 +157,11 @@ def by_name(slices: Sequence[TensorSlice], values: Iterable[T]) -> dict[str, lis
 
 
 class SentFingerprints:
-    """Holds fingerprints of slices on their way to the host: ranks compare one number, and names only if those differ.
+    """Holds fingerprints of slices on their way to the host. Ranks compare one number, and single names only if it differs.
 
     Args:
         slices: Slices of tensors.
-        numbers: Fingerprint of each.
+        numbers: Fingerprint of each slice.
     """
 
     def __init__(self, slices: Sequence[TensorSlice], numbers: HostNumbers) -> None:
@@ -182,7 +182,7 @@ class SentFingerprints:
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:
-    """Split tensors into at most that many parts of about the same number of bytes; small models into fewer."""
+    """Split tensors into at most ``max_parts`` parts of about equal size in bytes; small models into fewer."""
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     part_bytes = max(-(-total_bytes // max_parts), _MIN_PART_BYTES)
     parts: list[list[TensorSlice]] = [[]]
@@ -190,7 +190,7 @@ def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[Tens
     for name, tensor in tensors.items():
         start, size = 0, tensor.numel()
         while start < size:
-            # as much as the part still takes, at least one element
+            # as many elements as the part has room for, at least one
             stop = min(size, start + max(1, free_bytes // tensor.element_size()))
             parts[-1].append(TensorSlice(name, start, stop))
             free_bytes -= (stop - start) * tensor.element_size()
@@ -202,10 +202,10 @@ def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[Tens
 
 
 class RotatingSlices:
-    """Chooses what is compared in a step: one part after the other, so that together the steps look at everything.
+    """Chooses the slices of a step: one part after the other, so that the steps together cover all tensors.
 
     Args:
-        max_parts: As ``split_by_bytes``.
+        max_parts: Largest number of parts.
     """
 
     def __init__(self, max_parts: int) -> None:
@@ -214,7 +214,7 @@ class RotatingSlices:
         self._parts: list[list[TensorSlice]] = [[]]
 
     def update(self, tensors: dict[str, Tensor]) -> bool:
-        """Split other tensors from now on, unless it is the same dict; say whether they are others."""
+        """Set the tensors to split; return whether the dict is a new one."""
         if tensors is self._tensors:
             return False
         self._tensors, self._parts = tensors, split_by_bytes(tensors, self._max_parts)

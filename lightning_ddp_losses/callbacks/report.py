@@ -1,7 +1,7 @@
 """Where findings go: the error or warning, a file of JSON lines, the logger's counters, and a table at the end of the fit.
 
-Each fit has files of its own. They lie beside its checkpoints, in the run's folder; a fit that finds files of another one there (no
-logger, the same version again, a second fit) numbers its own.
+Each fit has separate files next to its checkpoints, in the run's folder. If the folder has files of another fit (no logger, the same
+version again, a second fit), the new ones get a number.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ import lightning
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_ddp_losses.callbacks.findings import Finding, SwitchedOff, group_by_cause
+from lightning_ddp_losses.callbacks.findings import FAILED, Finding, group_by_cause
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import DDPLossError, expect
 
 FILE_NAME = "ddp_checks.jsonl"
 LOSSES_FILE_NAME = "losses_by_rank.csv"
-_FILE_NAMES = (FILE_NAME, LOSSES_FILE_NAME)  # of one fit, which carry one number
+_FILE_NAMES = (FILE_NAME, LOSSES_FILE_NAME)  # of one fit, with one number
 MOST_RANKS_ONE_BY_ONE = 8
-"""Of more ranks, figures are told together: the smallest and the largest."""
+"""With more ranks, only the smallest and the largest figure is reported."""
 
 _MOST_FIGURES = 4  # of a check, that the table shows
-# files of these folders are no place that a user would look at
+# a warning never names a file of these folders: a user would not look there
 _NOT_THE_USERS = (
     f"{Path(__file__).parents[1]}{os.sep}",
     str(Path(lightning.__file__).parent),
@@ -55,11 +56,11 @@ Action: TypeAlias = Mapping[str, str] | str | None
 
 
 def validated_actions(action: Action, title: str) -> dict[str, str]:
-    """Return the actions that were given, by severity; refuse severities and actions that do not exist.
+    """Return the given actions by severity; refuse severities and actions that do not exist.
 
     Args:
-        action: By severity, or one word for errors and warnings.
-        title: Who was given them.
+        action: Actions by severity, or one word for errors and warnings.
+        title: Name of the owner, for the error.
 
     Raises:
         ConfigurationError: for anything else.
@@ -80,14 +81,14 @@ def validated_actions(action: Action, title: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Says what happens with findings.
+    """Holds the options that decide what happens with findings.
 
     Attributes:
-        action: By severity: ``raise``, ``warn`` or ``log``.
-        file: Whether new findings are written to ``ddp_checks.jsonl`` in the log folder.
-        summary: Whether a table is printed at the end of the fit.
-        log_figures: Whether the loggers get what the checks measured, beside the numbers of findings.
-        stall_seconds: A rank that stands still for longer is reported.
+        action: ``raise``, ``warn`` or ``log``, by severity.
+        file: Write new findings to ``ddp_checks.jsonl`` in the log folder.
+        summary: Print a table at the end of the fit.
+        log_figures: Send the figures of the checks to the loggers, in addition to the numbers of findings.
+        stall_seconds: Seconds without progress after which a rank is reported.
     """
 
     action: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_ACTION))
@@ -98,93 +99,99 @@ class Settings:
 
 
 class CheckSummary(NamedTuple):
-    """What a check has to say at the end of a fit.
+    """Figures and remarks of one check at the end of a fit.
 
     Attributes:
-        title: Names the check.
-        figures: By name.
-        remarks: Its own words.
+        title: Name of the check.
+        figures: Figures by name.
+        remarks: Lines for the table.
     """
 
     title: str
     figures: Mapping[str, float]
     remarks: Sequence[str]
 
+    def seen(self) -> str:
+        """Return the text for the table: the remarks, or else the figures if they are few."""
+        if self.remarks or not self.figures:
+            return "\n".join(self.remarks)
+        if len(self.figures) > _MOST_FIGURES:
+            return f"{len(self.figures)} figures"
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+
 
 class Report:
     """Collects the findings of one fit; every rank collects the same.
 
     Args:
-        settings: What happens with them.
-        folder: Of the run, for files; None: none are written.
+        settings: Options of the callbacks.
+        folder: Folder of the run; None for a run without files.
+
+    Attributes:
+        findings: All findings so far, each fault once.
     """
 
     def __init__(self, settings: Settings, folder: Path | None) -> None:
         self._settings = settings
         self._folder = folder if settings.file else None
-        self._number: int | None = None  # that this fit's files carry
-        self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._number: int | None = None  # number in the names of this fit's files
+        self._seen: set[tuple[str, str, str]] = set()
         self._leads: dict[str, list[Finding]] = {"warn": [], "log": []}  # of the reported causes
         self.findings: list[Finding] = []
-        self.by_check: dict[str, Counter[str]] = {}
 
     def is_new(self, finding: Finding) -> bool:
-        """Say whether this fault has not been seen before in this fit."""
+        """Return whether this fit has not had this fault before."""
         return finding.key not in self._seen
 
     def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: Trainer) -> None:
-        """Count, write, log and warn, once for each cause; raise what is to be raised.
+        """Write, log and warn of findings, once for each cause; raise an error for those with this action.
 
         Args:
-            findings: In the same order on every rank.
-            actions: What the check of each finding does by severity, where it differs from the settings.
-            trainer: For its loggers.
+            findings: Findings, in the same order on every rank.
+            actions: Actions of each finding's check by severity, if they differ from the settings.
+            trainer: Trainer with the loggers.
 
         Raises:
             DDPLossError: on every rank, with all findings of an action ``raise``.
         """
         raising: list[Finding] = []
-        told: dict[str, list[Finding]] = {"warn": [], "log": []}  # new findings by what is done with them
+        reported: dict[str, list[Finding]] = {"warn": [], "log": []}  # new findings by action
         for finding, check_action in zip(findings, actions, strict=True):
-            severity = finding.severity
-            new = self.is_new(finding)
-            self._seen[finding.key] += 1
+            severity, is_new = finding.severity, self.is_new(finding)
+            self._seen.add(finding.key)
             # the check's action, else that of DDPChecks, else the default; a fault of our own does not end the training
             action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
-            if action == "raise" and isinstance(finding, SwitchedOff):
+            if finding.fault == FAILED and finding.graded and action == "raise":
                 action = "warn"
             if action == "raise":
                 raising.append(finding)
-                self._keep(finding, new=new)
-            elif new:
-                told[action].append(finding)
-        for action, found in told.items():
-            self._tell(action, found)
+                if is_new:
+                    self._keep(finding)
+            elif is_new:
+                reported[action].append(finding)
+        for action, found in reported.items():
+            self._report_causes(action, found)
         if findings:
             self.log(trainer)
         if raising:
             text = "\n".join(finding.text() for finding in raising)
             raise DDPLossError(text, findings=raising, collective=True)
 
-    def _tell(self, action: str, found: Sequence[Finding]) -> None:
-        """Warn or log once for each cause; what follows from one that was reported before is logged."""
+    def _report_causes(self, action: str, found: Sequence[Finding]) -> None:
+        """Warn or log once for each cause; log findings that follow from a cause reported before."""
         causes, late = group_by_cause(found, self._leads[action])
         for cause in causes:
             self._leads[action].append(cause.lead)
             self._keep(cause.lead)
             for follower in cause.followers:
                 self._keep(replace(follower, follows=cause.lead.fault))
-            tell = _warn if action == "warn" else rank_zero_info
-            tell(cause.text())
+            (_warn if action == "warn" else rank_zero_info)(cause.text())
         for finding, lead in late:
             self._keep(replace(finding, follows=lead.fault))
             rank_zero_info(finding.text(f"  of the same cause as {lead.fault} of step {lead.step}: {lead.what}"))
 
-    def _keep(self, finding: Finding, *, new: bool = True) -> None:
-        """Count a finding that stands for itself; the first time, keep and write it."""
-        self.by_check.setdefault(finding.check, Counter())[finding.severity] += new and not finding.follows
-        if not new:
-            return
+    def _keep(self, finding: Finding) -> None:
+        """Keep and write a new finding."""
         self.findings.append(finding)
         file = self.open_file(FILE_NAME)
         if file is None:
@@ -193,63 +200,81 @@ class Report:
             with file:
                 file.write(json.dumps(finding.record(), default=str) + "\n")
         except OSError as error:
-            rank_zero_info(f"{file.name} cannot be written, findings are not kept in it: {error}")
+            rank_zero_info(f"{file.name} cannot be written and will have no further findings: {error}")
             self._folder = None
 
+    def _count(self, title: str = "") -> Counter[str]:
+        """Return the number of causes by severity, of one check or of all."""
+        causes = [each for each in self.findings if not each.follows and title in ("", each.check)]
+        return Counter(each.severity for each in causes)
+
     def log(self, trainer: Trainer, more: Mapping[str, float] | None = None) -> None:
-        """Send the counters, and other figures where they are wanted, to the trainer's loggers."""
-        # of all checks together
-        totals: Counter[str] = sum(self.by_check.values(), Counter())
+        """Send the counters, and other figures if they are wanted, to the trainer's loggers."""
+        totals = self._count()
         figures = {f"{severity}s": float(totals[severity]) for severity in DEFAULT_ACTION}
         if more and self._settings.log_figures:
             figures |= more
         _send_to_loggers(trainer, figures, trainer.global_step)
 
     def log_step(self, trainer: Trainer, figures: Mapping[str, float], step: int) -> None:
-        """Send figures of a step to the trainer's loggers, where they are wanted."""
+        """Send figures of a step to the trainer's loggers, if they are wanted."""
         if self._settings.log_figures:
             _send_to_loggers(trainer, figures, step)
 
     def summary(self, checks: Sequence[CheckSummary], steps: int, share: float) -> None:
-        """Print one line of totals and one row per check, on rank 0.
+        """Print a line of totals, a row for each check with findings or measurements, and the names of the others; on rank 0.
 
         Args:
-            checks: What each has to say.
-            steps: That the fit has made.
-            share: Of the time, that the checks took.
+            checks: Figures and remarks of each check.
+            steps: Optimizer steps of the fit.
+            share: Share of the time that the checks took.
         """
         if not self._settings.summary or process_groups.rank():
             return
-        found: Counter[str] = sum(self.by_check.values(), Counter())
+        found = self._count()
         findings = found["error"] + found["warning"]  # notes are no faults
         totals = [counted(len(checks), "check"), counted(steps, "step"), counted(findings, "finding")]
-        totals += [counted(found["note"], "note"), f"{share:.1%} of the time"]
-        table = Table()
-        for column in ("check", "found", "seen"):
-            table.add_column(column)
+        if found["note"]:
+            totals.append(counted(found["note"], "note"))
+        totals.append(f"{share:.1%} of the time")
+        # without findings the table needs no column for them
+        rows, silent = [], []
         for check in checks:
-            counts = self.by_check.get(check.title, Counter())
+            counts = self._count(check.title)
             texts = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
-            table.add_row(check.title, ", ".join(texts) or "-", escape(_seen_by(check)))
+            row = (check.title, ", ".join(texts), escape(check.seen()))
+            if any(row[1:]):
+                rows.append(row)
+            else:
+                silent.append(check.title)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        columns = [0, 1, 2] if any(found.values()) else [0, 2]
+        for column in columns:
+            table.add_column(("check", "findings", "measured")[column], no_wrap=column == 0)
+        for row in rows:
+            table.add_row(*(row[column] for column in columns))
         console = Console()
         console.print(f"DDPChecks: {', '.join(totals)}", soft_wrap=True, highlight=False)
-        console.print(table)
+        if rows:
+            console.print(table)
+        if silent:
+            console.print(f"Nothing to report: {', '.join(silent)}", highlight=False)
 
     # ------------------------------------------------------------------ files
 
     def open_file(self, name: str) -> IO[str] | None:
-        """Open a file of this fit, on rank 0, to write at its end; None where none is wanted or can be made."""
+        """Open a file of this fit, on rank 0, to write at its end; return None if there is no file."""
         if self._folder is None or process_groups.rank():
             return None
         try:
             return self._path(name).open("a")
         except OSError as error:  # a full disk on this rank is no reason to leave the others waiting
-            rank_zero_info(f"{self._folder / name} cannot be written, nothing is kept in it: {error}")
+            rank_zero_info(f"{self._folder / name} cannot be written and will have no further lines: {error}")
             self._folder = None
             return None
 
     def _path(self, name: str) -> Path:
-        """Return the path of a file of this fit; the first time its number is chosen, which no fit before it has used."""
+        """Return the path of a file of this fit. The first call chooses a number that no earlier fit has used."""
         assert self._folder is not None
         if self._number is None:
             self._folder.mkdir(parents=True, exist_ok=True)  # the logger may make it later
@@ -267,10 +292,10 @@ class Report:
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of this run, the one that holds its checkpoints; right on rank 0, which writes.
+    """Return the folder of this run, which holds its checkpoints; right on rank 0, which writes.
 
-    ``log_dir`` is that folder only for loggers that make one for each run. Of others (Weights & Biases, MLflow) it is one for all runs,
-    below which ``ModelCheckpoint`` makes one by name and version.
+    ``log_dir`` is that folder only for loggers with a folder for each run. Others (Weights & Biases, MLflow) have one for all runs, and
+    ``ModelCheckpoint`` makes one by name and version below it.
 
     Communication: one broadcast, Lightning's.
     """
@@ -295,20 +320,11 @@ def counted(number: int, noun: str) -> str:
 
 
 def _numbered(name: str, number: int) -> str:
-    """Return the name of a file of the fit of that number; the first has none."""
+    """Return the name of a file of the fit with that number. The first has none."""
     if number == 0:
         return name
     stem, _, suffix = name.partition(".")
     return f"{stem}_{number}.{suffix}"
-
-
-def _seen_by(check: CheckSummary) -> str:
-    """Return what a check has seen, in its own words; its figures, where they are few, if it has none."""
-    if check.remarks or not check.figures:
-        return "; ".join(check.remarks) or "-"
-    if len(check.figures) > _MOST_FIGURES:
-        return f"{len(check.figures)} figures"
-    return ", ".join(f"{name} {value:.4g}" for name, value in check.figures.items())
 
 
 def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) -> None:
@@ -319,9 +335,9 @@ def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) 
 
 
 def _warn(text: str) -> None:
-    """Warn on rank 0; where the user has made warnings errors, raise on every rank."""
+    """Warn on rank 0; if the user has made warnings errors, raise on every rank."""
     level = _users_stack_level()
-    # elsewhere the same filters decide, so that an error is one on every rank; nothing is printed
+    # elsewhere the same filters decide, so that an error is one on every rank; no text is printed
     quietly = warnings.catch_warnings(record=True) if process_groups.rank() else contextlib.nullcontext()
     with quietly:
         warnings.warn(text, stacklevel=level)

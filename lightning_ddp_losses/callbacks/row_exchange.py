@@ -1,16 +1,15 @@
-"""Rows of checks: measured on each rank, exchanged, judged on all ranks from the same table, which gives the same findings everywhere.
+"""Rows of checks: measured on each rank, exchanged, judged on all ranks from the same table, so that all ranks have the same findings.
 
 `RowExchange` asks checks for their rows, sends those of all due checks together, and completes new findings with texts and the largest
-difference of a tensor. Rows travel as bytes in handshakes of their own, on a process group that only checks use. Ranks that come from
+difference of a tensor. Rows travel as bytes in handshakes of a separate process group, which only checks use. Ranks that come from
 different places of the program still pair up there in handshakes of equal size, and raise the same error.
 
 A row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or a function that returns a list when the row travels. No check waits
-for a device: the host copy of a tensor starts at once, and is read when the row travels. Lists stay lists on their way: after a step
-everything is out of the processor's caches, and a few numbers in a tensor then take ten times as long as in a list (torch 2.13, measured
-2026).
+for a device: the host copy of a tensor starts at once, and is read when the row travels. Lists stay lists on their way. After a step the
+processor's caches hold none of this, and a few numbers in a tensor then take ten times as long as in a list (torch 2.13, measured 2026).
 
-A check that fails sends its error in place of its next row, so that every rank knows. A check of this package is then switched off on all
-ranks and leaves one warning: its fault must not end a healthy fit. A check that a user wrote is an error, which the user can mend.
+A check that fails sends its error instead of its next row, so that every rank knows. A check of this package is then switched off on all
+ranks and leaves one warning: its fault must not end a healthy fit. A failing check of the user is an error, which the user can mend.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, failed_check
+from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import Report
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -51,12 +50,12 @@ Rows: TypeAlias = "list[list[Any]]"
 Table: TypeAlias = "Tensor | Rows | dict[int, str] | None"
 """The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks; None: some rank has no row."""
 
-_PART_HEAD = struct.Struct("<ccxxI")  # form, code of array, bytes
-_FAILED, _NOTHING, _LIST, _TENSOR = b"!", b"-", b"L", b"T"
-_CODES = {torch.int64: b"q", torch.float64: b"d", torch.uint8: b"B"}  # as array has them
-_DTYPES = {code: dtype for dtype, code in _CODES.items()}
-_KINDS = {(_LIST, b"q"): "a list of ints", (_LIST, b"d"): "a list of floats"}
-_KINDS |= {(_TENSOR, code): str(dtype) for code, dtype in _DTYPES.items()}
+_PART_HEAD = struct.Struct("<2sxxI")  # kind, number of bytes
+_FAILED, _NOTHING = b"!!", b"--"
+# kinds of rows: list or tensor, then the code that ``array`` has for the numbers
+_TENSORS = {torch.int64: b"Tq", torch.float64: b"Td", torch.uint8: b"TB"}
+_DTYPES = {kind: dtype for dtype, kind in _TENSORS.items()}
+_LISTS = {b"Lq": "a list of ints", b"Ld": "a list of floats"}
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
 _MAX_TENSORS = 8  # differences that are measured at one exchange
@@ -75,13 +74,13 @@ def encode(measured: object, title: str) -> bytes:
     got = type(measured).__name__
     if isinstance(measured, list):
         # one float makes all of them floats
-        code = b"d" if any(isinstance(value, float) for value in measured) else b"q"
+        code = "d" if any(isinstance(value, float) for value in measured) else "q"
         with contextlib.suppress(TypeError):  # refused below
-            return _part(_LIST, array(code.decode(), measured).tobytes(), code)
+            return _part(f"L{code}".encode(), array(code, measured).tobytes())
         got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
     elif isinstance(measured, Tensor):
-        if measured.ndim == 1 and measured.dtype in _CODES:
-            return _part(_TENSOR, measured.detach().cpu().contiguous().numpy().tobytes(), _CODES[measured.dtype])
+        if measured.ndim == 1 and measured.dtype in _TENSORS:
+            return _part(_TENSORS[measured.dtype], measured.detach().cpu().contiguous().numpy().tobytes())
         got = f"{tuple(measured.shape)} {measured.dtype}"
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
     raise InputError(f"{title}.measure", expected=expected, got=got)
@@ -92,61 +91,56 @@ def encode_failure(text: str) -> bytes:
     return _part(_FAILED, text.encode())
 
 
+def _part(kind: bytes, data: bytes = b"") -> bytes:
+    return _PART_HEAD.pack(kind, len(data)) + data
+
+
 def decode_tables(rows: Sequence[bytes], number: int) -> list[Table]:
     """Sort the ranks' rows by check.
 
-    A rank that measured fewer values than another is padded with zeros; put in front what tells such ranks apart.
+    A rank that measured fewer values than another is padded with zeros. Values that identify such a rank come first in its row.
 
     Args:
-        rows: One row per rank, each the parts of all checks that were due.
+        rows: One row per rank, each with the parts of all checks that were due.
         number: Number of checks that were due.
     """
     parts_by_rank = [_split(row, number) for row in rows]
     return [_table(parts) for parts in zip(*parts_by_rank, strict=True)]
 
 
-def _part(form: bytes, data: bytes = b"", code: bytes = b" ") -> bytes:
-    return _PART_HEAD.pack(form, code, len(data)) + data
-
-
-def _split(row: bytes, number: int) -> list[tuple[bytes, bytes, bytes]]:
-    """Split a row into form, code and bytes of each check."""
-    parts: list[tuple[bytes, bytes, bytes]] = []
+def _split(row: bytes, number: int) -> list[tuple[bytes, bytes]]:
+    """Split a row into kind and bytes of each check."""
+    parts: list[tuple[bytes, bytes]] = []
     offset = 0
     for _ in range(number):
-        form, code, size = _PART_HEAD.unpack_from(row, offset)
+        kind, size = _PART_HEAD.unpack_from(row, offset)
         offset += _PART_HEAD.size + size
-        parts.append((form, code, row[offset - size : offset]))
+        parts.append((kind, row[offset - size : offset]))
     return parts
 
 
-def _table(parts: Sequence[tuple[bytes, bytes, bytes]]) -> Table:
+def _table(parts: Sequence[tuple[bytes, bytes]]) -> Table:
     """Combine the ranks' parts of one check."""
-    forms = {form for form, _, _ in parts}
-    codes = {code for _, code, _ in parts}
+    kinds = {kind for kind, _ in parts}
     # an error on any rank, a rank without a row, or kinds that cannot be compared
-    if _FAILED in forms:
-        return {rank: data.decode(errors="replace") for rank, (form, _, data) in enumerate(parts) if form == _FAILED}
-    if _NOTHING in forms:
+    if _FAILED in kinds:
+        return {rank: data.decode(errors="replace") for rank, (kind, data) in enumerate(parts) if kind == _FAILED}
+    if _NOTHING in kinds:
         return None
-    if len(forms) > 1 or (forms == {_TENSOR} and len(codes) > 1):
-        return {rank: f"measured {_KINDS[form, code]}" for rank, (form, code, _) in enumerate(parts)}
+    if len(kinds) > 1 and not kinds <= _LISTS.keys():
+        return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, (kind, _) in enumerate(parts)}
     # rows of one length
-    longest = max(len(data) for _, _, data in parts)
-    padded = [data.ljust(longest, b"\0") for _, _, data in parts]
-    if forms == {_LIST}:
-        return [array(code.decode(), data).tolist() for (_, code, _), data in zip(parts, padded, strict=True)]
-    dtype = _DTYPES[parts[0][1]]
-    if not longest:
-        return torch.zeros((len(parts), 0), dtype=dtype)
-    return torch.frombuffer(bytearray(b"".join(padded)), dtype=dtype).view(len(parts), -1)
+    longest = max(len(data) for _, data in parts)
+    rows = [array(chr(kind[1]), data.ljust(longest, b"\0")).tolist() for kind, data in parts]
+    dtype = _DTYPES.get(parts[0][0])
+    return rows if dtype is None else torch.tensor(rows, dtype=dtype)
 
 
 # ---------------------------------------------------------------------- checks
 
 
 class Check:
-    """Defines the parts that a check writes, and what its runner asks it for. `base.RankCheck` makes a callback of it."""
+    """Defines the methods that a check writes, and those that its runner calls. `base.RankCheck` makes a callback of it."""
 
     stages: ClassVar[tuple[CheckStage, ...]] = ()
     faults: ClassVar[tuple[str, ...]] = ()
@@ -154,7 +148,7 @@ class Check:
     every_n_steps: int
     action: dict[str, str]
 
-    # ------------------------------------------------------------------ what a check writes
+    # ------------------------------------------------------------------ written by a check
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
@@ -165,25 +159,25 @@ class Check:
         raise NotImplementedError
 
     def judge(self, table: Any, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Return what is wrong with the rows of all ranks: a tensor (W, n), or a list of lists where ``measure`` gives lists.
+        """Return the findings in the rows of all ranks: a tensor (W, n), or a list of lists if ``measure`` returns lists.
 
-        Decide from the table: it is all that every rank knows.
+        Decide from the table alone. It is the same on every rank.
         """
         raise NotImplementedError
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return what this rank can add to a new finding, as a text for ``explain``; None: nothing."""
+        """Return this rank's text about a new finding for ``explain``; None for no text."""
         return None
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Return the finding, made richer (or divided into several) by the texts of all ranks."""
+        """Return the finding with details from the texts of all ranks, or several findings in its place."""
         return [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
-        """Return this rank's tensor that a new finding is about; its largest difference between ranks is added to the finding."""
+        """Return this rank's tensor for a new finding; its largest difference between ranks is added to the finding."""
         return None
 
-    # ------------------------------------------------------------------ what a check may observe, without communication
+    # ------------------------------------------------------------------ observations of a check, without communication
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Forget an earlier fit: training starts."""
@@ -194,7 +188,7 @@ class Check:
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Try out the first batch before its step, on all ranks together.
 
-        Here alone a check may communicate by itself; it must come to the same findings everywhere.
+        Only here may a check communicate by itself. It must make the same findings on every rank.
         """
         return []
 
@@ -208,13 +202,13 @@ class Check:
         """Look at reduced and unscaled gradients, before the module's own hook and before clipping."""
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at what a step left, right after it was made: gradients are those that the optimizer used."""
+        """Look at the module right after a step: gradients are those that the optimizer used."""
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at what a batch of training or validation (``trainer.validating``) has left, before the module's own hook."""
+        """Look at the module after a batch of training or validation (``trainer.validating``), before the module's own hook."""
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Leave nothing behind: the fit is over, also after an error. It may be called twice."""
+        """Remove hooks and drop references: the fit is over, maybe after an error. It may be called twice."""
 
     def figures(self) -> dict[str, float]:
         """Return figures for the logger and the summary, by name."""
@@ -233,7 +227,7 @@ class Check:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether it is one of this package: a fault of its own switches it off, but a user's check raises."""
+        """Whether it is a check of this package: such a check is switched off when it fails, but a user's check raises."""
         return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def join(self, runner: Any) -> None:
@@ -241,7 +235,7 @@ class Check:
         raise NotImplementedError
 
     def overrides(self, method: str) -> bool:
-        """Return whether this check has its own of a method that does nothing by default."""
+        """Return whether this check overrides a method with an empty default."""
         return _class_overrides(type(self), method)  # type: ignore[arg-type] # mypy takes a class for unhashable
 
     def options(self) -> dict[str, object]:
@@ -260,20 +254,18 @@ def _class_overrides(cls: type[Check], method: str) -> bool:
 
 
 class RowExchange:
-    """Exchanges the rows of checks between the ranks of the world, and makes findings of them.
+    """Exchanges the rows of checks between the ranks of the world, and turns them into findings.
 
     Args:
         trainer: Trainer of the fit.
         module: Module that it trains.
-        watch: Watch of the run, which raises when a peer has failed; None: there is none.
+        watch: Watch of the run, which raises when a peer has failed; None without one.
         report: Report that takes the findings.
-        stop_check: Called when a check of this package fails, and on every rank when it is switched off.
+        stop_check: Function that is called when a check of this package fails, and on every rank when it is switched off.
 
     Attributes:
-        report: The same.
-        watch: The same.
-        gathers: Gathers of rows so far.
-        bytes: Bytes that this rank sent in them.
+        report: As given.
+        watch: As given.
     """
 
     def __init__(
@@ -286,8 +278,7 @@ class RowExchange:
     ) -> None:
         self.watch, self.report = watch, report
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
-        self.gathers = self.bytes = 0
-        # by the id of a check, and the stage: rows that have not been exchanged yet, and the step of the last row measured
+        # by the id of a check and the stage: rows that still wait for an exchange, and the step of the last row measured
         self._waiting: dict[tuple[int, CheckStage], bytes | Callable[[], Measured]] = {}
         self._steps: dict[tuple[int, CheckStage], int] = {}
         self._failures: dict[int, str] = {}  # sent in place of the next row
@@ -297,19 +288,19 @@ class RowExchange:
     # ------------------------------------------------------------------ transport
 
     def gather_rows(
-        self, place: str, row: bytes, must_match: Mapping[str, object] | None = None, *, patience: float = math.inf
+        self, place: str, row: bytes, must_match: Mapping[str, object] | None = None, *, max_seconds: float = math.inf
     ) -> list[bytes]:
         """Return the rows of all ranks, in rank order.
 
         Raises:
             RankMismatchError: on every rank, when ranks are at different places, or ``must_match`` differs.
-            TimeoutError: when the peers have not come after ``patience`` seconds.
+            TimeoutError: when the peers have not come after ``max_seconds``.
 
         Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
         """
         # one handshake: ranks at different places get the same error in it
         pending = handshake.start(place, must_match or {}, row, channel="checks")
-        # wait, first awake, and leave when a peer has failed: it will not come
+        # busy wait first, then sleep; leave when a peer has failed, because it will not come
         began, awake = time.perf_counter(), awake_seconds()
         while not pending.is_completed():
             waited = time.perf_counter() - began
@@ -318,13 +309,10 @@ class RowExchange:
                 continue
             if self.watch is not None:
                 self.watch.check_peers()
-            if waited > patience:
+            if waited > max_seconds:
                 raise TimeoutError(place)
             time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
-        rows = pending.finish()
-        self.gathers += process_groups.world_size() > 1
-        self.bytes += pending.sent_bytes
-        return rows
+        return pending.finish()
 
     def gather_json(self, place: str, value: object) -> list[Any]:
         """Return a plain value of each rank, in rank order; communicates as ``gather_rows``."""
@@ -372,7 +360,7 @@ class RowExchange:
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
         """Remember the error of a check on this rank alone; all ranks report it at the next exchange of the check.
 
-        A check of this package looks at nothing more on this rank. An error that every rank raises is raised.
+        A check of this package is stopped on this rank. An error that every rank raises is raised.
         """
         if isinstance(error, DDPLossError) and error.collective:
             raise error
@@ -409,7 +397,7 @@ class RowExchange:
         return part
 
     def exchange(
-        self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "", patience: float = math.inf
+        self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "", max_seconds: float = math.inf
     ) -> None:
         """Exchange the rows of these checks that wait since a stage, and judge them.
 
@@ -417,8 +405,8 @@ class RowExchange:
             checks: Checks that are due, the same on every rank.
             stage: Stage of the rows.
             step: Optimizer steps so far.
-            place: Place of the exchange, if it is not that stage.
-            patience: Seconds to wait for the peers.
+            place: Place of the exchange, if it differs from the stage.
+            max_seconds: Limit of the wait for the peers.
 
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
@@ -427,7 +415,7 @@ class RowExchange:
         """
         if checks:
             place = place or stage.value
-            rows = self.gather_rows(place, self.pack(checks, stage), {"step": step}, patience=patience)
+            rows = self.gather_rows(place, self.pack(checks, stage), {"step": step}, max_seconds=max_seconds)
             self.judge(checks, stage, rows, step, place=place)
 
     def judge(
@@ -449,28 +437,31 @@ class RowExchange:
             self.report_findings(self._add_differences(self._explain(found)))
 
     def _judge(self, check: Check, table: Table, stage: CheckStage) -> list[Finding]:
-        """Let a check judge. One that fails on this rank alone must not leave its peers: its error travels at its next exchange."""
+        """Let a check judge. The error of a check that fails on this rank alone travels at its next exchange."""
         try:
             found = list(check.judge(table, self._trainer, self._module, stage))
             for each in found:
                 if not isinstance(each, Finding):
                     raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")
+            return found
         except Exception as error:
             self.note_failure(check, "judge", error)
             return []
-        return found
 
     def _failed(self, check: Check, failures: dict[int, str]) -> Finding:
-        """Make the finding of a check that failed; the same on every rank, so that one of ours is switched off on all of them."""
-        if check.is_built_in:
-            self._switched_off.add(id(check))
-            self._stop_check(check)
-        return failed_check(check.title, failures, is_built_in=check.is_built_in)
+        """Make the finding of a check that failed, the same on every rank. A check of this package is switched off on all of them."""
+        texts = tuple(f"{rank}: {text}" for rank, text in failures.items())
+        details: dict[str, Any] = {"ranks": tuple(failures), "name": check.title, "values": texts}
+        if not check.is_built_in:
+            return Finding.of(FAILED, **details)
+        self._switched_off.add(id(check))
+        self._stop_check(check)
+        return Finding.of(FAILED, "switched_off", graded="warning", **details)
 
     # ------------------------------------------------------------------ new findings
 
     def _explain(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
-        """Have every rank add its texts to new findings; a finding seen again stays as it was explained first.
+        """Let every rank add its texts to new findings. A finding seen again keeps its first explanation.
 
         Communication: one gather for each new finding of a check that describes its findings.
         """
@@ -478,7 +469,7 @@ class RowExchange:
         for check, finding in found:
             better = [finding]
             if check.overrides("describe") and finding.fault != FAILED:
-                # the same findings are new on every rank, so every rank takes part
+                # findings are new on every rank or on none, so every rank takes part
                 if finding.key not in self._explained:
                     self._explained[finding.key] = self._explain_one(check, finding)
                 better = self._explained[finding.key]
@@ -495,7 +486,7 @@ class RowExchange:
         return [finding]
 
     def _add_differences(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
-        """Measure the largest difference between ranks of the tensors that new findings are about.
+        """Measure the largest difference between ranks of the tensors that belong to new findings.
 
         Communication: one gather and the tensor's, for each of at most ``_MAX_TENSORS`` findings.
         """

@@ -1,16 +1,16 @@
 """Runs the checks of one fit, with one schedule on every device.
 
-`CheckRunner` follows a fit from its start to its end, shows checks what they observe, and asks those that are due at a stage for their
-rows. A row is judged at the next exchange, and its findings name its own step:
+`CheckRunner` follows a fit from its start to its end, passes its events to the checks, and asks those that are due at a stage for their
+rows. A row is judged at the next exchange, and its findings name the step of the row:
 
 * after a step: when the check is due there next, so that no check waits for a device and no gather for a row. The first row of a fit is
   judged at once: most faults show in it, and some end the next step in torch. The last one is judged before a checkpoint is written and
   at the end of training.
-* everywhere else: at once. Before backward for a reason: a rank without a loss, a parameter that some ranks' losses do not reach, batches
-  that end on some ranks only would make ranks wait for each other in that very step.
+* everywhere else: at once. Before backward this is necessary. A rank without a loss, a parameter that some ranks' losses do not reach, or
+  batches that end on some ranks only would make ranks wait for each other in that very step.
 
-The schedule depends on stages alone, so every rank exchanges the same rows at the same place. The runner knows checks by the
-`row_exchange.Check` protocol; their base class is `base.RankCheck`.
+The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` has the stages of a
+validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol; their base class is `base.RankCheck`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
-_PATIENCE_SECONDS = 10.0  # for peers that have the same error
+_WAIT_SECONDS = 10.0  # for peers that have the same error
 _THE_END = "the end"
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
 _log = logging.getLogger(__name__)
@@ -50,14 +50,14 @@ T = TypeVar("T")
 
 @dataclass
 class _Batch:
-    """What has happened since the last batch ended.
+    """Events since the last batch ended.
 
     Attributes:
         stepping: Optimizers that were about to step.
-        stepped: Number of those that did (a gradient scaler may have skipped one).
+        stepped: Number of steps that were made (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning.
-        has_synchronised: Whether one of them reduced gradients.
-        parameters: Parameters that ranks must hold alike, once they have been looked up.
+        has_synchronised: True if one of them reduced gradients.
+        parameters: Parameters that must be equal on all ranks, once they have been looked up.
     """
 
     stepping: list[Optimizer] = field(default_factory=list)
@@ -69,12 +69,12 @@ class _Batch:
 
 @dataclass
 class _StrategyHandshake:
-    """The handshake of the strategy, in which rows before backward may travel.
+    """The handshake of the strategy, which may carry the rows before backward.
 
     Attributes:
-        carries_rows: Whether they do.
-        checks: Checks with rows on their way.
-        is_sent: Whether the row of this backward has been sent, before Lightning's hook.
+        carries_rows: True if it carries them.
+        checks: Checks with rows in it.
+        is_sent: True if the row of this backward has been sent, before Lightning's hook.
     """
 
     carries_rows: bool = False
@@ -87,18 +87,18 @@ class CheckRunner(Callback):
 
     Args:
         checks: Checks of all callbacks.
-        settings: What happens with findings.
+        settings: Options for findings.
         trainer: Trainer of the fit.
         module: Module that it trains.
 
     Attributes:
-        checks: Those that run in this world.
+        checks: Checks that run with this number of ranks.
         trainer: As given.
         module: As given.
-        checkpoint: At SAVE and LOAD, the checkpoint.
+        checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
         steps: Batches of this fit that made an optimizer step.
         row_exchange: Measures, exchanges and judges rows.
-        own_time: Time that checks take, their gathers included.
+        own_time: Time that checks take, including their gathers.
     """
 
     def __init__(self, checks: Sequence[Check], settings: Settings, trainer: Trainer, module: LightningModule) -> None:
@@ -108,14 +108,14 @@ class CheckRunner(Callback):
         self.checkpoint: dict[str, Any] | None = None
         self.steps = 0
         self.own_time = Stopwatch()
-        # news of peers, a place for findings, a way for rows
+        # the watch of peers, the report, and the exchange of rows
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
         folder: Path | None = run_folder(trainer) if settings.file else None
         self.row_exchange = RowExchange(trainer, module, watch, Report(settings, folder), self._blind)
         self._batch, self._handshake = _Batch(), _StrategyHandshake()
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
-        # who observes what, but for checks of ours that failed on this rank, by id
+        # checks by the observation that they override; ids of checks of ours that failed on this rank
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
         self._ran_dry = False
@@ -142,7 +142,7 @@ class CheckRunner(Callback):
 
     @property
     def stepped(self) -> int:
-        """The number of those that did step (a gradient scaler may have skipped one)."""
+        """The number of optimizer steps since the last batch ended (a gradient scaler may have skipped one)."""
         return self._batch.stepped
 
     @property
@@ -152,32 +152,32 @@ class CheckRunner(Callback):
 
     @property
     def rows_in_strategy_handshake(self) -> bool:
-        """Whether rows before backward travel in the strategy's own handshake."""
+        """Whether rows before backward travel in the strategy's handshake."""
         return self._handshake.carries_rows
 
     @property
     def synchronising(self) -> bool:
-        """Whether the next backward reduces gradients: not on a step that only accumulates."""
+        """Whether the next backward reduces gradients; False on a step that only accumulates."""
         strategy = self.trainer.strategy
         of_ddp = getattr(strategy.model, "require_backward_grad_sync", True)
         return bool(getattr(strategy, "sync_gradients", of_ddp))
 
     def shared(self, make: Callable[[CheckRunner], T]) -> T:
-        """Return the one object of that kind for all checks, made when first asked for; it has ``batch_end()`` and ``close()``."""
+        """Return the object of this kind that all checks share. The first call makes it. It has ``batch_end()`` and ``close()``."""
         if make not in self._shared:
             self._shared[make] = make(self)
         return self._shared[make]  # type: ignore[no-any-return]
 
     def replicated_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that ranks must hold alike; looked up once per batch."""
+        """Return the parameters that must be equal on all ranks. The lookup happens once per batch."""
         if self._batch.parameters is None:
             self._batch.parameters = self._parameters.current()
         return self._batch.parameters
 
     def guarded(self, check: Check, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for a hook before the user's forward: what it raises is the check's failure, and not the training's.
+        """Return a function for a hook before the user's forward: its error is a failure of the check, not of the training.
 
-        A function and no method: a copy of the module (the dry run makes one) must not copy the check along.
+        It is a function and no method, so that a copy of the module (as in the dry run) does not copy the check.
         """
 
         def call(*args: Any) -> None:
@@ -193,7 +193,7 @@ class CheckRunner(Callback):
     # ------------------------------------------------------------------ the fit, in its order
 
     def open(self) -> None:
-        """Compare the sets of checks, then judge what is to be wrapped.
+        """Compare the sets of checks, then judge the module before the wrap.
 
         Raises:
             ConfigurationError: on every rank, when ranks run different checks.
@@ -209,7 +209,7 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.BEFORE_WRAP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let the checks see the steps of the optimizers, and judge what every rank starts from."""
+        """Let the checks see the steps of the optimizers, and judge the state of every rank at the start."""
         with self.own_time:
             self._observe("start")
             for optimizer in self.trainer.optimizers:
@@ -236,7 +236,7 @@ class CheckRunner(Callback):
 
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
         found: list[tuple[Check, Finding]] = []
-        # one that has failed on this rank alone takes part all the same: its peers wait for it
+        # a check that has failed on this rank alone still takes part: its peers wait for it
         for check in self.checks:
             if process_groups.world_size() == 1 or not check.overrides("dry_run"):
                 continue
@@ -250,7 +250,7 @@ class CheckRunner(Callback):
         self.row_exchange.report_findings(found)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Let the checks see a loss, and judge it unless that happened in the strategy's handshake."""
+        """Let the checks see a loss, and judge it unless the strategy's handshake did."""
         self._enter(f"backward of step {self.step}")
         if self._handshake.is_sent:  # the loss was seen and judged there
             self._handshake.is_sent = False
@@ -309,9 +309,9 @@ class CheckRunner(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Judge a batch that made a step, and forget it."""
+        """Judge a batch that made a step, and start the next one."""
         self._enter(f"end of step {self.step}")
-        # a hook may leave a step out on some ranks: a backward that synchronises is one on all of them
+        # a hook may skip a step on some ranks, but a backward that synchronises runs on all of them
         is_step_due = self._batch.has_synchronised and self.module.automatic_optimization
         has_stepped = bool(self._batch.stepping or self._batch.stepped)
         if has_stepped or is_step_due:
@@ -328,13 +328,13 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.TRAIN_EPOCH_END)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge what validation starts from."""
+        """Judge the state at the start of a validation."""
         self.run_stage(CheckStage.VALIDATION_START)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
     ) -> None:
-        """Let the checks see what a validation batch has left, before the module's own hook."""
+        """Let the checks see the module after a validation batch, before its own hook."""
         if not trainer.sanity_checking:
             with self.own_time:
                 self._observe("see_batch_end")
@@ -348,7 +348,7 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.VALIDATION_END)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Judge the last step and the checkpoint before it is written, unless a rank that failed saves alone. Checks may add to it."""
+        """Judge the last step and the checkpoint before it is written; not if a failed rank saves alone. Checks may add to it."""
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         self._judge_last_step(CheckStage.SAVE.value)
@@ -361,7 +361,7 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.LOAD)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge the last step and what training leaves, and sum up."""
+        """Judge the last step and the state at the end, and print the summary."""
         self._judge_last_step(_THE_END)
         self.run_stage(CheckStage.TRAIN_END)
         with self.own_time:  # errors of checks since they were due
@@ -376,12 +376,12 @@ class CheckRunner(Callback):
         self.report.summary(summaries, self.steps, self.own_time.share())
 
     def fail(self, exception: BaseException) -> None:
-        """Tell the peers that this rank's fit ends with an exception, or name the one that failed first.
+        """Report to the peers that this rank's fit ends with an exception, or raise the error of the peer that failed first.
 
         Raises:
-            PeerError: in the exception's place, if a peer's failure is behind it.
+            PeerError: instead of the exception, if a peer's failure caused it.
         """
-        # a fault of the step before may be behind an error that every rank has, as a NaN in a gradient is behind one in an embedding
+        # the step before may have caused an error that every rank has: a NaN in a gradient leads to one in an embedding
         if self.steps and handshake.has_reached_all(exception) and not getattr(exception, "findings", ()):
             self._add_last_step(exception)
         # another rank's failure broke this rank's collective
@@ -392,14 +392,14 @@ class CheckRunner(Callback):
                 compat.teardown_trainer(self.trainer)
             raise peer_error from exception
         if hasattr(self.trainer.strategy, "attach_payload") and isinstance(exception, Exception):
-            # peers that wait in a handshake of the strategy's get it there; those that know of it already open no more
+            # peers that wait in a handshake of the strategy get it there; those that know of it already open no other
             with contextlib.suppress(Exception):
                 handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
 
     def _add_last_step(self, exception: BaseException) -> None:
         """Judge the step before an error that all ranks raise; findings become a note of the error."""
         try:
-            self._judge_last_step("an error on all ranks", patience=_PATIENCE_SECONDS)
+            self._judge_last_step("an error on all ranks", max_seconds=_WAIT_SECONDS)
         except DDPLossError as fault:
             if fault.findings:
                 # Python 3.10 knows no ``add_note``
@@ -408,13 +408,13 @@ class CheckRunner(Callback):
             _log.debug("The step before the error was not judged: %s", error)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove all hooks and drop the shared objects."""
         # hooks first: from here on no step calls a check
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         if self.row_exchange.watch is not None:
-            self.row_exchange.watch.stop()
+            liveness.release(self.row_exchange.watch)
         self._observe("stop")
         for shared in self._shared.values():
             shared.close()
@@ -432,7 +432,7 @@ class CheckRunner(Callback):
 
         Communication: one gather; none if no check is due. More only if there is a new finding.
         """
-        if self.trainer.sanity_checking:  # validation before training judges nothing
+        if self.trainer.sanity_checking:  # validation before training has no checks
             return
         due = self._due(stage)
         self._enter(place_of(stage.value, self.step))
@@ -441,7 +441,7 @@ class CheckRunner(Callback):
         with self.own_time:
             now = due
             if stage == CheckStage.AFTER_STEP:
-                # the rows that have waited first: what is measured next takes their place in the checks
+                # waiting rows first: the next measurement takes their place in the checks
                 now = [check for check in due if not self.row_exchange.has_begun(check, stage)]
                 waiting = [check for check in due if check not in now]
                 self.row_exchange.exchange(waiting, stage, self.step)
@@ -449,8 +449,8 @@ class CheckRunner(Callback):
             self.row_exchange.measure(due, stage, self.step)
             self.row_exchange.exchange(now, stage, self.step)
 
-    def _judge_last_step(self, place: str, *, patience: float = math.inf) -> None:
-        """Judge the rows of a step that wait for their check to be due again.
+    def _judge_last_step(self, place: str, *, max_seconds: float = math.inf) -> None:
+        """Judge the rows of a step that wait until their check is due again.
 
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
@@ -459,7 +459,7 @@ class CheckRunner(Callback):
         """
         with self.own_time:
             stage = CheckStage.AFTER_STEP
-            self.row_exchange.exchange(self._running(stage), stage, self.step, place=place, patience=patience)
+            self.row_exchange.exchange(self._running(stage), stage, self.step, place=place, max_seconds=max_seconds)
 
     def _due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now; the same on every rank."""
@@ -475,9 +475,9 @@ class CheckRunner(Callback):
             self.row_exchange.watch.enter(place)
 
     def _observe(self, observation: str, *args: Any) -> None:
-        """Let each check that wants to see something see it; what it raises is reported when it is due next."""
+        """Call an observation of each check that overrides it. An error is reported when the check is due next."""
         if observation not in self._observers:
-            # also one that failed must leave nothing behind
+            # a check that failed must remove its hooks too
             blinded = set() if observation == "stop" else self._blinded
             observers = [check for check in self.checks if check.overrides(observation) and id(check) not in blinded]
             self._observers[observation] = observers
@@ -488,7 +488,7 @@ class CheckRunner(Callback):
                 self.row_exchange.note_failure(check, observation, error)
 
     def _blind(self, check: Check) -> None:
-        """Show a check that failed nothing more in this fit."""
+        """Pass no more observations of this fit to a check that failed."""
         if id(check) not in self._blinded:
             self._blinded.add(id(check))
             self._observers = {}
@@ -497,7 +497,7 @@ class CheckRunner(Callback):
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
-    """Return figures and remarks of a check at the end of a fit; one of ours that fails there gets a remark that says so."""
+    """Return figures and remarks of a check at the end of a fit; if a check of ours fails there, a remark with its error."""
     try:
         return check.figures(), check.remarks()
     except Exception as error:

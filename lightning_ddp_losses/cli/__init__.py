@@ -4,7 +4,7 @@
 * ``report``: the table and the pictures at the end of a run.
 * ``configs``: the configs that come with the package.
 * ``doctor``: versions, and a short training of two ranks.
-* ``manual``, ``explain``: the manual's pages, and their form in the terminal; ``pages/`` holds the recipes for users of other libraries.
+* ``manual``, ``explain``: pages of the manual, and their form in the terminal. ``pages/`` holds the recipes for users of other libraries.
 
 A separate script takes all that ``LightningCLI`` takes, with our defaults and the audit (``python cli.py audit --config my.yaml``)::
 

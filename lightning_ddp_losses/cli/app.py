@@ -7,16 +7,15 @@ LightningCLI with our defaults, a progress bar for every kind of terminal, and t
 wrong before training is found before anything is written.
 
 A config is a program: `class_path` imports the module that it names and calls the class, and so do options of callbacks, loggers and
-data. Run no config that you would not run as a script; `ddp-losses explain security` says what else is trusted.
+data. Run no config that you would not run as a script; `ddp-losses explain security` lists everything that is trusted.
 
-`ddp-losses audit --config X` takes the config that `fit` takes; exit status 0 equal, 1 different, 2 could not run.
+`ddp-losses audit --config X` takes the config of `fit`. Exit status: 0 equal, 1 different, 2 could not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import inspect
 import os
 import pydoc
@@ -34,7 +33,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses.audit import AuditReport, audit
 from lightning_ddp_losses.cli.configs import run_configs, with_shipped_configs
@@ -50,7 +48,7 @@ QUIET = (
     ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
     "The number of training batches .* is smaller than the logging interval",  # losses are logged once an epoch
     "The dirpath has changed from",  # each run has a folder of its own, also one that starts from a checkpoint
-    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13; nothing a user can do
+    ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13, and a user cannot change it
 )
 """Messages of warnings that the command line leaves out."""
 
@@ -60,35 +58,36 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "configs": run_configs,
     "doctor": run_doctor,
 }
-"""What the command does beside training and auditing, by its first word."""
+"""Commands other than training and auditing, by their first word."""
 
+DESCRIPTION = "Train on N GPUs and get the gradients you would get on one: LightningCLI with exact distributed losses."
 MORE_COMMANDS = (
-    "Besides: `ddp-losses parity` compares any training loop on N ranks with one process; `ddp-losses explain` is the manual, with known "
+    "Also: `ddp-losses parity` compares any training loop on N ranks with one process; `ddp-losses explain` is the manual, with known "
     "faults and what to do about them; `ddp-losses configs` lists the configs that come with the package; `ddp-losses doctor` looks at the "
     "installation; `ddp-losses --version`."
 )
-"""What the help says of them."""
+"""Help text of these commands."""
 
 
 class LossCLI(LightningCLI):
     """LightningCLI with the defaults of this package and the subcommand `audit`.
 
-    It takes what LightningCLI takes: in a `cli.py` of your own, ``LossCLI(MyModule, MyData)`` reads the configs that
+    It takes all arguments of LightningCLI. In your own `cli.py`, ``LossCLI(MyModule, MyData)`` reads the configs that
     ``LightningCLI(MyModule, MyData)`` reads, and ``python cli.py audit --config X`` audits them. Without a class, model and data
     are given by `class_path`. Output goes to a new folder under ``logs/`` for each run, with the config in it. No option is
     filled in from another one: jsonargparse would replace the user's value without a word, and leave it out of the saved
     config and of the checkpoint's hyperparameters.
 
     Args:
-        model_class: The LightningModule, or a function that makes one; None: a config names it.
-        datamodule_class: The data module, likewise.
+        model_class: The LightningModule, or a function that makes one. If None, a config names it.
+        datamodule_class: The data module, or a function that makes one. If None, a config names it.
         *further: Further arguments of LightningCLI, by position.
         **options: Further arguments of LightningCLI, by name. Its defaults, but for these: trainer_defaults (a CSV log, 10
-            epochs, strategy ``ddp_losses``; your own are added), seed_everything_default 0, configs of a run overwritten
-            in the folder that it names, and ``--optimizer`` only beside a `model_class`.
+            epochs, strategy ``ddp_losses``, and yours are added), seed_everything_default 0, configs of a run overwritten
+            in the folder that it names, and ``--optimizer`` only with a `model_class`.
 
     Attributes:
-        exit_status: What a script should end with (`sys.exit`): 1 after an audit that found a difference, else 0.
+        exit_status: Exit status for a script (`sys.exit`): 1 after an audit that found a difference, else 0.
 
     Raises:
         ConfigurationError: No device, or a global batch that does not divide into the ranks.
@@ -107,7 +106,7 @@ class LossCLI(LightningCLI):
         given.setdefault("auto_configure_optimizers", model_class is not None)
         # each run has a new folder unless one is named
         given.setdefault("save_config_kwargs", {"overwrite": True})
-        # a subcommand is a method of the class that the parser reads; the trainer itself is the user's
+        # a subcommand is a method of the class that the parser reads, and the trainer itself stays the user's
         self._trainer_to_make = trainer_class
         given["trainer_class"] = with_audit(trainer_class)
         self.exit_status = 0
@@ -124,7 +123,7 @@ class LossCLI(LightningCLI):
         parser = self.init_parser(**kwargs)
         self._add_arguments(parser)
         parser.add_class_arguments(AuditOptions, "audit")
-        for option in ("ckpt_path", "weights_only"):  # what a config that fit has saved also holds
+        for option in ("ckpt_path", "weights_only"):  # a config saved by fit also holds these
             parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007 - as above
         return parser
 
@@ -156,15 +155,10 @@ class LossCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except ValueError as error:  # a strategy or precision that Lightning does not know
-            strategy, said = str(config.get("strategy")), f"trainer: {error}"
-            near = difflib.get_close_matches(strategy, StrategyRegistry, n=1)
-            if near and strategy not in StrategyRegistry:
-                ours = ", ".join(name for name in StrategyRegistry if "ddp_losses" in name)
-                said += f" Did you mean {near[0]}? Names of ours: {ours}."
-            raise ConfigurationError(said) from error
+            raise ConfigurationError(f"trainer: {error}") from error
 
     def instantiate_classes(self) -> None:
-        """Make model, data and trainer; our own errors come out as they are, not inside jsonargparse's account of types."""
+        """Make model, data and trainer. Raise our own errors as they are, not inside jsonargparse's report about types."""
         try:
             if self.subcommand == "audit":  # its trainers are made in processes of their own
                 self.config_init = self.parser.instantiate(self.config)
@@ -179,7 +173,7 @@ class LossCLI(LightningCLI):
             raise
 
     def after_instantiate_classes(self) -> None:
-        """Check what needs both the data and the number of ranks."""
+        """Check the data against the number of ranks."""
         data = self.datamodule
         if not isinstance(data, BatchedArrayDataModule):
             return
@@ -208,13 +202,13 @@ class AuditOptions:
     """Options of the audit.
 
     Args:
-        devices: Number of ranks; not given: the trainer's, and at least 2.
+        devices: Number of ranks. Default: the trainer's, and at least 2.
         steps: Optimizer steps.
-        tolerance: Largest relative error that is no finding; not given: estimated from the precision.
-        without: What to switch off on both sides: randomness, batch_norm, precision, uneven.
+        tolerance: Largest relative error that is no finding. Default: estimated from the precision.
+        without: Features switched off on both sides: randomness, batch_norm, precision, uneven.
         deterministic: Deterministic algorithms only.
         timeout_seconds: Time limit of each run.
-        output: Where report.html, report.json and ratios.png go, in a new folder for each audit.
+        output: Folder for report.html, report.json and ratios.png. Each audit gets a new one inside it.
     """
 
     devices: Optional[int] = None  # noqa: UP045 - read by jsonargparse at run time on every Python
@@ -227,7 +221,7 @@ class AuditOptions:
 
 
 def _trainer_defaults(trainer_class: Any) -> dict[str, Any]:
-    """Return our defaults of a trainer; of a function that makes one, those that it takes."""
+    """Return our defaults of a trainer. A function that makes trainers gets only those that it accepts."""
     logger = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "logs", "name": "fit"}}
     defaults = {"logger": logger, "max_epochs": 10, "log_every_n_steps": 10, "strategy": "ddp_losses"}
     if isinstance(trainer_class, type):
@@ -237,14 +231,14 @@ def _trainer_defaults(trainer_class: Any) -> dict[str, Any]:
 
 
 def _as_list(callbacks: Any) -> list[Any]:
-    """Return a list of its own of what Lightning takes for callbacks: several, one or None."""
+    """Return callbacks as a new list. Lightning accepts several, one or None."""
     if callbacks is None:
         return []
     return list(callbacks) if isinstance(callbacks, list) else [callbacks]
 
 
 def _is_required(class_path: Any, parameter: str) -> bool:
-    """Say whether a class has no default for a parameter."""
+    """Return whether a class has no default for a parameter."""
     signature = inspect.signature(pydoc.locate(str(class_path)))  # type: ignore[arg-type]
     return parameter in signature.parameters and signature.parameters[parameter].default is inspect.Parameter.empty
 
@@ -254,7 +248,7 @@ def _audit(self: Trainer) -> None:
 
 
 def with_audit(trainer_class: Any) -> type[Trainer]:
-    """Return a class with a method for each subcommand, for the parser; nobody makes one.
+    """Return a class with a method for each subcommand. Only the parser reads it.
 
     Args:
         trainer_class: A subclass of Trainer, or a function that makes a trainer.
@@ -266,16 +260,16 @@ def with_audit(trainer_class: Any) -> type[Trainer]:
 def run_audit(
     model: LightningModule, data: Any, trainer: dict[str, Any], options: AuditOptions, ckpt_path: str | None
 ) -> AuditReport:
-    """Audit what a config describes, print the report and write it down.
+    """Audit the training of a config, print the report and write it to files.
 
     Args:
-        model: Of the config.
-        data: Of the config.
-        trainer: Its options of the Trainer, instantiated.
-        options: Of the audit.
+        model: LightningModule of the config.
+        data: Data module or loaders of the config.
+        trainer: Instantiated options of the Trainer.
+        options: Options of the audit.
         ckpt_path: A checkpoint to start from.
     """
-    # only what the config says; the rest keeps the audit's defaults
+    # options that the config sets, and the audit's defaults for the others
     given = {name: value for name, value in trainer.items() if value is not None}
     strategy = given.pop("strategy", "ddp_losses")
     asked = vars(options) | {"devices": devices_of(options, trainer)}
@@ -300,22 +294,22 @@ def _new_name(root: Path) -> Path:
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
-    """Return the config files that a command line names; one that cannot be read is the parser's business."""
+    """Return the config files that a command line names. The parser reports one that cannot be read."""
     reader = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     reader.add_argument("-c", "--config", action="append", default=[])
     configs: list[str] = []
-    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser says so
+    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser reports it
         configs = reader.parse_known_args(arguments)[0].config
     return [Path(config) for config in configs if os.path.isfile(config)]
 
 
 def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
-    """Let a config name classes of modules that lie beside it or in the current folder.
+    """Let a config name classes of modules in its own folder or in the current one.
 
     The console script has neither on its path. Both go to the end: a file there hides no installed package.
 
     Args:
-        path: Where Python looks for modules (`sys.path`).
+        path: Python's list of module folders (`sys.path`).
         arguments: The command line.
     """
     beside = [str(config.absolute().parent) for config in config_files(arguments)]
@@ -325,7 +319,7 @@ def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
 
 
 def missing_class_path(arguments: Sequence[str]) -> str:
-    """Return what to do where a config gives its model no class, as one for a command line of the user's own does; else nothing."""
+    """Return advice if a config gives its model no class, as configs of a user's own command line do. Else return an empty text."""
     for file in config_files(arguments):
         config = None
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
@@ -346,7 +340,7 @@ def main() -> None:
     Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
     command line that cannot be read, or an audit that could not run.
     """
-    # commands that train nothing
+    # commands without training
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{version_line()}\n")
         return
@@ -355,22 +349,23 @@ def main() -> None:
             sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
         except ConfigurationError as error:
             sys.exit(f"ddp-losses: {error}")
-    # what a user can do nothing about is not shown
+    # hide warnings that a user cannot act on
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
     auditing = sys.argv[1:2] == ["audit"]
     try:
-        # a config that comes with the package goes by its name; ranks that are started get its path
+        # a config of the package is given by name, and started ranks get its path
         sys.argv[1:] = with_shipped_configs(sys.argv[1:])
         extend_module_path_(sys.path, sys.argv[1:])
-        status = LossCLI(parser_kwargs={"prog": "ddp-losses", "epilog": MORE_COMMANDS}).exit_status
+        described = {"prog": "ddp-losses", "description": DESCRIPTION, "epilog": MORE_COMMANDS}
+        status = LossCLI(parser_kwargs=described).exit_status
     except SystemExit as stop:
         if stop.code == 2:  # a command line or a config that the parser refused
             sys.stderr.write(missing_class_path(sys.argv[1:]))
         raise
     except (DDPLossError, MisconfigurationException) as error:
         if getattr(error, "collective", False) and process_groups.rank() > 0:
-            sys.exit(1)  # rank 0 says the same
+            sys.exit(1)  # rank 0 prints the same error
         message = "\n".join([f"ddp-losses: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         if not auditing:
             sys.exit(message)

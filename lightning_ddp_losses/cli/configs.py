@@ -1,6 +1,6 @@
 """`ddp-losses configs`: the configs that come with the package, which `ddp-losses fit --config NAME` finds by name.
 
-They lie in the folder ``configs`` at the top of the repository; a wheel holds them inside the package.
+They lie in the folder ``configs`` at the top of the repository. A wheel holds them inside the package.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def summary_of(config: Path) -> str:
 
 
 def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
-    """Return a command line whose configs that are no files here, and come with the package, are given by their full path.
+    """Return a command line with the full paths of configs that come with the package.
 
     A file of the user's goes first. ``digits_arcface``, ``digits_arcface.yaml`` and ``configs/digits_arcface.yaml`` name the same.
 
     Args:
-        arguments: Of ``ddp-losses``.
+        arguments: Arguments of ``ddp-losses``.
 
     Raises:
         ConfigurationError: A name that is neither a file nor one of these configs.
@@ -82,11 +82,11 @@ def _full_path(given: str) -> str:
 
 
 def run_configs(arguments: Sequence[str], console: Console | None = None) -> int:
-    """List the configs, or copy them; return the exit status.
+    """List the configs or copy them, and return the exit status.
 
     Args:
-        arguments: What follows ``ddp-losses configs``.
-        console: Where it is shown; None: standard output.
+        arguments: Arguments after ``ddp-losses configs``.
+        console: Console of the list. Default: standard output.
 
     Raises:
         ConfigurationError: A name that no config has, or a file that is there already.
@@ -108,7 +108,7 @@ def run_configs(arguments: Sequence[str], console: Console | None = None) -> int
         use = "ddp-losses fit --config NAME trains one, ddp-losses configs --copy FOLDER copies them."
         console.print(use, highlight=False)
         return 0
-    # copied; nobody's file is overwritten
+    # copy without overwriting a file
     folder: Path = given.copy
     there = [name for name in names if (folder / shipped[name].name).exists()]
     got = f"{', '.join(there)} in it"

@@ -29,7 +29,7 @@ from lightning_ddp_losses import __version__
 from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
-# the variables by which ranks find each other, by how they begin; none holds a secret
+# variables by which ranks find each other, by their first letters. None of them holds a secret.
 _VARIABLES = re.compile("MASTER_|WORLD_SIZE|RANK|LOCAL_|NODE_RANK|GLOO_|NCCL_|TORCH_|CUDA_|OMP_|SLURM_JOB_ID|SLURM_N")
 ReportLine = tuple[str, str, bool]
 """A line of the report: its name, its value, and whether that is a fault."""
@@ -40,10 +40,10 @@ def run_doctor(arguments: Sequence[str], console: Console | None = None) -> int:
 
     Args:
         arguments: Command line after ``ddp-losses doctor``.
-        console: Console of the report; None: standard output.
+        console: Console of the report. Default: standard output.
     """
     argparse.ArgumentParser(prog="ddp-losses doctor", description=__doc__).parse_args(arguments)
-    # the environment before our ranks change it; the ranks before the accelerator, which forbids a fork
+    # the environment before our ranks change it, and the ranks before the accelerator, which forbids a fork
     variables = " ".join(f"{name}={value}" for name, value in os.environ.items() if _VARIABLES.match(name))
     ranks = two_ranks()
     lines = [*versions(), *machine(), ("environment", variables or "no variable that ranks read", False), ranks]
@@ -64,7 +64,7 @@ def version_line() -> str:
 
 
 def versions() -> Iterator[ReportLine]:
-    """Yield the versions of this package, of Python and of each requirement; one that is not met is a fault."""
+    """Yield the versions of this package, of Python and of each requirement. A requirement that is not met is a fault."""
     yield "ddp-losses", __version__, False
     yield "Python", f"{platform.python_version()}, {platform.platform()}", False
     for wanted in map(Requirement, importlib.metadata.requires("lightning-ddp-losses") or ()):

@@ -1,6 +1,6 @@
 """`ddp-losses explain TOPIC`: the manual in the terminal.
 
-A topic is a known fault (``F24``), a public name (``GlobalBatchLoss``), or ``migrate`` with a peer's name; ``--all`` is the table of
+A topic is a known fault (``F24``), a public name (``GlobalBatchLoss``), or ``migrate`` with a peer's name. ``--all`` is the table of
 faults by how they show. What is no topic is searched for: names like it, and faults that speak of it.
 """
 
@@ -18,12 +18,14 @@ from rich.markdown import Markdown
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.core.faults import FAULTS, UNUSED
 
-_WIDEST = 110  # characters; longer lines are hard to read
+_WIDEST = 110  # characters, as longer lines are hard to read
 _MOST_MATCHES = 8
 _SECURITY = "security"
 _OVERVIEW = """# The manual
 
 * `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
+* `ddp-losses explain losses`: every loss by its usual name, with the call and its cost
+* `ddp-losses explain parts`: a tour of what the package does, with code
 * `ddp-losses explain --all`: the known faults, by how they show
 * `ddp-losses explain F24`: one fault; checks, audits and errors name it
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example
@@ -56,13 +58,13 @@ _LITTLE = {
     "why",
     "with",
 }
-# what others call what no page names, and the topic that serves it
+# words that no page uses, and the topics that serve them
 _OWN_FORMULA = ("GlobalBatchLoss", "DifferentiableMetric")
 _MEANT = {
     **dict.fromkeys(("dice", "iou", "jaccard", "lovasz", "tversky", "segmentation"), _OWN_FORMULA),
-    **dict.fromkeys(
-        ("moe", "experts", "router", "balancing", "tokens", "masked"), ("global_mean", "migrate token_means")
-    ),
+    **dict.fromkeys(("tokens", "masked"), ("global_mean", "migrate token_means")),
+    **dict.fromkeys(("moe", "experts", "router", "balancing"), ("global_mean", "migrate moe")),
+    **dict.fromkeys(("distillation", "teacher", "student"), ("global_mean", "migrate distillation")),
     **dict.fromkeys(
         ("barlow", "vicreg", "sinkhorn", "swav", "dino", "byol", "simclr", "moco", "ema"), ("migrate lightly",)
     ),
@@ -73,11 +75,11 @@ _MEANT = {
 
 
 def run_explain(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Show a page; return the exit status: 0, or 1 where there is no such page.
+    """Show a page and return the exit status: 0, or 1 if there is no such page.
 
     Args:
-        arguments: What follows ``ddp-losses explain``.
-        console: Where it is shown; None: standard output.
+        arguments: Arguments after ``ddp-losses explain``.
+        console: Console of the page. Default: standard output.
     """
     parser = argparse.ArgumentParser(prog="ddp-losses explain", description="The manual in the terminal.")
     topics = "a fault (F24), a public name (GlobalBatchLoss), migrate, migrate PEER"
@@ -96,7 +98,7 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
 
 
 def find_page(topic: Sequence[str]) -> str | None:
-    """Return the page of a topic, in whatever case it is written; None where there is none.
+    """Return the page of a topic in upper or lower case, or None.
 
     Args:
         topic: The words of the command line.
@@ -131,16 +133,16 @@ def _letters(name: str) -> str:
 
 
 def not_found(text: str) -> str:
-    """Return a page for what is no topic: names like it, and faults, names and recipes that speak of it.
+    """Return a page for words that are no topic: similar names, and faults, names and recipes that contain the words.
 
     Args:
-        text: As it was written.
+        text: The words, as the user typed them.
     """
     values = {dotted.rpartition(".")[2]: value for dotted, value in manual.public_names().items()}
     recipes = {f"migrate {name}": page for name, page in manual.recipes().items()}
     peers = {name.removeprefix("migrate "): name for name in recipes}
     topics = {topic.lower(): topic for topic in (*FAULTS, *values, *recipes)} | peers
-    # what else it is called
+    # other words for it
     words = _words(text)
     meant = {stem: found for word, found in _MEANT.items() for stem in _words(word)}
     near = [topic for word in words for topic in meant.get(word, ())]

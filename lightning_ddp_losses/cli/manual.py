@@ -1,7 +1,7 @@
 """The manual's pages as Markdown: known faults, public names, the way from a peer's library to this one.
 
 One text of each page serves the terminal (``explain``), and the HTML manual (``nox -s docs``). Faults come from ``faults.yaml``,
-names from their docstrings, recipes from the files in ``pages/``: a recipe is one file there, ``<peer>.md``, whose first line is its
+names from their docstrings, recipes from the files in ``pages/``: a recipe is one file there, ``<peer>.md``. Its first line is its
 title.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 
 PACKAGE = "lightning_ddp_losses"
-# where public names lie, the documented place of a name first
+# modules of public names, the documented one of a name first
 PLACES = (
     PACKAGE,
     f"{PACKAGE}.collectives",
@@ -40,7 +40,7 @@ RECIPES = Path(__file__).parent / "pages"
 
 
 def fault_page(fault: str) -> str:
-    """Return the page of one fault: how it shows, what it does, who finds it, what to do, code before and after.
+    """Return the page of one fault: symptom, effect, finder, fix, code before and after.
 
     Args:
         fault: An id of the table, or a number that no fault has.
@@ -87,7 +87,7 @@ def all_faults() -> str:
 
 
 def _one_deeper(page: str) -> str:
-    """Return a page whose headings are a level deeper, outside of code."""
+    """Return a page with its headings one level deeper, except in code."""
     lines = []
     in_code = False
     for line in page.splitlines():
@@ -154,11 +154,11 @@ def all_recipes() -> str:
 
 
 def numbers() -> str:
-    """Return what the benchmarks measured, for the HTML manual; its pictures are named from the folder of the pages."""
+    """Return the figures of the benchmarks for the HTML manual. Paths of pictures start at the folder of the pages."""
     folder = RECIPES.parents[2] / "benchmarks"
     if not folder.is_dir():
         return "The numbers stand in the repository: `benchmarks/README.md`."
-    # the manual embeds a picture that it finds beside the page's file
+    # the manual embeds a picture that it finds relative to the page's file
     text = (folder / "README.md").read_text()
     return re.sub(r"\]\((results/[\w./]+\.png)\)", rf"]({os.path.relpath(folder, RECIPES)}/\1)", text)
 
@@ -167,7 +167,7 @@ def numbers() -> str:
 
 
 def public_names() -> dict[str, object]:
-    """Return every public class and function by its dotted name, as a user imports it; each once, at its first place."""
+    """Return every public class and function by its dotted name, as a user imports it. Each appears once, at its first place."""
     found: dict[str, object] = {}
     for place in PLACES:
         module = importlib.import_module(place)
@@ -181,7 +181,7 @@ def public_names() -> dict[str, object]:
 
 
 def name_page(dotted: str, value: object) -> str:
-    """Return the page of a public name: where it is imported from, its signature, its docstring.
+    """Return the page of a public name: its import, its signature, its docstring.
 
     Args:
         dotted: Its name with the module that a user imports it from.
@@ -199,10 +199,10 @@ class _Plain(str):
 
 
 def signature_text(name: str, value: object) -> str:
-    """Return a call as it is written: one line where it fits, else one line for each parameter."""
+    """Return a call as it is written: one line if it fits, else one line for each parameter."""
     try:
         signature = inspect.signature(value)  # type: ignore[arg-type]
-    except ValueError:  # a class that takes what its base in C takes
+    except ValueError:  # a class with the signature of its base in C
         return f"{name}(...)"
     parameters = []
     for parameter in signature.parameters.values():
@@ -223,7 +223,7 @@ def signature_text(name: str, value: object) -> str:
     return f"{name}(\n" + "".join(f"    {text},\n" for text in texts) + end
 
 
-# sections of a docstring; of the first, each line names something
+# sections of a docstring. Each line of the first ones names something.
 _OF_NAMES = ("Args", "Attributes", "Raises", "Returns", "Yields")
 _OTHERS = ("Communication", "Equivalent to", "Example", "Examples", "Forward", "Gradient", "Legend", "Source")
 _SECTION = re.compile(rf"^({'|'.join(_OF_NAMES + _OTHERS)}):(?: (.*))?$", re.MULTILINE)
@@ -232,7 +232,7 @@ _CODE = re.compile(r"^ *>>>.*(?:\n(?! *$).+)*", re.MULTILINE)
 
 
 def docstring_as_markdown(docstring: str) -> str:
-    """Return a docstring as Markdown: sections with headings, arguments as lists, examples as code; nothing is left out.
+    """Return a docstring as Markdown: sections with headings, arguments as lists, examples as code. No text is lost.
 
     (``docstring_parser``, which jsonargparse brings, drops a section that has text on the line of its name, as ``Gradient:`` and
     ``Communication:`` have here.)

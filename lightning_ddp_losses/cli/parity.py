@@ -26,7 +26,7 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch
 
 
 def run_parity(arguments: Sequence[str]) -> int:
-    """Compare a loop's ranks with one process, show the report; return the exit status.
+    """Compare a loop's ranks with one process, show the report and return the exit status.
 
     Args:
         arguments: Those that follow ``ddp-losses parity``.
@@ -67,7 +67,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def named(place: str) -> Any:
-    """Return what ``my_module:name`` names.
+    """Return the object that ``my_module:name`` names.
 
     Raises:
         ConfigurationError: Another form.
@@ -81,8 +81,8 @@ def show_report(report: AuditReport, folder: Path | None) -> None:
     """Print a report, and write it down as report.html, report.json and ratios.png.
 
     Args:
-        report: Of an audit.
-        folder: Where it is written; None: nowhere.
+        report: Report of an audit.
+        folder: Folder of the files. None: write no files.
     """
     console = Console()
     console.print(report, highlight=False)

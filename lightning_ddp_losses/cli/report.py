@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _CURVES = {"train_loss": ("training", "tab:blue"), "val_loss": ("held out", "tab:orange")}
-_MOST_RAW_BYTES = 2**30  # raw features are read whole for the comparison; beyond this it is left out
+_MOST_RAW_BYTES = 2**30  # raw features are read whole for the comparison, which is left out for larger ones
 _MOST_POINTS = 4000  # of the held-out set in the map
 _MOST_CLASSES_IN_LEGEND = 20
 
@@ -61,7 +61,7 @@ class RunReport(Callback):
         self.outputs = [("time", f"{seconds:.1f} s of training on {ranks}")]
         if folder is not None and trainer.loggers:
             self._write(trainer, held_out, metrics, Path(folder))
-        # what the module says that it measures, else what it logged; nothing makes no table
+        # the rows that the module names, else all that it logged. No figures, no table.
         own = getattr(pl_module, "report_rows", None)
         rows = own or [(name, name) for name in sorted(metrics)]
         self.tables = []
@@ -97,7 +97,7 @@ class RunReport(Callback):
         self.tables, self.outputs = [], []
 
     def _write(self, trainer: Trainer, held_out: HeldOut | None, metrics: dict[str, float], folder: Path) -> None:
-        """Draw the pictures and note where everything is."""
+        """Draw the pictures and list all outputs."""
         logged: dict[str, list[tuple[float, float]]] = {}
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
@@ -179,13 +179,17 @@ def draw_loss_curve(metrics: dict[str, list[tuple[float, float]]], path: Path) -
             axes.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=4, label=label, color=color)
     axes.set(xlabel="epochs trained", ylabel="loss (mean over rows)", title="Loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+    # a loss falls by factors, if it is positive
+    shown = [value for name in _CURVES for _, value in metrics.get(name, [])]
+    if min(shown, default=0.0) > 0:
+        axes.set(yscale="log")
+    axes.grid(alpha=0.3, which="both")
     axes.legend()
     _save(axes, path)
 
 
 def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str) -> None:
-    """Draw rows (G, D) as a t-SNE map by cosine distance, coloured by label; a fixed sample of them where there are many.
+    """Draw rows (G, D) as a t-SNE map by cosine distance, coloured by label. Many rows are drawn as a fixed sample.
 
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.

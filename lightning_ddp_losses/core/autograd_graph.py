@@ -1,8 +1,8 @@
-"""The autograd graph of a loss: one walk over it, what it does not reach, and how a loss is run so that it reaches every parameter.
+"""The autograd graph of a loss: one walk over it, the parameters that it does not reach, and a run of a loss that reaches every parameter.
 
-A zero loss often leaves the weight out of the graph on one rank only (pytorch-metric-learning 2.9 returns ``sum(embeddings * 0)``); then
-the ranks' gradients cannot be averaged, and under DDP the others hang. So what the result does not depend on is attached to it with a
-zero gradient.
+A zero loss often leaves the weight out of the graph on one rank only (pytorch-metric-learning 2.9 returns ``sum(embeddings * 0)``). Then
+the ranks' gradients cannot be averaged, and under DDP the others hang. So parameters on
+which the result does not depend are attached to it with a zero gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", defau
 
 @contextlib.contextmanager
 def inside_global_batch() -> Iterator[None]:
-    """Mark a block in which every rank computes the same from the rows of all ranks: statistics of the batch are global already."""
+    """Mark a block that computes the same on every rank from the rows of all ranks: statistics of the batch are global already."""
     before = _inside_global_batch.set(True)
     try:
         yield
@@ -34,7 +34,7 @@ def inside_global_batch() -> Iterator[None]:
 
 
 def is_inside_global_batch() -> bool:
-    """Say whether this runs inside ``inside_global_batch``."""
+    """Return whether this runs inside ``inside_global_batch``."""
     return _inside_global_batch.get()
 
 
@@ -77,14 +77,14 @@ def walk_graph(
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Visit the nodes of the autograd graph below some tensors, each once, breadth first.
 
-    A parameter's own node has no children and holds it as ``variable``; to ask the other nodes for a variable costs more than the rest
+    A parameter's own node has no children and holds it as ``variable``. To ask the other nodes for a variable costs more than the rest
     of the walk.
 
     Args:
-        roots: Where the walk starts; those without a graph are left out.
-        until: Where it ends: the nodes of these tensors are not visited.
-        through: Whether to go on below a node; None: below all.
-        nodes: Further nodes where the walk starts.
+        roots: Tensors at which the walk starts. Those without a graph are left out.
+        until: Tensors at which the walk ends. Their nodes are not visited.
+        through: Returns whether to go on below a node. None: below all.
+        nodes: Further nodes at which the walk starts.
 
     Returns:
         Pairs of a node and its ``next_functions``.
@@ -108,7 +108,7 @@ def walk_graph(
 
 
 def depends_on(output: Tensor, tensor: Tensor) -> bool:
-    """Say whether backward from an output comes to a tensor that requires a gradient; the walk ends where it is found."""
+    """Return whether backward from an output comes to a tensor that requires a gradient. The walk ends where it is found."""
     own = tensor.grad_fn
     if own is not None:
         return any(node is own for node, _ in walk_graph([output]))
@@ -121,7 +121,7 @@ def accumulation_node(parameter: Tensor) -> Any:
     """Return the node that adds to a trainable parameter's gradient, where DDP hangs its hook.
 
     torch makes another one when the parameter's data change their dtype or device, also where they change back (torch 2.13,
-    measured 2026); the hook stays with the old one, which no backward reaches any more. The node has to be held to be known again.
+    measured 2026). The hook stays with the old one, which no backward reaches any more. The node has to be held to be known again.
     """
     return torch.autograd.graph.get_gradient_edge(parameter).node
 
@@ -153,76 +153,22 @@ class UnusedParameterFinder:
         return [name for name, p in parameters.items() if id(p) not in reached]
 
 
-_MAX_LESSONS = 8  # a graph that changes more often is walked each time
-
-
-class ParameterPaths:
-    """Remembers where in a loss's graph its parameters were found, so that the next call looks there first.
-
-    Who follows a path and comes to the parameter has seen that the result depends on it, whatever else has changed; else the graph is
-    walked.
-    """
-
-    def __init__(self) -> None:
-        self._paths: list[list[int]] = []  # of each parameter, which child to take at each node
-        self._num_lessons = 0
-
-    def lead_to(self, output: Any, parameters: Sequence[Tensor]) -> bool:
-        """Say whether the known paths from an output come to all of these parameters."""
-        if not isinstance(output, Tensor) or output.grad_fn is None or len(self._paths) != len(parameters):
-            return False
-        for path, parameter in zip(self._paths, parameters, strict=True):
-            node: Any = output.grad_fn
-            try:
-                for place in path:
-                    node = node.next_functions[place][0]
-            except (AttributeError, IndexError):  # another graph ends here
-                return False
-            if getattr(node, "variable", None) is not parameter:
-                return False
-        return True
-
-    def learn(self, output: Any, parameters: Sequence[Tensor], until: Sequence[Tensor]) -> None:
-        """Remember the shortest paths from an output that depends on all of these parameters; arguments as of ``walk_graph``."""
-        if not isinstance(output, Tensor) or self._num_lessons == _MAX_LESSONS:
-            return
-        self._num_lessons += 1
-        # 1. from which node each was reached first, as which of its children
-        came_from: dict[Any, tuple[Any, int]] = {}
-        ends: dict[int, Any] = {}
-        for node, children in walk_graph([output], until=until):
-            for place, (child, _) in enumerate(children):
-                came_from.setdefault(child, (node, place))
-            if not children:
-                ends[id(getattr(node, "variable", None))] = node
-        # 2. back from each parameter
-        self._paths = []
-        for parameter in parameters:
-            path, node = list[int](), ends.get(id(parameter))
-            while node in came_from:
-                node, place = came_from[node]
-                path.append(place)
-            self._paths.append(path[::-1])
-
-
 def run_full_precision(
     module: nn.Module,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    paths: ParameterPaths | None = None,
     tensors: precision.CallTensors | None = None,
 ) -> Any:
     """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off.
 
     Args:
-        module: The loss; its parameters and buffers keep their dtype.
-        forward: What to call.
-        args: Positional arguments; floating tensors among them are cast.
-        kwargs: Keyword arguments, likewise.
-        paths: Where the parameters were found in former calls.
-        tensors: Those of this call. None: they are looked for.
+        module: The loss. Its parameters and buffers keep their dtype.
+        forward: Function to call.
+        args: Positional arguments. Floating tensors among them are cast.
+        kwargs: Keyword arguments.
+        tensors: Tensors of this call. None: they are looked for.
     """
     # 1. the dtype of the computation
     if tensors is None:
@@ -230,7 +176,7 @@ def run_full_precision(
     given, modules, parameters = tensors.given, tensors.modules, tensors.parameters
     dtype = precision.compute_dtype([*parameters, *given])
     devices = {tensor.device.type for tensor in given}
-    # 2. the call; contexts take time, and usually none is needed
+    # 2. the call. Contexts take time, and usually none is needed
     is_full = precision.is_full(dtype, devices, (*parameters, *given))
     if is_full and not precision.narrow_buffers(modules, dtype):
         result = forward(*args, **kwargs)
@@ -241,35 +187,27 @@ def run_full_precision(
     # 3. every trainable parameter in the graph
     if torch.is_grad_enabled():
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        result = attach_zero_grad(result, trainable, given, paths=paths)
+        result = attach_zero_grad(result, trainable, given)
     return result
 
 
 def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:
-    """Return the tensor, in need of a gradient where another rank's is: who needs none still communicates in backward."""
+    """Return the tensor, which needs a gradient if another rank's does: its backward communicates."""
     if wanted and not tensor.requires_grad and torch.is_grad_enabled():
         return tensor.detach().requires_grad_()
     return tensor
 
 
-def attach_zero_grad(
-    result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor], *, paths: ParameterPaths | None = None
-) -> Any:
+def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
     """Return the result with every parameter in its graph.
 
     Args:
-        result: What the loss returned: a tensor, or a nest of tensors.
+        result: Result of the loss: a tensor, or a nest of tensors.
         parameters: The loss's trainable parameters.
-        given: The loss's inputs; the search for parameters ends there.
-        paths: Where the parameters were found in former calls of the same loss.
+        given: The loss's inputs. The search for parameters ends there.
     """
-    missing: list[Tensor] = []
-    if parameters and (paths is None or not paths.lead_to(result, parameters)):
-        outputs = [tensor for tensor in nests.tensors_in(result) if tensor.is_floating_point()]
-        if outputs:
-            missing = _not_reached(outputs, given, parameters)
-            if paths is not None and not missing:
-                paths.learn(result, parameters, given)
+    outputs = [tensor for tensor in nests.tensors_in(result) if tensor.is_floating_point()]
+    missing = _not_reached(outputs, given, parameters) if parameters and outputs else []
     if not missing:
         return result
     if isinstance(result, Tensor):
@@ -289,7 +227,7 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
 
 
 def attaches_zero_grad(node: Any) -> bool:
-    """Say whether a graph node is one of ``attach_zero_grad``: all but its first child get a zero gradient."""
+    """Return whether a graph node is one of ``attach_zero_grad``: all but its first child get a zero gradient."""
     return bool(node.name() == f"{_AttachZeroGrad.__name__}Backward")
 
 

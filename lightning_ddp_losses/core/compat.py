@@ -1,7 +1,7 @@
 """Private names of torch, Lightning, torchmetrics and pytorch-metric-learning: every import or read of one goes through here.
 
 Each function says why no public name serves, and in which release the private one was read. Libraries above torch are imported
-inside functions, so that this layer needs torch alone. Overriding a private method and subclassing stay where they are; the layer
+inside functions, so that this layer needs torch alone. Overriding a private method and subclassing stay where they are. The layer
 test lists them.
 """
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -30,28 +31,28 @@ from torch.utils import _python_dispatch, _pytree
 # ---------------------------------------------------------------------- torch 2.13
 
 BATCH_NORM_TYPES: tuple[type[nn.Module], ...] = (batchnorm._BatchNorm,)
-"""The base of all batch norms; torch has no public one."""
+"""The base of all batch norms. Torch has no public one."""
 
 NORM_TYPES: tuple[type[nn.Module], ...] = (batchnorm._NormBase,)
-"""The base of all norms with running statistics (batch norm, instance norm); torch has no public one."""
+"""The base of all norms with running statistics (batch norm, instance norm). Torch has no public one."""
 
 DROPOUT_TYPES: tuple[type[nn.Module], ...] = (dropout._DropoutNd,)
-"""The base of all dropouts; torch has no public one."""
+"""The base of all dropouts. Torch has no public one."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""Sees every operator of a thread; documented, in a module whose name is private."""
+"""Sees every operator of a thread. It is documented, in a module that has a private name."""
 
 TORCH_LOSS_TYPES: tuple[type[nn.Module], ...] = (loss._Loss,)
-"""The base of ``torch.nn``'s losses; torch has no public one."""
+"""The base of ``torch.nn``'s losses. Torch has no public one."""
 
 DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
-"""What a subclass of Tensor takes as ``__torch_function__`` when its operations shall be plain ones; torch's documentation names it so."""
+"""The ``__torch_function__`` of a subclass of Tensor with plain operations. Torch's documentation names it so."""
 
 
 def device_generators(kind: str) -> Sequence[torch.Generator]:
-    """Return the default generators of an accelerator's devices; none where it has no such thing.
+    """Return the default generators of an accelerator's devices. None if it has no such thing.
 
-    CUDA, XPU and others keep them in their module under a public name; MPS has one device, and one generator under a private name.
+    CUDA, XPU and others keep them in their module under a public name. MPS has one device, and one generator under a private name.
     """
     module: Any = torch.get_device_module(kind)
     if kind == "mps":
@@ -60,34 +61,34 @@ def device_generators(kind: str) -> Sequence[torch.Generator]:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return how often a tensor was written to in place; autograd's own counter, which has no public reader."""
+    """Return how often a tensor was written to in place. That is autograd's own counter, which has no public reader."""
     return tensor._version
 
 
 def stops_recomputation(error: BaseException) -> bool:
-    """Say whether this is how ``torch.utils.checkpoint`` leaves a forward that it runs again, once it has what backward needs."""
+    """Return whether this is how ``torch.utils.checkpoint`` leaves a forward that it runs again, once it has what backward needs."""
     return type(error).__name__ == "_StopRecomputationError" and type(error).__module__ == "torch.utils.checkpoint"
 
 
 def is_transformed(tensor: Tensor) -> bool:
-    """Say whether a tensor is one that a transform of ``torch.func`` (grad, vjp, vmap, jvp) wraps; torch has no public word for it."""
+    """Return whether a tensor is one that a transform of ``torch.func`` (grad, vjp, vmap, jvp) wraps. Torch has no public word for it."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Return a block in which no transform of ``torch.func`` is at work, so that plain tensors stay plain; torch has no public way."""
+    """Return a block in which no transform of ``torch.func`` is at work, so that plain tensors stay plain. It has no public name."""
     from torch._functorch import pyfunctorch
 
     return cast("AbstractContextManager[object]", pyfunctorch.temporarily_clear_interpreter_stack())
 
 
 def sparse_entries(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return indices and values of a sparse tensor as they lie there; torch's public readers refuse one that is not coalesced."""
+    """Return indices and values of a sparse tensor as they lie there. Torch's public readers refuse one that is not coalesced."""
     return tensor._indices(), tensor._values()
 
 
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the slots of submodules; ``children()`` leaves out repeated ones and takes ten times as long."""
+    """Return the slots of submodules. ``children()`` leaves out repeated ones and takes ten times as long."""
     return module._modules
 
 
@@ -96,39 +97,29 @@ def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-_SUBMODULES, _PARAMETERS, _BUFFERS = map(attrgetter, ("_modules", "_parameters", "_buffers"))
+_SLOTS = {"modules": attrgetter("_modules"), "parameters": attrgetter("_parameters"), "buffers": attrgetter("_buffers")}
 _VALUES = methodcaller("values")
 
 
-def all_child_modules(modules: Iterable[nn.Module]) -> Iterator[nn.Module | None]:
-    """Visit the slots of submodules of several modules, in a loop that runs in C: for what is done in every step."""
-    return chain.from_iterable(map(_VALUES, map(_SUBMODULES, modules)))
-
-
-def all_parameter_slots(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter | None]:
-    """Visit the slots of several modules' own parameters, as ``all_child_modules``."""
-    return chain.from_iterable(map(_VALUES, map(_PARAMETERS, modules)))
-
-
-def all_buffer_slots(modules: Iterable[nn.Module]) -> Iterator[Tensor | None]:
-    """Visit the slots of several modules' own buffers, as ``all_child_modules``."""
-    return chain.from_iterable(map(_VALUES, map(_BUFFERS, modules)))
+def all_slots(modules: Iterable[nn.Module], kind: Literal["modules", "parameters", "buffers"]) -> Iterator[Any]:
+    """Visit the slots of several modules for their submodules, parameters or buffers, in a loop that runs in C, for use in every step."""
+    return chain.from_iterable(map(_VALUES, map(_SLOTS[kind], modules)))
 
 
 def without_parameter(module: nn.Module, name: str) -> nn.Module:
-    """Return a shallow copy of a module that lacks one of its parameters; a copy shares its dict of slots, which has no public setter."""
+    """Return a shallow copy of a module that lacks one of its parameters. A copy shares its dict of slots, which has no public setter."""
     bare = copy.copy(module)
     bare._parameters = {key: value for key, value in module._parameters.items() if key != name}
     return bare
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the slots of a module's own buffers, those without a value too; ``named_buffers()`` leaves them out."""
+    """Return the slots of a module's own buffers, those without a value too. ``named_buffers()`` leaves them out."""
     return module._buffers
 
 
 def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
-    """Return what a state dict notes of a module beside its tensors; torch hands it to ``_load_from_state_dict``, but gives it no name."""
+    """Return the notes of a state dict about a module, besides its tensors. They have no public name."""
     metadata: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})  # a plain dict has none
     return metadata.get(prefix.removesuffix("."), {})
 
@@ -139,20 +130,25 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def is_ddp_ignored(tensor: Tensor) -> bool:
-    """Say whether DDP was told to leave a tensor alone; it marks the tensor itself."""
+    """Return whether DDP leaves a tensor alone. It marks the tensor itself."""
     return bool(getattr(tensor, "_ddp_ignored", False))
+
+
+def has_ddp_comm_hook(strategy: Any) -> bool:
+    """Return whether Lightning's ``DDPStrategy`` gives its DDP a communication hook of the user's. DDP takes one."""
+    return strategy._ddp_comm_hook is not None
 
 
 @contextlib.contextmanager
 def ddp_ignoring(module: nn.Module, names: Collection[str], marked: Sequence[Tensor]) -> Iterator[None]:
-    """Let DDP be built inside the block without some tensors; it takes no list of names, but reads marks that it documents nowhere.
+    """Let DDP be built inside the block without some tensors. It takes no list of names, but reads marks that it documents nowhere.
 
     The marks are gone afterwards (DDP copies the names): one that stayed would follow a copy of the module into another strategy.
 
     Args:
-        module: That DDP will wrap.
-        names: Of parameters and buffers to leave alone.
-        marked: Those tensors.
+        module: Module that DDP will wrap.
+        names: Names of the parameters and buffers to leave alone.
+        marked: The same tensors.
     """
     attribute = "_ddp_params_and_buffers_to_ignore"
     before = module.__dict__.get(attribute)
@@ -172,16 +168,16 @@ def ddp_ignoring(module: nn.Module, names: Collection[str], marked: Sequence[Ten
 
 
 def ddp_comm_state(strategy: Any) -> object:
-    """Return what the communication hook of Lightning's ``DDPStrategy`` keeps between steps; None where there is no such thing."""
+    """Return the state of the communication hook of Lightning's ``DDPStrategy``. None if there is no such thing."""
     return strategy._ddp_comm_state
 
 
 def broadcast_as_ddp_does(buffers: Sequence[Tensor], group: Any = None) -> None:
-    """Overwrite buffers with rank 0's, in the messages in which DDP's forward does (torch 2.13).
+    """Overwrite buffers with rank 0's, in messages of the same sizes as DDP's forward (torch 2.13).
 
     Args:
-        buffers: In the order of the module.
-        group: DDP's; None is the world.
+        buffers: Buffers in the order of the module.
+        group: DDP's. None is the world.
     """
     at_a_time = 250 << 20
     carrier = group or dist.group.WORLD
@@ -190,28 +186,28 @@ def broadcast_as_ddp_does(buffers: Sequence[Tensor], group: Any = None) -> None:
 
 
 def ddp_ignored_names(module: nn.Module) -> set[str]:
-    """Return the names that a user told DDP to leave alone, which it keeps in a private attribute of the module."""
+    """Return the names that DDP is to leave alone. It keeps them in a private attribute of the module."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def replace_unscaling(
     scaler: Any, unscale: Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any]
 ) -> Callable[[], object]:
-    """Let a function unscale an optimizer's gradients in the place of a ``GradScaler``, whose one step for that is private (2.13).
+    """Let a function unscale an optimizer's gradients in the place of a ``GradScaler``. Its one step for that is private (2.13).
 
     Args:
         scaler: The gradient scaler.
-        unscale: Gets the scaler's own function, the optimizer and further arguments; returns by device whether something overflowed.
+        unscale: Gets the scaler's own function, the optimizer and further arguments. Returns by device whether something overflowed.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     own = scaler._unscale_grads_
     return _patch(scaler, "_unscale_grads_", lambda optimizer, *args: unscale(own, optimizer, args))
 
 
 def allow_precisions(strategy: type, precisions: Collection[str]) -> None:
-    """Let the Trainer take these precisions for an instance of a strategy, as it does where that is asked for by name.
+    """Let the Trainer take these precisions for an instance of a strategy, as it does for a strategy that is asked for by name.
 
     (Lightning 2.6.6 refuses them for every instance of ``ModelParallelStrategy``, in a private method of its connector, and for none that
     comes by name.)
@@ -228,8 +224,26 @@ def allow_precisions(strategy: type, precisions: Collection[str]) -> None:
     _AcceleratorConnector._validate_precision_choice = validate  # type: ignore[method-assign, assignment]
 
 
+def explain_unknown_strategy(explain: Callable[[str], str]) -> None:
+    """Let a function add to Lightning's error about the name of a strategy that nobody registered, which a private method raises."""
+    from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+    own = _AcceleratorConnector._check_config_and_set_final_flags
+
+    def check(connector: Any, **arguments: Any) -> None:
+        try:
+            own(connector, **arguments)
+        except ValueError as error:
+            name = arguments["strategy"]
+            if isinstance(name, str) and "invalid strategy name" in str(error):
+                error.args = (f"{error} {explain(name)}".strip(),)
+            raise
+
+    _AcceleratorConnector._check_config_and_set_final_flags = check  # type: ignore[method-assign, assignment]
+
+
 def gathered_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return by name the tensors into which ``fully_shard`` gathers its parameters, once it has; they are in graphs, not in the module."""
+    """Return by name the tensors into which ``fully_shard`` gathers its parameters, once it has. They are in graphs, not in the module."""
     found: dict[str, Tensor] = {}
     for parameter in _divided(module):
         whole = getattr(parameter, "_unsharded_param", None)
@@ -239,7 +253,7 @@ def gathered_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def sharded_reductions(module: FSDPModule) -> Iterator[tuple[float | None, bool, Any, int]]:
-    """Yield how gradients of one module are reduced that ``fully_shard`` divides; its setters have no getters.
+    """Yield how the gradients of one module that ``fully_shard`` divides are reduced. Its setters have no getters.
 
     Args:
         module: It alone: each module inside has its own.
@@ -254,9 +268,10 @@ def sharded_reductions(module: FSDPModule) -> Iterator[tuple[float | None, bool,
 
 
 def foreign_comm_hooks(ddp: DistributedDataParallel) -> list[str]:
-    """Return the names of the communication hooks of a DDP that are not torch's; torch keeps them under a private name (2.13)."""
+    """Return the names of the communication hooks of a DDP that are not torch's, which keeps them under a private name (2.13)."""
     hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
-    return [hook.__qualname__ for hook in hooks if not hook.__module__.startswith("torch.")]
+    known = ("torch.", f"{__name__.partition('.')[0]}.")
+    return [hook.__qualname__ for hook in hooks if not hook.__module__.startswith(known)]
 
 
 def local_parts(module: nn.Module) -> list[Tensor]:
@@ -280,17 +295,22 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def was_sharded(parameter: Tensor) -> bool:
-    """Say of a parameter that is whole whether ``fully_shard`` has divided it in another module; it marks what it replaces (2.13)."""
+    """Return whether ``fully_shard`` has divided this whole parameter in another module. It marks what it replaces (2.13)."""
     return hasattr(parameter, "_fsdp_orig_uid")
 
 
 def marks_sharded() -> bool:
-    """Say whether this torch marks a parameter that ``fully_shard`` replaces, which ``was_sharded`` reads."""
+    """Return whether this torch marks a parameter that ``fully_shard`` replaces, which ``was_sharded`` reads."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param
     except ImportError:
         return False
     return hasattr(_fsdp_param, "_get_orig_param_uid")
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function in the thread of the backward that runs, when it is through; those that DDP and FSDP2 leave are called in order."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def graph_task_id() -> int:
@@ -299,55 +319,50 @@ def graph_task_id() -> int:
 
 
 def saved_by_node(node: Any, name: str, default: Any = None) -> Any:
-    """Return what an autograd node saved in forward (``_saved_<name>``); torch documents these for built-in nodes only in passing."""
+    """Return a value that an autograd node saved in forward (``_saved_<name>``). Torch barely documents these."""
     return getattr(node, f"_saved_{name}", default)
 
 
 def function_of_node(node: Any) -> type | None:
-    """Return the ``torch.autograd.Function`` whose backward a node is, None for torch's own nodes; torch 2.13 keeps it private."""
+    """Return the ``torch.autograd.Function`` that a node belongs to, None for torch's own nodes. Torch 2.13 keeps it private."""
     return getattr(type(node), "_forward_cls", None)
 
 
 def operator_schema(function: Any) -> Any:
-    """Return the schema of an operator that a dispatch mode sees; torch gives it no public name."""
+    """Return the schema of an operator that a dispatch mode sees. Torch gives it no public name."""
     return function._schema
 
 
 def memory_reference(tensor: Tensor) -> StorageWeakRef | None:
-    """Return a weak reference to a tensor's memory, whose address is ``cdata``; None for a tensor without one memory (a sparse one)."""
+    """Return a weak reference to a tensor's memory. Its address is ``cdata``. None for a tensor without one memory (a sparse one)."""
     try:
         return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
         return None
 
 
-def write_count(tensor: Tensor) -> int:
-    """Return how often somebody wrote into a tensor in place; torch gives the number no public name."""
-    return tensor._version
-
-
 def tree_leaves(nest: Any) -> list[Any]:
-    """Return what a nest of lists, tuples and dicts holds; torch's own walk, which has no public name."""
+    """Return the leaves of a nest of lists, tuples and dicts. This is torch's own walk, which has no public name."""
     return _pytree.tree_leaves(nest)
 
 
 def is_in_dispatch_mode() -> bool:
-    """Say whether a dispatch mode sees the operators of this thread."""
+    """Return whether a dispatch mode sees the operators of this thread."""
     return bool(_python_dispatch.is_in_torch_dispatch_mode())
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
-    """Return a block in which no dispatch mode sees anything; torch offers no public way out of one."""
+    """Return a block that dispatch modes do not see. Torch offers no public way out of one."""
     return cast("AbstractContextManager[object]", _python_dispatch._disable_current_modes())
 
 
 def reads_scalar(function: Any) -> bool:
-    """Say whether an operator that a dispatch mode sees is ``Tensor.item()``."""
+    """Return whether an operator that a dispatch mode sees is ``Tensor.item()``."""
     return function is torch.ops.aten._local_scalar_dense.default
 
 
 def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
-    """Call back when a collective that a dispatch mode has seen is complete; the mode gets torch's boxed work.
+    """Call back when a collective that a dispatch mode has seen is complete. The mode gets torch's boxed work.
 
     Raises:
         AttributeError, RuntimeError, TypeError: a backend whose works have no future.
@@ -356,15 +371,20 @@ def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Say whether hooks take what graphs save (checkpoint, ``save_on_cpu``); torch shows that by a private name only (2.13)."""
+    """Return whether hooks take what graphs save (checkpoint, ``save_on_cpu``). Torch shows that by a private name only (2.13)."""
     try:
         return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     except (AttributeError, TypeError, RuntimeError):
         return True
 
 
-def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply tensors in place; dense ones of a device and dtype in one launch, where this torch has that."""
+def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Return the 2-norm of each tensor, computed in a dtype. Those of one device and dtype take one launch."""
+    return torch._foreach_norm(list(tensors), 2, dtype=dtype)
+
+
+def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors in place. Dense ones of one device and dtype take one launch."""
     dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
     for tensor in tensors:
         if tensor.layout != torch.strided:
@@ -373,13 +393,8 @@ def multiply_(tensors: Sequence[Tensor], factor: float) -> None:
         torch._foreach_mul_(dense, factor)
 
 
-def is_inside_backward() -> bool:
-    """Return whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def default_store() -> Any:
-    """Return the store of the default process group; None where there is none, or torch does not show it."""
+    """Return the store of the default process group. None if there is none, or torch does not show it."""
     try:
         return dist.distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):
@@ -388,7 +403,7 @@ def default_store() -> Any:
 
 @contextlib.contextmanager
 def world_store_prefixed(prefix: str) -> Iterator[None]:
-    """Let groups that are made inside the block write their keys under a prefix; ``new_group`` takes no store but the world's (2.13)."""
+    """Let groups that are made inside the block write their keys under a prefix. ``new_group`` takes no store but the world's (2.13)."""
     stores = dist.distributed_c10d._world.pg_map
     world = dist.group.WORLD
     assert world is not None
@@ -400,10 +415,32 @@ def world_store_prefixed(prefix: str) -> Iterator[None]:
         stores[world] = before
 
 
-def group_timeout(group: Any) -> timedelta | None:
-    """Return how long a process group waits for peers; ``new_group`` does not take it over. None where this torch does not show it.
+def abort_communicators(device: torch.device) -> int:
+    """Abort NCCL's communicators of all process groups, so that the kernels which wait for a peer end. Return how many there were.
 
-    A group of NCCL alone has no backend for the CPU; it is asked for that of its own devices.
+    Only ``_abort_process_group`` aborts several at once, and it forgets all groups, also those of gloo (torch 2.13). torch documents an
+    abort for ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``. Under the default, torch's watchdog does the same after the group's time-out. It ends
+    when a communicator is aborted before.
+    """
+    found: list[Any] = []
+    for group in reversed(dist.distributed_c10d._world.pg_names):
+        with contextlib.suppress(RuntimeError):  # a group without a backend for this device
+            backend = group._get_backend(device)
+            if backend.name() == "nccl":
+                found.append(backend)
+    if found:
+        # as one group of NCCL's calls: aborts of several communicators may wait for each other
+        found[0]._group_start()
+        for backend in found:
+            backend.abort()
+        found[0]._group_end()
+    return len(found)
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """Return how long a process group waits for peers. ``new_group`` does not take it over. None if this torch does not show it.
+
+    A group of NCCL alone has no backend for the CPU. It is asked for that of its own devices.
     """
     for device in (torch.device("cpu"), *getattr(group, "_device_types", ())):
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -413,7 +450,7 @@ def group_timeout(group: Any) -> timedelta | None:
 
 
 def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's own record of buckets and times; collectives on autograd's threads are seen nowhere else."""
+    """Return DDP's own record of buckets and times. Collectives on autograd's threads are seen nowhere else."""
     data: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data
 
@@ -422,7 +459,7 @@ def ddp_logging_data(ddp: nn.parallel.DistributedDataParallel) -> dict[str, Any]
 
 
 def replace_sigterm_notice(trainer: Any, notice: Callable[[], None]) -> None:
-    """Call ``notice`` in SIGTERM's handler in place of Lightning's note of it, which broadcasts there; other handlers stay."""
+    """Call ``notice`` in SIGTERM's handler in place of Lightning's note of it, which broadcasts there. Other handlers stay."""
     _replace_handler(signal.SIGTERM, trainer._signal_connector._sigterm_notifier_fn, notice)
 
 
@@ -435,12 +472,12 @@ def _replace_handler(number: int, lightnings: Any, notice: Callable[[], None]) -
 
 
 def skip_sigterm_broadcast(trainer: Any) -> Callable[[], object]:
-    """Spare each training batch Lightning's broadcast of whether SIGTERM reached rank 0; return what undoes that."""
+    """Spare each training batch Lightning's broadcast of whether SIGTERM reached rank 0. Return a function that undoes it."""
     return _patch(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], object]:
-    """Put a function in the place of an object's method; return what undoes that."""
+    """Put a function in the place of an object's method. Return a function that undoes it."""
     setattr(owner, name, replacement)
     return lambda: vars(owner).pop(name, None)
 
@@ -451,13 +488,13 @@ def mark_sigterm_(trainer: Any) -> None:
 
 
 def requeues_on_signal(trainer: Any) -> bool:
-    """Say whether Lightning saves and queues the job again when SLURM sends a signal (``SLURMEnvironment(auto_requeue=True)``)."""
+    """Return whether Lightning saves and queues the job again when SLURM sends a signal (``SLURMEnvironment(auto_requeue=True)``)."""
     cluster = trainer._accelerator_connector.cluster_environment
     return bool(getattr(cluster, "auto_requeue", False)) and getattr(cluster, "requeue_signal", None) is not None
 
 
 def replace_requeue_handler(trainer: Any, notice: Callable[[], None]) -> Callable[[], None]:
-    """Call ``notice`` where SLURM's signal arrives, and return what Lightning would have done there; a user's own handler stays."""
+    """Call ``notice`` where SLURM's signal arrives, and return what Lightning would have done there. A user's own handler stays."""
     number = trainer._accelerator_connector.cluster_environment.requeue_signal
     lightnings = trainer._signal_connector._slurm_sigusr_handler_fn
     _replace_handler(number, lightnings, notice)
@@ -465,12 +502,12 @@ def replace_requeue_handler(trainer: Any, notice: Callable[[], None]) -> Callabl
 
 
 def steps_as_logged(trainer: Any) -> int:
-    """Return the number of batches that stepped, which loggers count by; ``global_step`` counts each optimizer."""
+    """Return the number of batches that stepped, which loggers count by. ``global_step`` counts each optimizer."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def teardown_trainer(trainer: Any) -> None:
-    """Clean up as Lightning does after an error; it leaves that out where a hook raises another one."""
+    """Clean up as Lightning does after an error. It leaves that out if a hook raises another one."""
     trainer._teardown()
 
 
@@ -480,21 +517,21 @@ def attach_trainer(module: Any, trainer: Any) -> None:
 
 
 def combined_loader(loop: Any) -> Any:
-    """Return the loader that a loop draws from, with Lightning's samplers; None before there is one."""
+    """Return the loader that a loop draws from, with Lightning's samplers. None before there is one."""
     return loop._combined_loader
 
 
 def replace_training_loaders(trainer: Any, replacement: Callable[[object], object | None]) -> Callable[[], object]:
-    """Let a function replace training loaders before Lightning gives them a sampler; it has no hook there.
+    """Let a function replace training loaders before Lightning gives them a sampler. It has no hook there.
 
-    ``Strategy.process_dataloader`` comes later, when nobody can tell any more whether the loader shuffled.
+    ``Strategy.process_dataloader`` comes later, when it is no longer known whether the loader shuffled.
 
     Args:
         trainer: The trainer.
-        replacement: Gets each training loader; None leaves it to Lightning.
+        replacement: Gets each training loader. None leaves it to Lightning.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     connector = trainer._data_connector
     lightnings = connector._prepare_dataloader
@@ -507,9 +544,9 @@ def replace_training_loaders(trainer: Any, replacement: Callable[[object], objec
 
 
 def with_batch_sampler(dataloader: Any, batch_sampler: Any) -> Any:
-    """Return a DataLoader's twin with other batches: all else, also of a subclass, is kept; torch refuses to set it, and has no copy."""
+    """Return a DataLoader's twin with other batches: all else, also of a subclass, is kept. Torch refuses to set it, and has no copy."""
     twin = copy.copy(dataloader)
-    # what a DataLoader has that is built with batch_sampler=
+    # the sampler of a DataLoader that is built with batch_sampler=
     placeholder = torch.utils.data.SequentialSampler(dataloader.dataset)
     vars(twin).update(
         batch_sampler=batch_sampler, sampler=placeholder, batch_size=None, drop_last=False, _iterator=None
@@ -529,34 +566,33 @@ def replace_training_source(trainer: Any, replacement: Callable[[Callable[[], An
     """
     source = trainer.fit_loop._data_source
     request = source.dataloader
-    source.dataloader = lambda: replacement(request)
-    return lambda: vars(source).pop("dataloader", None)
+    return _patch(source, "dataloader", lambda: replacement(request))
 
 
 def prefetched_batches(loop: Any) -> int:
-    """Return how many batches a fit has fetched ahead of the one that it trains on; its fetcher has no public name."""
+    """Return how many batches a fit has fetched ahead of the one that it trains on. Its fetcher has no public name."""
     return len(getattr(loop._data_fetcher, "batches", ()))
 
 
 def mode_iterator(combined: Any) -> Any:
-    """Return what combines the loaders of a combined loader; no public method puts anything between the two."""
+    """Return the object that combines the loaders of a combined loader. No public method puts anything between the two."""
     return combined._iterator
 
 
 def cycles(combined: Any) -> bool:
-    """Say whether a combined loader begins its shorter loaders again while the longest goes on; it keeps its mode in a private name."""
+    """Return whether a combined loader begins its shorter loaders again while the longest goes on. It keeps its mode in a private name."""
     return bool(combined._mode == "max_size_cycle")
 
 
 def make_iterator_anew(loop: Any) -> None:
-    """Let the fit loop forget what it has fetched ahead; it makes its iterator once, when it gets the loaders."""
+    """Let the fit loop forget what it has fetched ahead. It makes its iterator once, when it gets the loaders."""
     if loop._data_fetcher is not None:
         loop._combined_loader.reset()
         iter(loop._data_fetcher)
 
 
 def makes_loaders_anew(loop: Any) -> bool:
-    """Say whether the fit loop gets its loaders anew at its next epoch."""
+    """Return whether the fit loop gets its loaders again at its next epoch."""
     return bool(loop._should_reload_train_dl)
 
 
@@ -566,21 +602,23 @@ def loaders_made_in(loop: Any) -> Any:
 
 
 def set_loaders_made_in_(loop: Any, epoch: Any) -> None:
-    """Let the fit loop count from another epoch when it gets its loaders anew."""
+    """Let the fit loop count from another epoch when it gets its loaders again."""
     loop._last_train_dl_reload_epoch = epoch
 
 
+def validation_loop(trainer: Any) -> Any:
+    """Return the loop that validates: that of ``trainer.validate`` while it runs, else that of the fit."""
+    return trainer.validate_loop if trainer.state.fn == "validate" else trainer.fit_loop.epoch_loop.val_loop
+
+
 def validation_loaders(trainer: Any) -> Any:
-    """Return the loaders that are validated; ``trainer.val_dataloaders`` names those of an earlier fit also in ``trainer.validate``."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    if trainer.state.fn == "validate":
-        loop = trainer.validate_loop
-    combined = loop._combined_loader
+    """Return the loaders that are validated. ``trainer.val_dataloaders`` names those of an earlier fit also in ``trainer.validate``."""
+    combined = validation_loop(trainer)._combined_loader
     return None if combined is None else combined.iterables
 
 
 def set_up_validation_(trainer: Any) -> list[Any]:
-    """Let a fit set its validation loaders up as for a validation, also where it will make none, and return them."""
+    """Let a fit set its validation loaders up as for a validation, even if it will make none, and return them."""
     loop, limit = trainer.fit_loop.epoch_loop.val_loop, trainer.limit_val_batches
     if not loop._data_source.is_defined():
         return []
@@ -599,17 +637,17 @@ def wrapped_sampler(dataset: Any) -> Any:
 
 
 def drawn_indices(dataset: Any) -> list[Any]:
-    """Return the indices that Lightning drew from the user's sampler in this epoch; empty before the first."""
+    """Return the indices that Lightning drew from the user's sampler in this epoch. Empty before the first."""
     return getattr(dataset, "_sampler_list", None) or []
 
 
 def logged_results(loop: Any) -> Any:
-    """Return what a loop has logged, with how each value is reduced; ``callback_metrics`` does not say."""
+    """Return the logged values of a loop, with how each is reduced. ``callback_metrics`` does not say."""
     return loop._results
 
 
 def is_reduced(result: Any) -> bool:
-    """Say whether an epoch's value of what was logged has been computed; Lightning then has reduced the number of rows in place."""
+    """Return whether an epoch's value of what was logged has been computed. Lightning then has reduced the number of rows in place."""
     return result._computed is not None
 
 
@@ -619,22 +657,22 @@ def epoch_name(results: Any, result: Any) -> str:
 
 
 def has_layer_sync(strategy: Any) -> bool:
-    """Say whether a strategy converts batch norm (``sync_batchnorm``)."""
+    """Return whether a strategy converts batch norm (``sync_batchnorm``)."""
     return getattr(strategy, "_layer_sync", None) is not None
 
 
 def averages_models(strategy: Any) -> bool:
-    """Say whether parameters differ between ranks by intent (local SGD, which averages models now and then)."""
+    """Return whether parameters differ between ranks by intent (local SGD, which averages models now and then)."""
     return getattr(strategy, "_model_averager", None) is not None
 
 
 def injects_distributed_sampler(trainer: Any) -> bool:
-    """Say whether the trainer replaces samplers (``use_distributed_sampler``); it keeps the option in a private part."""
+    """Return whether the trainer replaces samplers (``use_distributed_sampler``). It keeps the option in a private part."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
 def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> Callable[[], object]:
-    """Let the trainer inject no sampler into some loaders, and return what undoes that; it offers one switch for all loaders only.
+    """Let the trainer inject no sampler into some loaders, and return a function that undoes it. It offers one switch for all loaders only.
 
     Args:
         trainer: The trainer.
@@ -659,21 +697,17 @@ def around_evaluations(
         after: Gets the loop.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     loops = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
-    for loop in loops:
-        _surround_evaluation(loop, before, after)
-
-    def undo() -> None:
-        for loop in loops:
-            for name in ("reset", "on_run_end", "_store_dataloader_outputs"):
-                vars(loop).pop(name, None)
-
-    return undo
+    undo = list(chain.from_iterable(_surround_evaluation(loop, before, after) for loop in loops))
+    return lambda: [each() for each in undo]
 
 
-def _surround_evaluation(loop: Any, before: Callable[[Any], object], after: Callable[[Any], object]) -> None:
+def _surround_evaluation(
+    loop: Any, before: Callable[[Any], object], after: Callable[[Any], object]
+) -> list[Callable[[], object]]:
+    """Call back around the batches of one loop. Return the functions that undo it."""
     reset, on_run_end = loop.reset, loop.on_run_end
     store: Callable[[], object] = getattr(loop, "_store_dataloader_outputs", lambda: None)  # predictions have none
     is_over = False
@@ -691,7 +725,7 @@ def _surround_evaluation(loop: Any, before: Callable[[Any], object], after: Call
         reset()
 
     def store_after_end() -> None:
-        # of several loaders nobody knows here which one is the last
+        # among several loaders the last one is not known here
         if len(loop._combined_loader.flattened) == 1 or loop._combined_loader._mode != "sequential":
             end_once()
         store()
@@ -700,22 +734,23 @@ def _surround_evaluation(loop: Any, before: Callable[[Any], object], after: Call
         end_once()
         return on_run_end()
 
-    loop.reset, loop.on_run_end, loop._store_dataloader_outputs = reset_after_before, end_after_end, store_after_end
+    replaced = {"reset": reset_after_before, "on_run_end": end_after_end, "_store_dataloader_outputs": store_after_end}
+    return [_patch(loop, name, function) for name, function in replaced.items()]
 
 
 def inner_batch_sampler(loader: Any) -> Any:
-    """Return what makes a loader's batches, None where nothing does; in prediction Lightning wraps it to note the indices."""
+    """Return the sampler of a loader's batches, None if it makes none. In prediction Lightning wraps it to note the indices."""
     batches = loader.batch_sampler
     return getattr(batches, "_batch_sampler", batches)
 
 
 def set_samplers_(loader: Any, sampler: Any, batch_sampler: Any) -> None:
-    """Give a DataLoader that was copied other samplers; torch takes them in the constructor only, which a subclass may have changed.
+    """Give a DataLoader that was copied other samplers. Torch takes them in the constructor only, which a subclass may have changed.
 
     Args:
-        loader: The copy; written to.
+        loader: The copy, which is written to.
         sampler: Its sampler.
-        batch_sampler: Its batch sampler, around it; None where the loader makes no batches.
+        batch_sampler: Its batch sampler, around it. None if the loader makes no batches.
     """
     from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 
@@ -726,12 +761,12 @@ def set_samplers_(loader: Any, sampler: Any, batch_sampler: Any) -> None:
 
 
 def is_any_autocast_on() -> bool:
-    """Say whether autocast is on for any device; the public reader answers for one."""
+    """Return whether autocast is on for any device. The public reader answers for one."""
     return torch._C._is_any_autocast_enabled()
 
 
 def collectives_started() -> int:
-    """Return how many collectives this rank has started in the default group, 0 where the backend does not count; no public reader."""
+    """Return how many collectives this rank has started in the default group, 0 if the backend does not count. It has no public reader."""
     group = torch.distributed.group.WORLD
     try:
         return int(group._get_sequence_number_for_group())  # type: ignore[union-attr]
@@ -745,25 +780,25 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
 
 
 def start_method(strategy: Any) -> str | None:
-    """Return how a strategy starts its processes (``popen``, ``spawn``, ``fork``); None where it does not say."""
+    """Return how a strategy starts its processes (``popen``, ``spawn``, ``fork``). None if it does not say."""
     return cast("str | None", getattr(strategy, "_start_method", None))
 
 
 def multiprocessing_launcher() -> Any:
-    """Return the class that starts ranks as processes of the main one; Lightning exports it under this name only, for strategies."""
+    """Return the class that starts ranks as processes of the main one. Lightning exports it under this name only, for strategies."""
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 
     return _MultiProcessingLauncher
 
 
 def use_existing_processes_(strategy: Any, timeout: Any) -> None:
-    """Let a strategy start no processes and wait ``timeout`` for other ranks; Lightning takes the second in constructors only.
+    """Let a strategy start no processes and wait ``timeout`` for other ranks. Lightning takes the second in constructors only.
 
     It has no launcher: Lightning's for existing processes is refused in a notebook, and gives a rank more threads, which a forked
     process must not use.
     """
     if hasattr(strategy, "_start_method"):
-        strategy._start_method = "popen"  # of what asks how the processes came to be
+        strategy._start_method = "popen"  # read by whatever asks how the processes were started
     if hasattr(strategy, "_timeout"):
         strategy._timeout = timeout
     strategy._launcher = None
@@ -771,17 +806,28 @@ def use_existing_processes_(strategy: Any, timeout: Any) -> None:
 
 
 def syncs_batch_norm(trainer: Any) -> bool:
-    """Say whether the trainer was asked to synchronise batch norm; it keeps the plugin in a private part."""
+    """Return whether the trainer was asked to synchronise batch norm. It keeps the plugin in a private part."""
     return trainer._accelerator_connector._layer_sync is not None
 
 
 def attached_trainer(module: Any) -> Any:
-    """Return the trainer that a module is attached to, None without one; ``LightningModule.trainer`` raises there."""
+    """Return the trainer that a module is attached to, None without one. ``LightningModule.trainer`` raises there."""
     return getattr(module, "_trainer", None)
 
 
+def fitting_trainer() -> Any:
+    """Return the trainer with a fit loop among the callers, None without one. Lightning gives a sampler no reference to it."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "_FitLoop":
+            return owner.trainer
+        frame = frame.f_back
+    return None
+
+
 def is_made_by_command_line() -> bool:
-    """Say whether LightningCLI builds the module now; it hands the plain config to ``save_hyperparameters`` in a private context."""
+    """Return whether LightningCLI builds the module now. It hands the plain config to ``save_hyperparameters`` in a private context."""
     from lightning.pytorch.core.mixins import hparams_mixin
 
     return hparams_mixin._given_hyperparameters.get() is not None
@@ -791,12 +837,12 @@ def is_made_by_command_line() -> bool:
 
 
 def torchmetrics_states(module: Any) -> dict[str, Any] | None:
-    """Return the states of a metric with their defaults, by name; None for what is no metric."""
+    """Return the states of a metric with their defaults, by name. None for anything but a metric."""
     return cast("dict[str, Any] | None", getattr(module, "_defaults", None))
 
 
 def state_reductions(metric: Any) -> dict[str, Any] | None:
-    """Return how each state of a metric is reduced over ranks, by name; None for what is no metric."""
+    """Return how each state of a metric is reduced over ranks, by name. None for anything but a metric."""
     return cast("dict[str, Any] | None", getattr(metric, "_reductions", None))
 
 
@@ -804,5 +850,5 @@ def state_reductions(metric: Any) -> dict[str, Any] | None:
 
 
 def recorded_statistics(module: Any) -> Collection[str]:
-    """Return the attributes in which a loss, miner or distance records what it saw of its last batch."""
+    """Return the attributes that record a loss's, miner's or distance's last batch."""
     return cast("Collection[str]", getattr(module, "_record_these_stats", ()))

@@ -12,8 +12,8 @@ from lightning_ddp_losses.core import compat
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
-# what a loss remembers of its batches, as tensors
-_MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_")
+# tensors in which a loss remembers its batches
+_MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr")
 
 
 def configuration(loss: nn.Module) -> str:
@@ -42,17 +42,17 @@ def _settings(module: nn.Module) -> list[str]:
             continue
         if _is_plain(value):
             settings.append(f"{key}={value!r}")
-    # a metric keeps what it remembers in plain attributes too
+    # a metric also remembers batches in plain attributes
     tensors: dict[str, Any] = {} if is_metric else dict(vars(module))
     tensors.update(compat.buffer_slots(module))
-    own = [key for key in sorted(tensors) if key not in changing and _is_setting(key, tensors[key])]
+    own = [key for key in sorted(tensors) if key not in changing and _sets_up(key, tensors[key])]
     settings += [f"{key}#{_hash(tensors[key])}" for key in own]
     settings += [f"{key}{tuple(parameter.shape)}" for key, parameter in module.named_parameters(recurse=False)]
     return settings
 
 
-def _is_setting(name: str, value: Any) -> bool:
-    """Say whether a value is a tensor that sets the loss up (class weights), and not one that remembers its batches."""
+def _sets_up(name: str, value: Any) -> bool:
+    """Return whether a value is a tensor that sets the loss up (class weights), and not one that remembers its batches."""
     return isinstance(value, torch.Tensor) and not name.startswith("_") and name not in _MEMORIES
 
 

@@ -30,8 +30,8 @@ class Explanation(NamedTuple):
         what: Sentence or title that names it.
         expected: Healthy state.
         evidence: Measurements that show it.
-        fix: What to do, as a sentence.
-        confirmed: Comparison or run that shows it; empty for a pattern alone.
+        fix: Advice, as a sentence.
+        confirmed: Comparison or run that shows it. Empty for a pattern alone.
     """
 
     what: str
@@ -50,8 +50,8 @@ class Fault(NamedTuple):
         title: Name in a few words.
         symptom: First sign of it for a user who does not know of it.
         effect: Effect on training, and the reason.
-        found_by: Part of this package that finds it, and when; ``not detected: ...`` with the reason if none does.
-        fix: What to do, as a sentence.
+        found_by: Part of this package that finds it, and when. ``not detected: ...`` with the reason if none does.
+        fix: Advice, as a sentence.
         evidence: Reports of users, ``owner/repository#number`` on GitHub, and measurements made here (``measured: ...``).
         before: Code that has the fault, if code shows it.
         after: The same code without it.
@@ -73,10 +73,10 @@ class Fault(NamedTuple):
     cases: Mapping[str, Mapping[str, str]] = {}
 
     def explain(self, case: str = "", **fields: object) -> Explanation:
-        """Return the texts of one case with its fields filled in; title and fix are the fault's own if the case has none.
+        """Return the texts of one case with its fields filled in. Title and fix are the fault's own if the case has none.
 
         Args:
-            case: Name of the case; empty: the fault itself.
+            case: Name of the case. Empty: the fault itself.
             **fields: Values of the fields that its templates name.
         """
         texts = {"what": self.title, "expected": "", "evidence": "", "fix": self.fix}
@@ -85,7 +85,7 @@ class Fault(NamedTuple):
         return Explanation(**texts)
 
     def links(self) -> list[str]:
-        """Return the evidence with an address for each report; GitHub leads on if the number is that of a pull request."""
+        """Return the evidence with an address for each report. GitHub leads on if the number is that of a pull request."""
         found = []
         for each in self.evidence:
             repository, _, number = each.partition("#")

@@ -18,7 +18,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 
 
 def is_capturing() -> bool:
-    """Say whether the kernels of this thread are recorded instead of run."""
+    """Return whether the kernels of this thread are recorded instead of run."""
     # the question is an error where torch is built without CUDA
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
@@ -27,7 +27,7 @@ def refuse_capture(title: str) -> None:
     """Refuse a call inside a capture.
 
     Args:
-        title: How the message names what is called.
+        title: Name of the called function in the message.
 
     Raises:
         ConfigurationError: inside ``torch.cuda.graph`` and what uses it.
@@ -50,12 +50,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """Run the function itself outside torch.compile; what it calls may still be compiled."""
+    """Run the function itself outside torch.compile. What it calls may still be compiled."""
     return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 
 def eager_recursive(function: F) -> F:
-    """Run the function, and whatever it calls, outside torch.compile."""
+    """Run the function, and all that it calls, outside torch.compile."""
     return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
@@ -64,14 +64,14 @@ def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:
 
 
 class MethodPatch:
-    """Takes the place of a method of one module; a subclass says what a call does.
+    """Takes the place of a method of one module. A subclass defines the call.
 
     Args:
-        module: Whose method it replaces.
-        name: The method.
+        module: Module that has the method.
+        name: Name of the method.
 
     Attributes:
-        synchronises: Whether what the method returns depends on the rows of all ranks.
+        synchronises: The method's result depends on the rows of all ranks.
     """
 
     synchronises: ClassVar[bool] = False
@@ -113,5 +113,5 @@ class ForwardPatch(MethodPatch):
 
 
 def synchronises(module: nn.Module) -> bool:
-    """Say whether a patch of this package computes the module's forward over the rows of all ranks."""
+    """Return whether a patch of this package computes the module's forward over the rows of all ranks."""
     return bool(getattr(module.__dict__.get("forward"), "synchronises", False))

@@ -1,7 +1,7 @@
 """Values of an accelerator on their way to the host: asked for now, read later, when they have long arrived.
 
 To read a value at once makes the host wait until the device has done all that was asked of it before, and the device then waits for
-the host. A copy that nobody waits for costs neither; whoever reads it one step later finds it there.
+the host. A copy that is not waited for costs neither. One step later it has arrived.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_STATM = Path("/proc/self/statm")  # Linux; in pages: size, resident, of these backed by files or shared, ...
+_STATM = Path("/proc/self/statm")  # Linux. In pages: size, resident, of these backed by files or shared, ...
 
 
 def anonymous_bytes() -> int:
-    """Return the resident anonymous memory of this process (RssAnon of ``/proc/self/status``); 0 where the system does not tell."""
+    """Return the resident anonymous memory of this process (RssAnon of ``/proc/self/status``). 0 if the system does not show it."""
     try:
         resident, shared = _STATM.read_text().split()[1:3]
     except OSError:  # macOS has no such file
@@ -31,7 +31,7 @@ class HostCopy:
     """A copy of a small tensor on the host, which ``read`` returns.
 
     Args:
-        values: On any device; on the CPU it is copied at once.
+        values: Tensor on any device. On the CPU it is copied at once.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -45,7 +45,7 @@ class HostCopy:
         self._event.record(torch.accelerator.current_stream(values.device))
 
     def read(self) -> Tensor:
-        """Return the values; waits where they have not arrived yet."""
+        """Return the values. Waits if they have not arrived yet."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -53,7 +53,7 @@ class HostCopy:
 
 
 class HostNumbers:
-    """Numbers on their way to the host, which ``read`` returns in their order; one copy for each device and dtype.
+    """Numbers on their way to the host, which ``read`` returns in their order. One copy for each device and dtype.
 
     Args:
         numbers: Python's own, or 0-dim tensors on any device.
@@ -76,7 +76,7 @@ class HostNumbers:
             self._copies.append((together, HostCopy(stacked)))
 
     def read(self) -> list[Any]:
-        """Return Python's numbers; waits for those that have not arrived yet."""
+        """Return Python's numbers. Waits for those that have not arrived yet."""
         for together, copy in self._copies:
             for place, value in zip(together, copy.read().tolist(), strict=True):
                 self._numbers[place] = value
@@ -85,7 +85,7 @@ class HostNumbers:
 
 
 class LateNumber:
-    """A product or quotient of numbers, of which some are on their way to the host; ``float`` reads it.
+    """A product or quotient of numbers. Some of them are on their way to the host. ``float`` reads it.
 
     Args:
         read: Function that returns the number, and waits if it has not arrived yet.

@@ -1,4 +1,4 @@
-"""What a loss is about to be fed, checked with words before the loss itself fails on an index.
+"""Inputs of a loss, refused with a message before the loss fails on an index.
 
 The losses of pytorch-metric-learning (PML) that hold one weight per class share attribute names: ``num_classes`` and ``W``,
 ``fc`` or ``proxies``. Other losses are checked for rows and NaN only: the same names may mean another layout there.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.errors import InputError
 
-# where a class weight keeps the embedding's dimension
+# dimension of a class weight that is the embedding's
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
 _NAN_FIX = "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients."
 
@@ -41,7 +41,7 @@ class ValueReading:
         return self._number == 1 or on_host(given)
 
     def clamp_labels(self, title: str, labels: Tensor, num_classes: int) -> Tensor:
-        """Return labels clamped to 0 ... C - 1. ``raise_late`` looks at what they were."""
+        """Return labels clamped to 0 ... C - 1. ``raise_late`` judges the given ones."""
         if not labels.numel():
             return labels
         extremes = labels.new_empty(2)
@@ -101,11 +101,11 @@ def check_devices(
     """Refuse tensors of a call that lie on several devices, or on another one than the loss or metric.
 
     Args:
-        title: How messages name the loss or metric.
-        given: Arguments of the call, by name; what is no tensor, or a tensor of one number, may lie where it will.
+        title: Name of the loss or metric in messages.
+        given: Arguments of the call, by name. Numbers, and tensors of one number, may lie anywhere.
         parameters: Parameters of the loss or metric.
-        buffers: Those of its buffers that must lie beside the rows too; pytorch-metric-learning moves its own.
-        states: What a metric has accumulated, by name.
+        buffers: Those of its buffers that must lie on the device of the rows, too. pytorch-metric-learning moves its own.
+        states: Accumulated states of a metric, by name.
 
     Raises:
         InputError: naming both devices.
@@ -142,7 +142,7 @@ def is_floating(value: object) -> bool:
 
 
 def num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the rows of the first tensor argument; 0 where there is none."""
+    """Return the rows of the first tensor argument. 0 if there is none."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return value.shape[0] if value.ndim else 1
@@ -163,17 +163,17 @@ def check_inputs(
 
     Args:
         loss: The loss module.
-        title: How messages name it: class and path.
+        title: Name in messages, class and path.
         args: Positional arguments of the call: embeddings (n, D), labels (n,), ...
         kwargs: Keyword arguments of the call.
-        read_values: Also look at the range of the labels; waits for the device.
-        refuse_nan: Also refuse NaN in the embeddings; waits for the device.
+        read_values: Also look at the range of the labels. Waits for the device.
+        refuse_nan: Also refuse NaN in the embeddings. Waits for the device.
         allow_empty: A rank without rows takes part (in a loss over all ranks).
 
     Raises:
-        InputError: with what, expected, got and what to do.
+        InputError: naming the input, what was expected, and the fix.
     """
-    embeddings = _argument(args, kwargs, 0, "embeddings")
+    embeddings = _given(args, kwargs, 0, "embeddings")
     if not isinstance(embeddings, Tensor):
         return
     # 1. rows
@@ -209,30 +209,30 @@ def check_inputs(
             f"{tuple(embeddings.shape)}",
             "Set the loss's embedding_size to the encoder's output width.",
         )
-    labels = _argument(args, kwargs, 1, "labels")
+    labels = _given(args, kwargs, 1, "labels")
     if isinstance(labels, Tensor):
         check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
 
 
 def note_nan(title: str, args: tuple[Any, ...], kwargs: dict[str, Any], reading: ValueReading) -> None:
-    """Look for NaN in the embeddings of a call one call later; arguments as of ``clamp_labels``."""
-    reading.note_nan(title, _argument(args, kwargs, 0, "embeddings"))
+    """Look for NaN in the embeddings of a call one call later. Arguments as in ``clamp_labels``."""
+    reading.note_nan(title, _given(args, kwargs, 0, "embeddings"))
 
 
 def clamp_labels(
     loss: nn.Module, title: str, args: tuple[Any, ...], kwargs: dict[str, Any], reading: ValueReading
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with its labels in the range of the loss's classes; they are judged at the next call.
+    """Return the arguments of a call with its labels in the range of the loss's classes. They are judged at the next call.
 
     Args:
         loss: The loss module.
-        title: How messages name it.
+        title: Name in messages.
         args: Positional arguments of the call, which ``check_inputs`` has seen.
-        kwargs: Keyword arguments, likewise.
-        reading: Of this loss.
+        kwargs: Keyword arguments.
+        reading: State of this loss.
     """
     classes = _classes_of_pml(loss, _class_weight(loss))
-    labels = _argument(args, kwargs, 1, "labels")
+    labels = _given(args, kwargs, 1, "labels")
     if classes is None or not isinstance(labels, Tensor):
         return args, kwargs
     clamped = reading.clamp_labels(title, labels, classes)
@@ -242,7 +242,7 @@ def clamp_labels(
 
 
 def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int | None:
-    """Return C of a loss of pytorch-metric-learning that holds a weight per class (``_class_weight``); None for another."""
+    """Return C of a loss of pytorch-metric-learning that holds a weight per class (``_class_weight``). None for another."""
     if weight is None or not isinstance(getattr(loss, "num_classes", None), int):
         return None
     if not any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__):
@@ -252,16 +252,16 @@ def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int |
     return int(loss.num_classes) or parameter.shape[1 - _WIDTH_DIM[name]]  # type: ignore[arg-type]
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
-    """Return an argument of a call, given by position or by name; None where it is not given."""
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    """Return an argument of a call, given by position or by name. None if it is not given."""
     return args[position] if len(args) > position else kwargs.get(name)
 
 
 def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
-    """Refuse what is not (n, width) of a floating dtype.
+    """Refuse embeddings that are not (n, width) of a floating dtype.
 
     Raises:
-        InputError: with what, expected, got and what to do.
+        InputError: naming the input, what was expected, and the fix.
     """
     if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or embeddings.shape[1] != width:
         got = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
@@ -280,14 +280,14 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
     """Refuse labels that are not one integer class per row.
 
     Args:
-        title: How messages name the loss.
+        title: Name of the loss in messages.
         labels: (rows,) integers from 0 to ``num_classes - 1`` expected.
         rows: Number of embeddings.
         num_classes: C.
-        read_values: Also look at their range; waits for the device.
+        read_values: Also look at their range. Waits for the device.
 
     Raises:
-        InputError: with what, expected, got and what to do.
+        InputError: naming the input, what was expected, and the fix.
     """
     if not isinstance(labels, Tensor):
         _refuse(f"{title}: labels", "a tensor", type(labels).__name__, "Pass class indices, one per row.")

@@ -1,8 +1,8 @@
 """Modules that a module holds without having registered them: in a list, a dict, a closure, a callback.
 
-``nn.Module`` sees only what is assigned to its attributes; whatever else holds modules is searched here. Lightning does not move,
-synchronise or save what is not registered. *Hidden* is what an optimizer holds (or what runs with gradients inside
-``training_step``) without being in ``module.parameters()``; copies that nobody optimises are left alone.
+``nn.Module`` sees only what is assigned to its attributes. Other places that hold modules are searched here. Lightning does not move,
+synchronise or save what is not registered. *Hidden* modules are held by an optimizer (or run with gradients inside
+``training_step``) without being in ``module.parameters()``. Copies that nobody optimises are left alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.core.forward_patch import MethodPatch
 
 _MAX_OBJECTS = 20_000  # looked into
-_MAX_ITEMS = 1_000  # of one container: what is longer is data
+_MAX_ITEMS = 1_000  # of one container: a longer one is data
 _MAX_DEPTH = 8
 _LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
 _BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
@@ -32,16 +32,16 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
     """Yield the outermost unregistered modules with their paths, each once, breadth first.
 
     Args:
-        module: Whose attributes are searched, and those of its submodules.
-        elsewhere: Other objects to search, by the name that paths shall start with.
+        module: Module to search, with its submodules.
+        elsewhere: Other objects to search, by the name that paths should start with.
     """
     seen = {id(inner) for inner in module.modules()}
     queue: list[tuple[str, Any, int]] = []
     for name, inner in module.named_modules():
         prefix = f"self.{name}" if name else "self"
-        queue += [(f"{prefix}.{key}", value, 0) for key, value in _attributes(inner)]
+        queue += [(f"{prefix}.{key}", value, 0) for key, value in _own_attributes(inner)]
     queue += [(name, value, 0) for name, value in elsewhere.items()]
-    # the queue grows while it is read, and holds nothing that cannot lead to a module
+    # the queue grows while it is read, and holds only values that can lead to a module
     for path, value, depth in queue:
         if isinstance(value, _PLAIN) or id(value) in seen:
             continue
@@ -55,7 +55,7 @@ def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Ite
             queue += [(p, v, depth + 1) for p, v in items if not isinstance(v, _PLAIN)]
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield a module's own attributes, without what nn.Module and Lightning keep there."""
     kept_by_others = ("_modules", "_parameters", "_buffers", "_trainer", "_fabric", "forward")
     for key, value in vars(module).items():
@@ -85,7 +85,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _may_hold(package: str) -> bool:
-    """Say whether an object of a class from that package may hold a user's module (Lightning's own callbacks may)."""
+    """Return whether an object of a class from that package may hold a user's module (Lightning's own callbacks may)."""
     return package.startswith("lightning.pytorch.callbacks") or package.split(".", maxsplit=1)[0] not in _LIBRARIES
 
 
@@ -98,10 +98,10 @@ def _vars(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Hidden:
-    """What the search found.
+    """Result of the search.
 
     Attributes:
-        optimised: Unregistered modules whose parameters an optimizer holds, by path.
+        optimised: Unregistered modules with parameters in an optimizer, by path.
         idle: Other unregistered modules with trainable parameters, by path.
         loose: Optimised parameters of no module that the search could reach, described.
     """
@@ -117,7 +117,7 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
     Args:
         module: The LightningModule.
         optimizers: Its optimizers.
-        elsewhere: Other objects to search, by the name that paths shall start with (callbacks, data module).
+        elsewhere: Other objects to search, by the name that paths should start with (callbacks, data module).
     """
     registered = {id(p) for p in module.parameters()}
     # 1. optimised parameters that the module does not know
@@ -139,5 +139,5 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
                 unregistered.pop(id(p), None)
         elif any(p.requires_grad for p in own):
             idle[path] = found
-    # 3. what is left belongs to no module within reach
+    # 3. the rest belongs to no module within reach
     return Hidden(optimised, idle, list(unregistered.values()))

@@ -1,4 +1,4 @@
-"""Nests: dicts, lists, tuples, named tuples and dataclasses of tensors, as batches are; their parts by path, and how they are rebuilt."""
+"""Nests: dicts, lists, tuples, named tuples and dataclasses of tensors, as batches are. Their parts by path, and how they are rebuilt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def children_of(nest: Any) -> list[tuple[str, Any]] | None:
-    """List the parts of a nest by key; None for a leaf, as a list of plain values (a column of strings) is."""
+    """List the parts of a nest by key. None for a leaf, as a list of plain values (a column of strings) is."""
     if isinstance(nest, Mapping):
         return [(f"[{key!r}]", nest[key]) for key in nest]
     if _is_named_tuple(nest):
@@ -31,7 +31,7 @@ def rebuild_nest(nest: Any, children: Sequence[Any]) -> Any:
         return type(nest)(children)
     if isinstance(nest, Mapping) and not isinstance(nest, MutableMapping):
         return type(nest)(dict(zip(nest, children, strict=True)))  # type: ignore[call-arg]
-    # a copy keeps what is no part: the factory of a defaultdict, attributes beside a dataclass's fields
+    # a copy keeps the factory of a defaultdict, and attributes of a dataclass that are no fields
     rebuilt: Any = copy.copy(nest)
     if isinstance(nest, MutableMapping):
         rebuilt.update(zip(nest, children, strict=True))
@@ -42,7 +42,7 @@ def rebuild_nest(nest: Any, children: Sequence[Any]) -> Any:
 
 
 def leaves(nest: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Walk what is in a nest, by path."""
+    """Walk the leaves of a nest, by path."""
     children = children_of(nest)
     if children is None:
         yield path, nest
@@ -77,7 +77,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Say whether this is a tensor, or an array of numpy (which need not be imported for that)."""
+    """Return whether this is a tensor, or an array of numpy (which need not be imported for that)."""
     kinds = type(leaf).__mro__
     return isinstance(leaf, Tensor) or any(kind.__module__ == "numpy" and kind.__name__ == "ndarray" for kind in kinds)
 

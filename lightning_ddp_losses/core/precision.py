@@ -1,10 +1,10 @@
 """In which precision a loss computes: never below float32, never below its parameters or inputs.
 
-Autocast halves the products inside a loss; pytorch-metric-learning 2.9 then assigns its weight in the dtype of the embeddings, for
+Autocast halves the products inside a loss. pytorch-metric-learning 2.9 then assigns its weight in the dtype of the embeddings, for
 good: under ``bf16-mixed`` and Lightning 2.6 the next step dies with a misleading error about unused parameters, or, in a DDP of its
 own, the weight's gradient silently stops being reduced (measured 2026). So a loss runs with autocast off, in
-``promote(float32, parameters, inputs)``, and its parameters and buffers keep the dtype they have: where that is lower, the loss sees
-casts of them for the length of the call (class weights in bf16 beside rows in float32 are an error of torch's). ``PrecisionKeeper``
+``promote(float32, parameters, inputs)``, and its parameters and buffers keep the dtype they have. If that is lower, the loss sees
+casts of them for the length of the call (class weights in bf16 with rows in float32 are an error of torch's). ``PrecisionKeeper``
 keeps them out of a precision plugin's halving (``bf16-true``, ``16-true``).
 """
 
@@ -25,7 +25,7 @@ _CROSS_BATCH_MEMORY = "pytorch_metric_learning.losses.cross_batch_memory.CrossBa
 
 
 def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return ``promote(float32, ...)`` over the floating tensors; integers, booleans and complex numbers have no say."""
+    """Return ``promote(float32, ...)`` over the floating tensors. Integers, booleans and complex numbers do not count."""
     dtype = torch.float32
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -34,7 +34,7 @@ def compute_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def narrow_dtype(tensors: Iterable[object]) -> torch.dtype | None:
-    """Return bfloat16 or float16 where all floating tensors are that; else None."""
+    """Return bfloat16 or float16 if all floating tensors are of that dtype, else None."""
     dtypes = {tensor.dtype for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_floating_point()}
     if len(dtypes) != 1:
         return None
@@ -69,7 +69,7 @@ class CallTensors:
 
 
 def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[Tensor]) -> bool:
-    """Say whether nothing stands in the way of ``dtype``: no autocast, no low default dtype, no floating tensor of another."""
+    """Return whether a call computes in ``dtype`` already: no autocast, no low default dtype, no floating tensor of another."""
     return (
         torch.get_default_dtype().itemsize >= torch.float32.itemsize
         and not any(map(_autocasts, device_types))
@@ -78,18 +78,18 @@ def is_full(dtype: torch.dtype, device_types: Iterable[str], tensors: Iterable[T
 
 
 def _autocasts(device_type: str) -> bool:
-    """Say whether autocast is on; there are devices (``meta``) of which torch refuses the question."""
+    """Return whether autocast is on. Torch refuses the question for some devices (``meta``)."""
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def modules_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> list[nn.Module]:
     """Return a module and all inside it, each once, level by level: in a tenth of the time of ``module.modules()``.
 
-    Each step asks, so that what is replaced, added or removed in between is seen; the work is done per level and not per module.
+    Each step asks, so that modules replaced, added or removed in between are seen. The work is done per level and not per module.
 
     Args:
         module: The outermost one.
-        left_out: Modules that are not visited, nor what is inside them alone.
+        left_out: Modules that are not visited, with all that is inside them alone.
     """
     found: list[nn.Module] = []
     seen: set[nn.Module | None] = {None, *left_out}
@@ -98,13 +98,13 @@ def modules_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> list[nn
         level = [inner for inner in dict.fromkeys(slots) if inner is not None and inner not in seen]
         seen.update(level)
         found += level
-        slots = [*compat.all_child_modules(level)]
+        slots = [*compat.all_slots(level, "modules")]
     return found
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return the parameters that some modules hold themselves, one that is held twice twice."""
-    return [parameter for parameter in compat.all_parameter_slots(modules) if parameter is not None]
+    return [parameter for parameter in compat.all_slots(modules, "parameters") if parameter is not None]
 
 
 def parameters_of(module: nn.Module) -> list[Tensor]:
@@ -113,8 +113,8 @@ def parameters_of(module: nn.Module) -> list[Tensor]:
 
 
 def has_buffers(module: nn.Module, left_out: Iterable[nn.Module]) -> bool:
-    """Say whether a module has buffers, those of some modules inside it left out."""
-    return any(buffer is not None for buffer in compat.all_buffer_slots(modules_of(module, left_out)))
+    """Return whether a module has buffers, apart from those of some modules inside it."""
+    return any(buffer is not None for buffer in compat.all_slots(modules_of(module, left_out), "buffers"))
 
 
 def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tuple[nn.Module, str, Tensor]]:
@@ -123,7 +123,7 @@ def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tup
     Wider ones stay: they may add up what must not lose digits. So do those of a class that casts its own.
     """
     found = list[tuple[nn.Module, str, Tensor]]()
-    if not [*compat.all_buffer_slots(modules)]:
+    if not [*compat.all_slots(modules, "buffers")]:
         return found
     for owner in modules:
         for name, buffer in compat.buffer_slots(owner).items():
@@ -135,12 +135,12 @@ def narrow_buffers(modules: Sequence[nn.Module], dtype: torch.dtype) -> list[tup
 
 
 def _casts_its_buffers(module: nn.Module) -> bool:
-    """Say whether a class of pytorch-metric-learning gives its buffers the dtype of its inputs by itself, for good."""
+    """Return whether a class of pytorch-metric-learning gives its buffers the dtype of its inputs by itself, for good."""
     return any(f"{cls.__module__}.{cls.__name__}" == _CROSS_BATCH_MEMORY for cls in type(module).__mro__)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Rebuild a nest with its floating tensors in ``dtype``; one tensor that appears twice stays one tensor.
+    """Rebuild a nest with its floating tensors in ``dtype``. One tensor that appears twice stays one tensor.
 
     (A loss may ask whether ``ref_emb is embeddings``.)
     """
@@ -160,27 +160,18 @@ _switched_off: list[None] = []  # one for each block, inside another, that has s
 
 
 def is_autocast_on() -> bool:
-    """Say whether the program is inside autocast; here it may be off, as a loss computes without it."""
+    """Return whether the program is inside autocast. Here it may be off, as a loss computes without it."""
     return bool(_switched_off) or compat.is_any_autocast_on()
 
 
-@contextlib.contextmanager
-def _count_off() -> Iterator[None]:
-    """Remember for the length of a block that autocast was on before it."""
-    _switched_off.append(None)
-    try:
-        yield
-    finally:
-        _switched_off.pop()
-
-
 def without_autocast(device_types: Iterable[str]) -> AbstractContextManager[object]:
-    """Return a block in which autocast is off, where it is on now; contexts take time, and usually none is needed."""
+    """Return a block that switches autocast off if it is on now. Contexts take time, and usually none is needed."""
     on = [device_type for device_type in set(device_types) if _autocasts(device_type)]
     if not on:
         return contextlib.nullcontext()
     stack = contextlib.ExitStack()
-    stack.enter_context(_count_off())
+    _switched_off.append(None)
+    stack.callback(_switched_off.pop)
     for device_type in on:
         stack.enter_context(torch.autocast(device_type, enabled=False))
     return stack
@@ -200,10 +191,10 @@ def full_precision(dtype: torch.dtype, device_types: Iterable[str]) -> Iterator[
 
 @contextlib.contextmanager
 def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Let ``module`` see its lower floating parameters and buffers in ``dtype``; gradients reach the parameters themselves.
+    """Let ``module`` see its lower floating parameters and buffers in ``dtype``. Gradients reach the parameters themselves.
 
-    Whatever the module assigns to ``parameter.data`` inside the block touches the cast only. What it writes into a buffer reaches the
-    buffer, in the buffer's dtype; a buffer that it replaces stays replaced.
+    An assignment to ``parameter.data`` inside the block touches the cast only. A write into a buffer reaches the
+    buffer, in the buffer's dtype. A buffer that it replaces stays replaced.
     """
     parameters = []
     for owner in module.modules():
@@ -213,12 +204,12 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     buffers = narrow_buffers(modules_of(module), dtype)
     # a tensor that lies in two slots has one cast
     cast: dict[int, Tensor] = {id(parameter): parameter.to(dtype) for _, _, parameter in parameters}
-    with torch.inference_mode(False):  # where tensors count what is written into them
+    with torch.inference_mode(False):  # here tensors count writes
         cast |= {id(buffer): buffer.to(dtype) for _, _, buffer in buffers}
     versions = {id(buffer): compat.tensor_version(cast[id(buffer)]) for _, _, buffer in buffers}
     try:
         for owner, name, parameter in parameters:
-            # a registered slot only takes a Parameter by assignment; the module reads whatever lies in it
+            # a registered slot only takes a Parameter by assignment. The module reads any tensor in it
             compat.parameter_slots(owner)[name] = cast[id(parameter)]  # type: ignore[assignment]
         for owner, name, buffer in buffers:
             compat.buffer_slots(owner)[name] = cast[id(buffer)]
@@ -250,7 +241,7 @@ class PrecisionKeeper:
             self._before += [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
 
     def restore(self) -> None:
-        """Give back the remembered values wherever the dtype went down; a wider dtype stays."""
+        """Give back the remembered values wherever the dtype went down. A wider dtype stays."""
         for tensor, before in self._before:
             if torch.promote_types(tensor.dtype, before.dtype) != tensor.dtype:
                 tensor.data = before

@@ -1,6 +1,6 @@
 """Random state: save the generators that some code may draw from, perhaps seed them, and put all of them back afterwards.
 
-Code of others takes its random numbers from wherever it likes: torch's generators, one of its own, numpy's or Python's,
+Code of others draws from any generator: torch's, a separate one, numpy's or Python's,
 pytorch-metric-learning's ``c_f.NUMPY_RANDOM``. This is the one place that knows how each kind is saved, seeded and put back.
 """
 
@@ -21,7 +21,7 @@ from lightning_ddp_losses.core import compat
 
 
 class CountedDraws:
-    """Counts the calls of a module that draws anew in each.
+    """Counts the calls of a module that draws again in each.
 
     Attributes:
         number: Calls so far.
@@ -32,12 +32,12 @@ class CountedDraws:
 
 
 def read_draw_counts(module: nn.Module) -> dict[str, int]:
-    """Return how often what a module holds has drawn, by its path."""
+    """Return how often each counter in a module has drawn, by its path."""
     return {path: draws.number for path, draws in _counters_in(module).items()}
 
 
 def write_draw_counts_(module: nn.Module, counts: Mapping[str, int]) -> None:
-    """Let what a module holds go on counting; a path that it does not have is left out."""
+    """Let the counters in a module go on from here. A path that it does not have is left out."""
     for path, draws in _counters_in(module).items():
         draws.number = counts.get(path, draws.number)
 
@@ -53,7 +53,7 @@ def _counters_in(module: nn.Module) -> dict[str, CountedDraws]:
 
 
 _WORDS = 624
-_ABSENT = -1  # the place of a generator that is of another kind; it is left alone
+_ABSENT = -1  # the place of a generator that is of another kind. It is left alone
 _TWISTER = "MT19937"
 
 
@@ -61,10 +61,10 @@ def read_random_states(device: torch.device) -> dict[str, Tensor]:
     """Return the states of this process's generators, by name.
 
     Args:
-        device: Whose generator is read too, as the current one of its kind; the CPU has none beside torch's.
+        device: Device that has the further generator, as the current one of its kind. The CPU has torch's alone.
 
     Returns:
-        uint8 tensors on the CPU; their names and sizes depend on nothing but the kind of the device and the release of torch.
+        uint8 tensors on the CPU. Their names and sizes depend on the kind of the device and the release of torch alone.
     """
     states = {"torch": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
     module = _device_module(device)
@@ -77,15 +77,15 @@ def write_random_states_(states: Mapping[str, Tensor], device: torch.device) -> 
     """Put the generators of this process where ``read_random_states`` found them.
 
     Args:
-        states: What it returned.
-        device: As there.
+        states: Its result.
+        device: The same device.
     """
     # copies: of a row of a larger tensor, torch 2.13 reads beyond its memory and crashes
     torch.set_rng_state(states["torch"].clone())
     # 1. Python
     words, place, normal = _from_twister(states["python"])
     random.setstate((3, (*words, place), normal))
-    # 2. numpy, where it is of the kind that was saved
+    # 2. numpy, if it is of the kind that was saved
     words, place, normal = _from_twister(states["numpy"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and place != _ABSENT:
@@ -102,7 +102,7 @@ def seed_generators_(seed: int, device: torch.device) -> None:
 
     Args:
         seed: 0 to 2**63 - 1.
-        device: Whose generator is seeded too.
+        device: Device that has a further generator to seed.
     """
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
@@ -115,7 +115,7 @@ def seed_generators_(seed: int, device: torch.device) -> None:
 
 
 def derived_seed(*numbers: int) -> int:
-    """Return a seed that belongs to these numbers: neighbouring ones have nothing in common.
+    """Return a seed that belongs to these numbers: neighbouring ones give unrelated seeds.
 
     Returns:
         0 to 2**63 - 1.
@@ -125,7 +125,7 @@ def derived_seed(*numbers: int) -> int:
 
 
 def _device_module(device: torch.device) -> Any:
-    """Return torch's module of a kind of device (``torch.cuda``), None where the device has no generator of its own."""
+    """Return torch's module of a kind of device (``torch.cuda``), None if the device has no generator of its own."""
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     return module if hasattr(module, "get_rng_state") else None
 
@@ -182,7 +182,7 @@ def torch_generators(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def devices_in_use() -> list[torch.device]:
-    """Return the accelerators that this process may have drawn on; a kind that it has not woken up stays asleep."""
+    """Return the accelerators that this process may have drawn on. A kind that it has not woken up stays asleep."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []
@@ -193,9 +193,9 @@ def devices_in_use() -> list[torch.device]:
 
 
 def global_generators(devices: Iterable[torch.device] = ()) -> list[Any]:
-    """Return the generators that any code may use without being given one: torch's, Python's, and numpy's where it is loaded."""
+    """Return the generators that any code may use without being given one: torch's, Python's, and numpy's if it is loaded."""
     generators: list[Any] = [*torch_generators(devices), random]
-    numpy = sys.modules.get("numpy")  # a module that is not loaded has drawn nothing and will not be asked
+    numpy = sys.modules.get("numpy")  # a module that is not loaded has not drawn
     if numpy is not None:
         generators.append(numpy.random)
     return generators
@@ -206,8 +206,8 @@ def preserve_random_state(generators: Iterable[object], *, seed: int | None = No
     """Put generators back at the end of the block.
 
     Args:
-        generators: Of torch, Python or numpy, also modules (``random``, ``numpy.random``); whatever else is among them is left alone.
-        seed: Seeds all of them at the start of the block; None: they go on from where they are.
+        generators: Generators of torch, Python or numpy, also modules (``random``, ``numpy.random``). Other objects are left alone.
+        seed: Seed of all of them at the start of the block. None: they go on.
     """
     unique = {id(generator): generator for generator in generators}
     sources = [source for source in map(random_source, unique.values()) if source is not None]
@@ -223,7 +223,7 @@ def preserve_random_state(generators: Iterable[object], *, seed: int | None = No
 
 
 def random_source(generator: Any) -> RandomSource | None:
-    """Return how a generator is saved, put back and seeded; None for what is no generator."""
+    """Return how a generator is saved, put back and seeded. None for anything else."""
     if isinstance(generator, torch.Generator):
         return RandomSource(generator.get_state, generator.set_state, generator.manual_seed)
     if generator is random or isinstance(generator, random.Random):

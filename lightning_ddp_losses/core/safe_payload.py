@@ -1,8 +1,8 @@
-"""Values that other processes have made, as bytes: read without running what is in them.
+"""Values of other processes as bytes, read without running their content.
 
 ``torch.load`` with ``weights_only`` knows tensors, plain values and containers. numpy's arrays and numbers, and named tuples and
-dataclasses of modules that this process has imported, are made too: they hold values and run nothing. Any other class is refused. (A
-pickle may run anything when it is read.) Who trusts a class of theirs says so on every rank, with
+dataclasses of modules that this process has imported, are made too: they hold values and run no code. Any other class is refused. (A
+pickle may run anything when it is read.) Trusted classes are named on every rank, with
 ``torch.serialization.add_safe_globals([Class])``.
 """
 
@@ -20,7 +20,7 @@ from lightning_ddp_losses.errors import InputError, PeerError
 
 _READABLE = "tensors, arrays and plain values in dicts, lists, tuples, named tuples and dataclasses"
 _NUMPY_PARTS = re.compile(r"numpy\.(ndarray|dtype|_?core\.multiarray\.(_reconstruct|scalar))")
-"""What a pickle of an array or a number of numpy names: it fills memory with bytes, and runs nothing."""
+"""Names in a pickle of a numpy array or number. They fill memory with bytes, and run no code."""
 
 
 def pack(value: Any) -> bytes:
@@ -31,7 +31,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(payload: bytes) -> Any:
-    """Return what ``pack`` was given.
+    """Return the value that ``pack`` was given.
 
     Raises:
         pickle.UnpicklingError: for a class that could do something when it is made.
@@ -50,7 +50,7 @@ def pack_readable(value: Any, what: str) -> bytes:
 
     Args:
         value: The value.
-        what: It is, for the message.
+        what: Name of the value in the message.
 
     Raises:
         InputError: naming what in it the other ranks would refuse, or what cannot be sent.
@@ -58,7 +58,7 @@ def pack_readable(value: Any, what: str) -> bytes:
     try:
         payload = pack(value)
         unpack(payload)
-    except Exception as error:  # whatever a class does when it is pickled
+    except Exception as error:  # any error of a class that is pickled
         raise InputError(
             what,
             expected=f"{_READABLE}, which other ranks read without running anything",
@@ -70,10 +70,10 @@ def pack_readable(value: Any, what: str) -> bytes:
 
 
 def unpack_from(payload: bytes, what: str, rank: int) -> Any:
-    """Return what ``pack_readable`` was given on another rank.
+    """Return the value that ``pack_readable`` was given on another rank.
 
     Raises:
-        PeerError: for what could run something, or is damaged; nothing of it is run.
+        PeerError: for a payload that could run something, or is damaged. It is not run.
     """
     try:
         return unpack(payload)
@@ -87,7 +87,7 @@ def unpack_from(payload: bytes, what: str, rank: int) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error of ``torch.load`` says was refused, without its advice; of another error the first line."""
+    """Return what an error of ``torch.load`` says was refused, without its advice. For another error return its first line."""
     text = str(error)
     refused = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text)
     if refused is not None:
@@ -97,18 +97,18 @@ def _reason(error: Exception) -> str:
 
 
 def _numpy_dtypes() -> list[Any]:
-    """Return the classes of numpy's dtypes, whose instances a pickle fills; none where numpy is not loaded."""
+    """Return the classes of numpy's dtypes, whose instances a pickle fills. None if numpy is not loaded."""
     dtypes = getattr(sys.modules.get("numpy"), "dtypes", None)
     return [cls for cls in vars(dtypes).values() if isinstance(cls, type)] if dtypes is not None else []
 
 
 def _imported(name: str) -> Any:
-    """Return what has this name in a module that is imported already; None where there is no such thing."""
+    """Return the object of this name in a module that is imported already. None if there is no such thing."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
 def _is_record(cls: Any) -> bool:
-    """Say whether this is a class of named values: making one runs nothing of the sender's choice."""
+    """Return whether this is a class of named values: making one runs no code of the sender."""
     is_named_tuple = isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
     return is_named_tuple or (isinstance(cls, type) and dataclasses.is_dataclass(cls))

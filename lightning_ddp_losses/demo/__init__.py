@@ -1,6 +1,6 @@
-"""The modules, data and encoders that the shipped configs train; configs name them as ``lightning_ddp_losses.cli.<name>``.
+"""The modules, data and encoders that the shipped configs train. Configs name them as ``lightning_ddp_losses.cli.<name>``.
 
-* ``data``: global batches over arrays, cut by rank; the user's own arrays and the digits.
+* ``data``: global batches over arrays, cut by rank, from the user's own arrays or the digits.
 * ``cells``: counts of a hundred thousand cells, for large batches.
 * ``module``: ``EmbeddingModule``, ``RegressionModule`` and two encoders.
 * ``distillation``: ``SelfDistillationModule``, which learns without labels.

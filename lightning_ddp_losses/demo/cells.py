@@ -1,6 +1,6 @@
 """Single-cell-like counts to try large batches on: drawn from a seed, on disk, read a batch at a time.
 
-A cell has a type; types belong to families (a tree of two levels, as cells of an organism do). A type is a profile: the share of each
+A cell has a type. Types belong to families (a tree of two levels, as cells of an organism do). A type is a profile: the share of each
 gene in what its cells express. Of a cell with a library of ``n`` molecules, gene ``g`` with share ``p_g`` is counted::
 
     rate_g = n p_g z_g                    z_g ~ Gamma(shape r, mean 1): cells of one type differ
@@ -27,9 +27,9 @@ from lightning_ddp_losses.errors import expect, expect_count
 
 _TYPES_OF_A_FAMILY = 10
 _BLOCK = 1_000  # cells drawn at a time, each block from a seed of its own
-_MOLECULES = 3_000  # median library of a cell; its logarithm varies by
+_MOLECULES = 3_000  # median library of a cell. Its logarithm varies by
 _LIBRARY_SPREAD = 0.5
-_GAMMA_SHAPE = 2.0  # r: small where cells of one type differ much
+_GAMMA_SHAPE = 2.0  # r: small if cells of one type differ much
 _HALF_LOST = 0.5  # K: the rate at which half of the counts are lost
 # how much the logarithm of a gene's share varies: over genes, over families and, of few genes, over the types of a family
 _GENE_SPREAD, _FAMILY_SPREAD, _TYPE_SPREAD = 1.2, 0.5, 1.0
@@ -39,19 +39,19 @@ _MARKED_GENES = 0.05  # share of the genes that tell a type from others of its f
 class CellsDataModule(BatchedArrayDataModule):
     """Counts (cells, genes) uint16 in a file that is written once, a seeded part of them held out.
 
-    The labels are known at once; the file is written by ``prepare_data``, by one rank of each node (100,000 cells of 2,000 genes: 400 MB,
-    half a minute), and found again by its name, which says what is in it.
+    The labels are known at once. The file is written by ``prepare_data``, by one rank of each node (100,000 cells of 2,000 genes: 400 MB,
+    half a minute), and found again by its name, which describes its contents.
 
     Args:
         cells: Number of cells, N.
         genes: Number of genes of each.
-        types: Number of cell types, the labels; ten of them are a family.
+        types: Number of cell types, the labels. Ten of them are a family.
         batch_size: Cells of the GLOBAL batch, over all ranks.
-        held_out_cells: Cells that are never trained on; their number does not grow with `cells`, as their embeddings are held in memory.
+        held_out_cells: Cells that are never trained on. Their number does not grow with `cells`, as their embeddings stay in memory.
         seed: Fixes the counts, the split and, with the epoch, the order of training.
         folder: Folder of the file.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Cells of each type in a training batch, for losses that compare rows; None: cells at random.
+        m_per_class: Cells of each type in a training batch, for losses that compare rows. None: cells at random.
 
     Raises:
         ConfigurationError: Numbers that cannot work.
@@ -128,7 +128,7 @@ class CellsEncoder(MLPEncoder):
 
 
 def log_normalised(counts: Tensor) -> Tensor:
-    """Return ``log(1 + counts / library * 1000)`` of counts (B, genes): what is left when cells were read equally deep."""
+    """Return ``log(1 + counts / library * 1000)`` of counts (B, genes): expression at equal depth of reading."""
     library = counts.sum(1, keepdim=True).clamp(min=1)
     return torch.log1p(counts / library * 1_000)
 
@@ -137,7 +137,7 @@ def log_normalised(counts: Tensor) -> Tensor:
 
 
 def draw_types(cells: int, types: int, seed: int) -> np.ndarray:
-    """Draw the type of each cell, (cells,) int64; some types are ten times as frequent as others."""
+    """Draw the type of each cell, (cells,) int64. Some types are ten times as frequent as others."""
     random = np.random.default_rng([seed, 2])
     share = random.lognormal(0.0, 0.6, types)
     labels: np.ndarray = random.choice(types, cells, p=share / share.sum())
@@ -145,7 +145,7 @@ def draw_types(cells: int, types: int, seed: int) -> np.ndarray:
 
 
 def draw_profiles(genes: int, types: int, seed: int) -> np.ndarray:
-    """Draw the share of each gene in what each type expresses, (types, genes); rows add up to 1."""
+    """Draw the share of each gene in the expression of each type, (types, genes). Rows add up to 1."""
     random = np.random.default_rng([seed, 3])
     # all cells have frequent and rare genes, a family has its own, a type a few
     common = random.normal(0.0, _GENE_SPREAD, genes)
@@ -172,7 +172,7 @@ def write_counts(path: Path, labels: np.ndarray, genes: int, types: int, seed: i
     """Write the counts of all cells, a block at a time.
 
     Args:
-        path: Path of the ``.npy`` file; it appears when it is complete.
+        path: Path of the ``.npy`` file. It appears when it is complete.
         labels: Type of each cell, (N,).
         genes: Number of genes of each cell.
         types: Number of types.

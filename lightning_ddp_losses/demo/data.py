@@ -7,7 +7,7 @@ The rows of a batch are the same for any number of ranks: `GlobalBatchSampler` d
 cuts held-out batches. A user's `features.npy` and `labels.npy` are memory mapped, so a file may be larger than memory. Mistakes in them
 are found when the module is made, before a run writes anything.
 
-The digits are 1,797 handwritten grey images of 8x8 pixels in 10 classes; they need no download.
+The digits are 1,797 handwritten grey images of 8x8 pixels in 10 classes. They need no download.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ PathLike = Union[str, "os.PathLike[str]"]
 
 
 class ArrayRows(Dataset[tuple[Tensor, ...]]):
-    """Some rows of two arrays, fetched a batch at a time (a memory map is read only where it is asked for).
+    """Some rows of two arrays, fetched a batch at a time (only these rows of a memory map are read).
 
     Args:
         features: (N, ...) numbers.
         labels: (N,) integers.
         rows: Row numbers that belong to this set, (n,).
-        dtype: Floating dtype of what comes out.
-        with_indices: Whether a batch also carries its positions in this set.
+        dtype: Floating dtype of the fetched features.
+        with_indices: If True, a batch also carries its positions in this set.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class ArrayRows(Dataset[tuple[Tensor, ...]]):
 
 
 def as_fetched(batch: Any) -> Any:
-    """Collate nothing: a batch comes out of `ArrayRows` in one piece."""
+    """Return the batch unchanged: `ArrayRows` fetches it in one piece."""
     return batch
 
 
 class BatchedArrayDataModule(LightningDataModule):
-    """Two arrays, a split and a global batch size; a subclass sets `features`, `labels`, `train_rows` and `held_out_rows`.
+    """Two arrays, a split and a global batch size. A subclass sets `features`, `labels`, `train_rows` and `held_out_rows`.
 
     Args:
         batch_size: Rows of the GLOBAL batch, over all ranks.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Rows of each class in a training batch; None: rows at random, each once an epoch.
+        m_per_class: Rows of each class in a training batch. None: rows at random, each once an epoch.
     """
 
     inputs_name = "raw features"
-    """What the inputs are called beside the embeddings in the report."""
+    """Name of the inputs in the report, next to the embeddings."""
 
     features: Array
     labels: Array
@@ -122,7 +122,7 @@ class BatchedArrayDataModule(LightningDataModule):
 
     def _rows(self, *, train: bool) -> ArrayRows:
         dtype = torch.get_default_dtype()
-        # in double precision the trainer widens what it gets, which is too late for a float64 file read as float32
+        # in double precision the trainer widens its batches, which is too late for a float64 file read as float32
         if self.trainer is not None and str(self.trainer.precision).startswith("64"):
             dtype = torch.float64
         held_out = (self.held_out_features, self.held_out_labels, self.held_out_rows)
@@ -141,7 +141,7 @@ class BatchedArrayDataModule(LightningDataModule):
         return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched, **self._workers())
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load this rank's slices of the held-out rows; each row is on one rank only."""
+        """Load this rank's slices of the held-out rows. Each row is on one rank only."""
         self.check(process_groups.world_size())
         rows = self._rows(train=False)
         cut = HeldOutSlices(len(rows), self.batch_size)
@@ -163,13 +163,13 @@ class ArrayDataModule(BatchedArrayDataModule):
     Args:
         features: Path of an ``.npy`` file, (N, ...), floating or integer.
         labels: Path of an ``.npy`` file, (N,), integers from 0.
-        val_features: Held-out features of the same row shape; without them a share of every class is held out.
-        val_labels: Held-out labels; given together with `val_features`.
+        val_features: Held-out features of the same row shape. Without them a share of every class is held out.
+        val_labels: Held-out labels, given together with `val_features`.
         batch_size: Rows of the GLOBAL batch, over all ranks.
-        held_out: Share of every class that is never trained on, where there are no held-out files.
+        held_out: Share of every class that is never trained on, if there are no held-out files.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
+        m_per_class: Rows of each class in a training batch, for losses that compare rows. None: rows at random.
 
     Raises:
         InputError: A file that is missing or not ``.npy``, a wrong shape, a wrong dtype, a length mismatch, a negative label.
@@ -264,13 +264,13 @@ class DigitsDataModule(BatchedArrayDataModule):
         held_out: Share of every class that is never trained on.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
-        m_per_class: Rows of each class in a training batch, for losses that compare rows; None: rows at random.
-        missing_labels: Share of the training images whose label is taken away, for losses that leave such rows out. Held-out images
+        m_per_class: Rows of each class in a training batch, for losses that compare rows. None: rows at random.
+        missing_labels: Share of the training images that lose their label, for losses that leave such rows out. Held-out images
             keep theirs.
-        ignore_index: Stands where a label is missing; that of the loss.
+        ignore_index: Label of these images, as in the loss.
 
     Raises:
-        ConfigurationError: scikit-learn is not installed; options that cannot work.
+        ConfigurationError: scikit-learn is not installed, or options cannot work.
 
     Example:
         >>> data = DigitsDataModule(batch_size=64)
@@ -335,9 +335,9 @@ def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPer
 
 
 class HeldOutSlices(DistributedSampler[list[int]]):
-    """This rank's slice of every held-out batch, in rank order; one list of row numbers per step.
+    """This rank's slice of every held-out batch, in rank order: one list of row numbers per step.
 
-    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks;
+    Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks.
     the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
     Give it as ``DataLoader(dataset, sampler=..., batch_size=None)``: a `DistributedSampler` is the one thing that Lightning (2.6,
     measured 2026) evaluates with on several ranks without advising against it.
@@ -411,7 +411,7 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
 
     Args:
         labels: (N,) integers.
-        fraction: Share of every class that is held out; a class of one row stays in training.
+        fraction: Share of every class that is held out. A class of one row stays in training.
         seed: Fixes the choice, the same on every rank.
 
     Returns:

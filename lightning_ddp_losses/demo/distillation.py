@@ -1,4 +1,4 @@
-"""Learning without labels: a student predicts what its own running mean, the teacher, says of another view of the image (DINO).
+"""Learning without labels: a student predicts the output of its own running mean, the teacher, for another view of the image (DINO).
 
 | step | over the rows of all ranks |
 |---|---|
@@ -58,15 +58,15 @@ class SelfDistillationModule(HeldOutModule):
     """Trains `encoder` on grey images (B, 1, H, W) without their labels.
 
     Logged: ``train_loss`` (mean over the epoch), and on validation ``precision_at_1``, ``r_precision``, ``map_at_r`` and
-    ``effective_rank`` of the teacher's embeddings of the global held-out set; on test the same with ``test_``.
+    ``effective_rank`` of the teacher's embeddings of the global held-out set. On test the names begin with ``test_``.
 
     Args:
         encoder: x -> embeddings (B, embedding_size).
         embedding_size: Width of the embeddings.
         prototypes: Number of prototypes, K.
-        targets: ``"center"`` or ``"sinkhorn"``: what keeps the teacher from giving all images one prototype.
+        targets: ``"center"`` or ``"sinkhorn"``, the method that keeps the teacher from giving all images one prototype.
         student_temperature: Divides the student's cosines.
-        teacher_temperature: Divides the teacher's cosines; lower, so that it is surer.
+        teacher_temperature: Divides the teacher's cosines. It is lower, which makes the teacher surer.
         koleo_weight: Weight of the spread of the embeddings.
         teacher_momentum: Share of the former teacher that a step keeps.
         seed: Fixes the views.
@@ -98,7 +98,7 @@ class SelfDistillationModule(HeldOutModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        # made by the command line, the module is described by its plain config; else its parts are not hyperparameters
+        # the command line describes a module by its plain config. Elsewhere its parts are no hyperparameters.
         parts = () if is_made_by_command_line() else ("encoder", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.student = nn.Sequential(encoder, PrototypeHead(embedding_size, prototypes))
@@ -128,7 +128,7 @@ class SelfDistillationModule(HeldOutModule):
         return self.make_optimizer(self.student.parameters())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of one batch; its labels are not looked at."""
+        """Return the loss of one batch, without its labels."""
         images = batch[0]
         # 1. two views of each image
         numbers = [self.seed, self.current_epoch, batch_idx]

@@ -41,7 +41,7 @@ class HeldOut:
     Attributes:
         embeddings: (G, D), at least float32.
         labels: (G,) int64.
-        loss: Mean loss over rows; None if none was computed.
+        loss: Mean loss over rows, or None if none was computed.
     """
 
     embeddings: Tensor
@@ -71,15 +71,15 @@ class HeldOutRows:
 
     @torch.no_grad()
     def gather(self) -> HeldOut:
-        """Join all ranks' rows; equal on every rank.
+        """Return the rows of all ranks, equal on every rank.
 
-        With indices, rows come in their order and those that a sampler repeated count once; the loss is the mean over the
+        With indices, rows come in their order and those that a sampler repeated count once. The loss is the mean over the
         rows it was computed on, repeated ones included.
 
         Raises:
             InputError: This rank got no held-out batch.
 
-        Communication: two gathers (three with indices) and one small all-reduce; no backward.
+        Communication: two gathers (three with indices) and one small all-reduce. No backward.
         """
         fix = "Give every rank at least one held-out batch."
         expect(self.embeddings, "held-out rows of this rank", expected="one at least", got=0, fix=fix, error=InputError)
@@ -108,7 +108,7 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     """Return the metrics of each row as a query among all others, by cosine similarity.
 
     Args:
-        embeddings: (G, ...), flattened and normalised here; computed in their own precision, at least float32.
+        embeddings: (G, ...), flattened and normalised here, in their own precision and at least float32.
         labels: (G,) integers.
 
     Returns:
@@ -130,7 +130,7 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)
 
     def nearest(_query: Tensor, k: int, _reference: Tensor, same: bool) -> tuple[Tensor, Tensor]:
-        # the calculator hands over its float32 copies; near ties must fall as they do in the embeddings' own precision
+        # the calculator hands over its float32 copies, but near ties must fall as they do in the embeddings' own precision
         distances, indices = search(rows, k, rows, same)
         return distances, indices
 
@@ -183,7 +183,7 @@ class HeldOutModule(LightningModule):
         """The metrics before training, on every rank."""
 
     def held_out_loss(self, embeddings: Tensor, labels: Tensor) -> Tensor | None:
-        """Return the loss of one held-out batch; None: there is none."""
+        """Return the loss of one held-out batch, or None."""
         return None
 
     def measure(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
@@ -227,7 +227,7 @@ class HeldOutModule(LightningModule):
         self._evaluate("test_loss", "test_")
 
     def on_predict_epoch_end(self) -> None:
-        """Join the ranks' embeddings; rank 0 keeps them."""
+        """Join the ranks' embeddings and keep them on rank 0."""
         self._keep(self._gather())
 
     def _evaluate(self, loss_name: str, prefix: str) -> None:
@@ -239,7 +239,7 @@ class HeldOutModule(LightningModule):
             self.untrained = metrics
         # float64, or the logger would round them
         values = exact_scalars(list(metrics.values()), held_out.embeddings.device)
-        # every rank holds the same numbers; with both options Lightning keeps them on all ranks, and reduces nothing
+        # every rank holds the same numbers. With both options Lightning keeps them on all ranks without reducing.
         self.log_dict(dict(zip(metrics, values, strict=True)), prog_bar=True, sync_dist=True, rank_zero_only=True)
         self._keep(held_out)
 
@@ -254,7 +254,7 @@ class HeldOutModule(LightningModule):
             self.held_out = HeldOut(held_out.embeddings.cpu(), held_out.labels.cpu(), held_out.loss)
 
     def _warn_of_repeated_rows(self) -> None:
-        """Say so if a sampler that pads makes rows count twice and nothing tells which."""
+        """Warn if a padding sampler repeats rows and their positions are not known."""
         stage = "test" if self.trainer.testing else "predict" if self.trainer.predicting else "val"
         loader = getattr(self.trainer, f"{stage}_dataloaders")
         repeated = repeated_rows(loader) if isinstance(loader, DataLoader) else 0

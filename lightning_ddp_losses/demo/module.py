@@ -28,10 +28,10 @@ from lightning_ddp_losses.microbatch import microbatched
 class EmbeddingModule(HeldOutModule):
     """Trains `encoder` so that `loss(encoder(x), labels[, indices_tuple])` gets small.
 
-    Batches are ``(x, labels)`` or ``(x, labels, indices)``; the indices say where a held-out row stands in its set, so that
+    Batches are ``(x, labels)`` or ``(x, labels, indices)``. The indices are positions of held-out rows in their set, so that
     the metrics do not depend on how the rows were dealt out. Logged: ``train_loss`` (mean over the epoch), and on
     validation ``val_loss``, ``precision_at_1``, ``r_precision``, ``map_at_r`` of the global held-out set, equal on every
-    rank; on test the same with ``test_``. A cross-batch memory takes no held-out rows: they see a copy of it.
+    rank. On test the names begin with ``test_``. A cross-batch memory takes no held-out rows: they see a copy of it.
 
     Args:
         encoder: x -> embeddings (B, D).
@@ -39,8 +39,8 @@ class EmbeddingModule(HeldOutModule):
             trained with the encoder's.
         miner: (embeddings, labels) -> indices_tuple.
         lr: Learning rate of the encoder.
-        loss_lr: Learning rate of the loss's own parameters; `lr` if not given.
-        chunk_size: Rows of a training batch that the encoder takes at a time (`microbatched`); all of them if not given.
+        loss_lr: Learning rate of the loss's own parameters. Default: `lr`.
+        chunk_size: Rows of a training batch that the encoder takes at a time (`microbatched`). Default: all of them.
         optimizer: Makes the optimizer from parameter groups.
 
     Example:
@@ -63,20 +63,20 @@ class EmbeddingModule(HeldOutModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        # made by the command line, the module is described by its plain config; else its parts are not hyperparameters
+        # the command line describes a module by its plain config. Elsewhere its parts are no hyperparameters.
         parts = () if is_made_by_command_line() else ("encoder", "loss", "miner", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.encoder, self.loss, self.miner = encoder, loss, miner
         self.lr, self.loss_lr = lr, lr if loss_lr is None else loss_lr
         self.make_optimizer = optimizer
-        # the encoder, in chunks; no submodule, which would name every parameter twice
+        # the encoder in chunks. As a submodule it would name every parameter twice.
         self._chunked: Callable[[Tensor], Tensor] | None = None
         if chunk_size is not None:
             self._chunked = microbatched(encoder, chunk_size)
         self._evaluated: tuple[nn.Module, ...] = (loss,)  # no submodule of its own
 
     def configure_model(self) -> None:
-        """Divide the encoder over the ranks where the strategy is FSDP2's: each of its layers by itself, then what is left."""
+        """Divide the encoder over the ranks under FSDP2: each of its layers, then the rest."""
         mesh = self.device_mesh
         if mesh is None or isinstance(self.encoder, FSDPModule):
             return
@@ -93,14 +93,14 @@ class EmbeddingModule(HeldOutModule):
         return embeddings
 
     def compute_loss(self, embeddings: Tensor, labels: Tensor, loss: nn.Module | None = None) -> Tensor:
-        """Return the loss, or another one of these rows; with the miner's tuples where there is one."""
+        """Return the loss of these rows, or another loss of them, with the miner's tuples if there is a miner."""
         mined = [] if self.miner is None else [self.miner(embeddings, labels)]
         computed = self.loss if loss is None else loss
         value: Tensor = computed(embeddings, labels, *mined)
         return value
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Make one optimizer of two groups: the encoder and what belongs to the loss."""
+        """Make one optimizer of two groups: the encoder, and the loss with its parameters."""
         encoder = list(self.encoder.parameters())
         shared = {id(parameter) for parameter in encoder}
         loss = [parameter for parameter in self.loss.parameters() if id(parameter) not in shared]
@@ -114,7 +114,7 @@ class EmbeddingModule(HeldOutModule):
         """Return the loss of one batch."""
         x, labels = batch[:2]
         loss = self.compute_loss(self(x), labels)
-        # reduced once an epoch; for a global loss too, which ranks with different numbers of rows weigh differently
+        # reduced once an epoch, also for a global loss, as ranks with different numbers of rows weigh it differently
         self.log(
             "train_loss", loss, on_step=False, on_epoch=True, prog_bar=True, sync_dist=True, batch_size=len(labels)
         )
@@ -140,7 +140,7 @@ class DigitsEncoder(nn.Module):
 
     Args:
         embedding_size: Width D of the embedding.
-        channels: Channels of the first convolution; the others have twice as many.
+        channels: Channels of the first convolution. The others have twice as many.
         batch_norm: Normalise after each layer, the embedding too (as ArcFace's authors do). Ranks then need `SyncBatchNorm`
             (``trainer.sync_batchnorm: true``) to train as one process does.
 
@@ -221,7 +221,7 @@ class MLPEncoder(nn.Module):
 
 
 def slant(images: Tensor) -> Tensor:
-    """Return how far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,); what deslanting would take away.
+    """Return how far handwriting leans: columns of ink per row, of images (B, 1, H, W), as (B,): the slant that deslanting would remove.
 
     It is the covariance of the ink's column and row over the variance of its row.
 
@@ -245,14 +245,14 @@ class RegressionModule(LightningModule):
     """Trains `head(encoder(x))` so that `metric(prediction, target(x))` gets better.
 
     Logged: ``train_loss`` (mean over the epoch's batches) and, on validation, ``val_loss`` and ``val_metric`` of the whole
-    held-out set, equal on every rank; on test the same with ``test_``.
+    held-out set, equal on every rank. On test the names begin with ``test_``.
 
     Args:
         encoder: x -> embeddings (B, embedding_size).
         metric: (prediction (B,), target (B,)) -> scalar, over all ranks (``differentiable``).
         target: x -> the number to predict, (B,).
         embedding_size: Width of the embeddings.
-        goal: ``"maximize"``: the loss is 1 - metric (a correlation, R2); ``"minimize"``: the metric (an error).
+        goal: ``"maximize"``: the loss is 1 - metric (a correlation, R2). ``"minimize"``: the metric (an error).
         lr: Learning rate.
         optimizer: Makes the optimizer from parameters.
 
@@ -278,7 +278,7 @@ class RegressionModule(LightningModule):
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] = torch.optim.Adam,
     ) -> None:
         super().__init__()
-        # made by the command line, the module is described by its plain config; else its parts are not hyperparameters
+        # the command line describes a module by its plain config. Elsewhere its parts are no hyperparameters.
         parts = () if is_made_by_command_line() else ("encoder", "metric", "target", "optimizer")
         self.save_hyperparameters(ignore=parts)
         self.encoder, self.head = encoder, nn.Linear(embedding_size, 1)
@@ -306,7 +306,7 @@ class RegressionModule(LightningModule):
         self.metric.reset()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Keep what the metric needs of one held-out batch."""
+        """Update the metric with one held-out batch."""
         self.held_out_metric.update(self(batch[0]), self.target(batch[0]))
 
     test_step = validation_step
@@ -323,7 +323,7 @@ class RegressionModule(LightningModule):
         value = self.held_out_metric.compute()
         self.held_out_metric.reset()
         values = {f"{prefix}loss": self._loss_of(value), f"{prefix}metric": value}
-        # every rank holds the same numbers; with both options Lightning keeps them on all ranks, and reduces nothing
+        # every rank holds the same numbers. With both options Lightning keeps them on all ranks without reducing.
         self.log_dict(values, prog_bar=True, sync_dist=True, rank_zero_only=True)
 
     def _loss_of(self, value: Tensor) -> Tensor:

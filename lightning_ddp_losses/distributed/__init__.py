@@ -8,14 +8,14 @@
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
-* ``accumulation``: windows of several micro-batches, divided by what all of them count; ``accumulation_window`` for hand-written loops
-* ``window_parts``: what the parts of a loss count in a window, and their weights
+* ``accumulation``: windows of several micro-batches, divided by what all of them count. ``accumulation_window`` for hand-written loops
+* ``window_parts``: counts of the parts of a loss in a window, and their weights
 * ``window_graph``: the paths from the value that a window back-propagates to the parameters
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line
-* ``upstream_grad``: whether a global value is back-propagated alike on all ranks
+* ``upstream_grad``: whether a global value is back-propagated equally on all ranks
 * ``shard``: the tag on a parameter that is sharded
 * ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks
 
 A new differentiable collective is one function in ``collectives`` over ``_Exchanged``, one row in its docstring's table and one in
-``tests/distributed/test_collectives.py``; another transport replaces functions of ``raw_collectives`` and a group of ``process_groups``.
+``tests/distributed/test_collectives.py``. Another transport replaces functions of ``raw_collectives`` and a group of ``process_groups``.
 """

@@ -1,4 +1,4 @@
-"""The accumulation window: losses divided by what all its micro-batches hold, not by what each of them holds.
+"""The accumulation window: losses divided by the counts of all its micro-batches, not by those of each.
 
 The global loss of one micro-batch is ``S_m / N_m``, a sum over a count. The mean of those over M micro-batches is not the loss of one
 process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal. The divisor ``sum(N_m)`` is known before the window if the user
@@ -9,16 +9,16 @@ estimate keeps gradients in the range that a scaler of half-precision losses exp
 | part of a loss | its count | micro-batch m back-propagates it times | at the end times |
 |---|---|---|---|
 | mean | ``N_m`` | ``N_m / D`` | ``D / sum(N_m)`` |
-| sum | none: nothing divides it | 1 | 1 |
-| once (a regulariser of a weight, which has no rows) | that of the mean beside it | ``N_m / D``, in all ``sum(N_m) / D`` | as the mean |
+| sum | none: it is not divided | 1 | 1 |
+| once (a regulariser of a weight, which has no rows) | that of the mean next to it | ``N_m / D``, in all ``sum(N_m) / D`` | as the mean |
 
-A part counts when it is back-propagated, whatever was called before. One backward is one micro-batch. Three conditions make one
+A part counts when it is back-propagated, in any order of calls. One backward is one micro-batch. Three conditions make one
 multiplication right for all parameters, and each is checked:
 
 1. Every path from what is back-propagated to a parameter passes exactly one part. ``WindowGraph`` walks the graph before each backward.
 2. A part has the same upstream gradient in every micro-batch. A function that is not linear in a mean (a root, a product of two means)
    has another slope in each. With ``totals`` the mean of the window is known before, and so is its slope.
-3. The factors at the end are equal. ``counts`` serve for losses whose counts are not in proportion.
+3. The factors at the end are equal. Losses with counts in other proportions need ``counts``.
 
 In a loop without Lightning, with the model's DistributedDataParallel, and ``cross_entropy`` a ``GlobalBatchLoss(CrossEntropyLoss())``::
 
@@ -37,7 +37,7 @@ import functools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,9 +48,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.reduction import current_reduction, reduced_by, reduction_of
+from lightning_ddp_losses.distributed.reduction import current_reduction, gradient_reduction_of, reduced_by
 from lightning_ddp_losses.distributed.shard import local_part
-from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, window_call
+from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, nodes_of, window_call
 from lightning_ddp_losses.distributed.window_parts import (
     EQUAL,
     Divisor,
@@ -78,33 +78,34 @@ def accumulation_window(
     Equivalent to: in one process, ``loss(all rows of all ranks and micro-batches).backward()``.
 
     Args:
-        model: The model, or its DDP; ``no_sync`` stays the caller's.
+        model: The model, or its DDP. ``no_sync`` stays the caller's.
         losses: Modules with further parameters.
         micro_batches: About how many there will be. Only the size of gradients inside the block depends on it, which matters for a
             scaler of half precision.
         counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
-            in the model, or by the name of a ``global_mean``. Gradients are then divided by the right number from the start, and nothing
-            is corrected at the end. None: counts become known as micro-batches come.
-        totals: By name of a ``global_mean``, this rank's sums in all micro-batches together, for what is not linear in its mean. They
-            need their ``counts``.
+            in the model, or by the name of a ``global_mean``. Gradients are then divided by the right number from the start, without a
+            correction at the end. None: counts become known as micro-batches come.
+        totals: This rank's sums in all micro-batches together, by name of a ``global_mean``, for functions that are not linear in the
+            mean. They need their ``counts``.
 
     Yields:
-        The window; its ``expect_counts`` takes ``counts`` later, before the first backward.
+        The window. Its ``expect_counts`` takes ``counts`` later, before the first backward.
 
     A micro-batch ends with its ``backward``. Losses: ``GlobalBatchLoss`` in mode ``elements``, ``ClassShardedLoss``, ``global_mean``, and
     as differentiable metrics MeanSquaredError and MeanAbsoluteError.
 
-    Gradient: inside the block in proportion to the true one; on leaving it all gradients of ``model`` and ``losses`` are corrected.
+    Gradient: inside the block in proportion to the true one. On leaving it all gradients of ``model`` and ``losses`` are corrected.
 
-    Communication: what the losses do, one handshake on leaving, and one for ``counts``. The host divides by what is counted: a loss whose
-        count an accelerator alone knows (targets that are ignored, what passes a reducer's limits) is waited for once a micro-batch.
+    Communication: that of the losses, one handshake on leaving, and one for ``counts``. The host divides by the counts. A
+        count that an accelerator alone knows (ignored targets, a reducer's limits) is waited for once a micro-batch.
         Upstream gradients on an accelerator are compared when the next window ends.
 
     Raises:
-        ConfigurationError: for another term in what is back-propagated, for losses with different divisors, for one whose upstream gradient
-            changes between micro-batches, an optimizer step inside the block, or windows inside windows.
-        InputError: on every rank, for counts that are not what was counted.
-        RankMismatchError: on every rank, where ranks have different numbers of micro-batches.
+        ConfigurationError: for another term in the back-propagated value, losses with different divisors, an upstream gradient that
+            changes between micro-batches, ``counts`` other than those of the window, an optimizer step inside the block, or windows
+            inside windows.
+        InputError: on every rank, for counts that are negative or not finite.
+        RankMismatchError: on every rank, if ranks have different numbers of micro-batches.
 
     Example:
         >>> import torch
@@ -119,18 +120,12 @@ def accumulation_window(
     parameters = {}
     for prefix, module in modules.items():
         parameters.update(dict(module.named_parameters(prefix=prefix)))
-
-    def gathered() -> dict[str, Tensor]:
-        return {
-            name: found for module in modules.values() for name, found in compat.gathered_parameters(module).items()
-        }
-
-    window = AccumulationWindow(parameters, micro_batches, modules=modules, gathered=gathered)
+    window = AccumulationWindow(parameters, micro_batches, modules)
     try:
         window.refuse_left_gradients()
         if counts is not None or totals is not None:
             window.expect_counts(counts, totals)
-        reduction = current_reduction() or reduction_of(model.named_modules())
+        reduction = current_reduction() or gradient_reduction_of(model.named_modules())
         with reduced_by(reduction), active(window), _refuses_steps():
             yield window
     except Exception as error:  # the peers are inside their blocks, or wait at the end of them
@@ -154,6 +149,7 @@ def _refuses_steps() -> Iterator[None]:
         handle.remove()
 
 
+_ALL = object()  # stands for all losses, if one count serves for them
 _active: ContextVar[AccumulationWindow | None] = ContextVar("accumulation_window", default=None)
 
 
@@ -164,30 +160,22 @@ class AccumulationWindow:
     """The losses of one accumulation window.
 
     Args:
-        parameters: By name, those whose gradients will be corrected. One that has several names counts once.
-        micro_batches: How many there will be, as far as is known; only the size of the estimate depends on it.
-        modules: Modules whose losses have a path, by prefix of that path.
-        gathered: Returns by name what stands in graphs for parameters that ``fully_shard`` divides; their gradients go to the parts.
+        parameters: Parameters by name. Their gradients will be corrected. One that has several names counts once.
+        micro_batches: Expected number of micro-batches. Only the size of the estimate depends on it.
+        modules: Modules by prefix of the paths of their losses.
 
     Attributes:
-        micro_batch: Which one is computed now, from 1 on.
+        micro_batch: Number of the current one, from 1 on.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        micro_batches: int,
-        *,
-        modules: Mapping[str, nn.Module],
-        gathered: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], micro_batches: int, modules: Mapping[str, nn.Module]) -> None:
         self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters.items()}
-        self._graph = WindowGraph(parameters, gathered)
+        self._graph = WindowGraph(parameters, [*modules.values()])
         self._modules = modules
         self._expected_micro_batches = max(micro_batches, 1)
         self._divisors: dict[tuple[object, int, int], Divisor] = {}
         self._expected_of_all: float | None = None
-        self._without_rows: dict[object, str] = {}  # losses with a part without rows, beside which nothing counted yet
+        self._without_rows: dict[object, str] = {}  # losses with a part without rows whose mean has not counted yet
         self._sources: list[object] = []  # kept, so that an id stays theirs
         self._is_last: bool | None = None
         self.micro_batch = 1
@@ -203,7 +191,7 @@ class AccumulationWindow:
         return any(divisor.is_used for divisor in self._divisors.values())
 
     def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
-        """Say which micro-batch comes now and whether it is the last; where nobody says so, a micro-batch ends with each backward."""
+        """Note the number of the micro-batch that comes now, and whether it is the last. Without this call each backward ends one."""
         self.micro_batch, self._is_last = number, is_last
 
     def refuse_left_gradients(self) -> None:
@@ -217,13 +205,13 @@ class AccumulationWindow:
             if grad is None:
                 continue
             values = grad.coalesce().values() if grad.is_sparse else local_part(grad)
-            if bool(values.any()):
-                raise ConfigurationError(
-                    "accumulation window: gradients before it",
-                    expected="none, or zeros",
-                    got=f"that of `{name}`",
-                    fix="Call optimizer.zero_grad() before the window.",
-                )
+            expect(
+                not values.any(),
+                "accumulation window: gradients before it",
+                expected="none, or zeros",
+                got=f"that of `{name}`",
+                fix="Call optimizer.zero_grad() before the window.",
+            )
 
     # ------------------------------------------------------------------ forward
 
@@ -231,9 +219,9 @@ class AccumulationWindow:
         """Return a call of a loss in this micro-batch.
 
         Args:
-            source: The loss, or its name: calls with the same one in other micro-batches share their divisors.
-            title: How messages name it.
-            parts: Over all ranks.
+            source: Loss, or its name. Calls with the same one in other micro-batches share their divisors.
+            title: Name in messages.
+            parts: Parts over all ranks.
         """
         key = self._key(source)
         divisors = [self._divisors.get((key, 0, i)) for i in range(len(parts))]
@@ -242,7 +230,7 @@ class AccumulationWindow:
         return WindowCall(key, title, parts, values if len(values) == len(parts) else None)
 
     def _key(self, source: object) -> object:
-        """Return by what a loss is known; the loss inside a global one is that one."""
+        """Return the key of a loss. A global loss has the key of the loss inside it."""
         if isinstance(source, str):
             return source
         source = _inner(source)
@@ -267,58 +255,56 @@ class AccumulationWindow:
     ) -> None:
         """Take what losses count in the whole window.
 
-        Each of them is divided by that from the start, and nothing is corrected at the end.
+        Each of them is divided by that from the start, without a correction at the end.
 
         Args:
             counts: This rank's own count in all micro-batches together: one number for all losses, or by loss, by its path in the module,
-                or by the name of a ``global_mean``. A list where a loss is called several times in a micro-batch, or has several means.
+                or by the name of a ``global_mean``. Several calls of a loss in a micro-batch, or several means, take a list.
             totals: By name of a ``global_mean``, this rank's sums in all micro-batches together.
 
         Raises:
-            InputError: on every rank, for a count that is negative or not finite, for an unknown path, or after the first backward.
+            InputError: on every rank, for a count that is negative or not finite, for an unknown loss, or after the first backward.
             RankMismatchError: on every rank, for other losses on some ranks.
 
         Communication: one handshake.
         """
-        by_loss = counts if isinstance(counts, Mapping) else {}
-        of_all = [] if counts is None or isinstance(counts, Mapping) else [float(counts)]
+        by_loss: Mapping[Any, Any] = (
+            counts if isinstance(counts, Mapping) else {_ALL: counts} if counts is not None else {}
+        )
         totals = totals or {}
-        own = [of_all, *map(_several, by_loss.values()), *map(_several, totals.values())]
-        titles = ["all losses", *map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
+        titles = [*map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
+        own = [*map(_several, by_loss.values()), *map(_several, totals.values())]
         try:
-            self._refuse_expectations(list(zip(titles, own, strict=True)), len(by_loss) + 1)
+            for i, (title, numbers) in enumerate(zip(titles, own, strict=True)):
+                is_count = i < len(by_loss)
+                is_right = all(math.isfinite(number) and (number >= 0 or not is_count) for number in numbers)
+                expected = "finite counts, not negative" if is_count else "finite sums"
+                expect(is_right, f"expect_counts: {title}", expected=expected, got=numbers, error=InputError)
             for name in totals:
                 what = f"expect_counts: total of `{name}`"
-                expect(of_all or name in by_loss, what, expected="its count, too", got="none", error=InputError)
-            keys = [self._expected_key(source) for source in by_loss]
+                expect(
+                    _ALL in by_loss or name in by_loss, what, expected="its count, too", got="none", error=InputError
+                )
+            expected, got = "before the first backward of the accumulation window", f"in micro-batch {self.micro_batch}"
+            expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
         except InputError as error:
             handshake.raise_on_all_ranks(error, "expect_counts")
         must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())
         sums = [_sums_over_ranks(of_ranks) for of_ranks in zip(*map(json.loads, payloads), strict=True)]
-        self._expected_of_all = next(iter(sums[0]), None)
-        for key, source, several in zip(keys, by_loss, sums[1:], strict=False):
+        for source, several in zip(by_loss, sums, strict=False):
+            if source is _ALL:
+                (self._expected_of_all,) = several
+                continue
+            # a path in the module, a loss, or the name of a global_mean
+            key = self._key(self._losses.get(source, source) if isinstance(source, str) else source)
             for i, number in enumerate(several):
                 # several calls of one mean each, or one call of several means
                 divisor = Divisor(_title_of(source), expected=number)
                 self._divisors[key, i, 0] = self._divisors[key, 0, i] = divisor
-        for name, several in zip(totals, sums[1 + len(by_loss) :], strict=True):
+        for name, several in zip(totals, sums[len(by_loss) :], strict=True):
             for i, number in enumerate(several):
                 self._divisor(name, 0, i, _title_of(name)).expected_total = number
-
-    def _expected_key(self, source: object) -> object:
-        """Return the key of a loss that the user names."""
-        module = self._losses.get(source) if isinstance(source, str) else None
-        return self._key(source if module is None else module)
-
-    def _refuse_expectations(self, numbers: Sequence[tuple[str, Sequence[float]]], counts: int) -> None:
-        """Refuse wrong numbers. The first ones are counts, and each has its title."""
-        for i, (title, several) in enumerate(numbers):
-            is_right = all(math.isfinite(number) and (number >= 0 or i >= counts) for number in several)
-            expected = "finite counts, not negative" if i < counts else "finite sums"
-            expect(is_right, f"expect_counts: {title}", expected=expected, got=list(several), error=InputError)
-        expected, got = "before the first backward of the accumulation window", f"in micro-batch {self.micro_batch}"
-        expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
 
     # ------------------------------------------------------------------ backward
 
@@ -326,23 +312,25 @@ class AccumulationWindow:
         """Count the calls that are about to be back-propagated, after a look at every path to a parameter.
 
         Args:
-            roots: What is back-propagated.
+            roots: Values that are back-propagated.
 
         Raises:
             ConfigurationError: for a path that passes none of the losses, or two of them, or ends in an unknown parameter.
         """
-        if compat.is_inside_backward():  # a checkpoint back-propagates what it has computed again
-            self._graph.check_below(roots, inside="a checkpoint")
+        if compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has computed again
+            self._graph.check_below(nodes_of(roots), "a checkpoint")
             return
         if not self.is_single:
             seen = Counter[object]()
-            for call in self._graph.calls_below(roots):
+            calls, below = self._graph.calls_below(roots)
+            for call in calls:
                 if not call.weights:
                     self._weigh_(call, seen[call.key])
                 seen[call.key] += 1
-            # with the counts of all losses nothing is corrected, whatever else their gradients reach
+            # with the counts of all losses there is no correction, so their gradients may reach other parameters
             if any(divisor.expected is None for divisor in self._divisors.values()):
-                self._graph.check_below(roots)
+                # an outer loss was made after those that it depends on
+                self._graph.check_below(below, calls[-1].title if calls else "")
         if self._is_last is None:
             self.micro_batch += 1
 
@@ -352,7 +340,7 @@ class AccumulationWindow:
         Raises:
             ConfigurationError: naming the loss.
         """
-        if self.is_single or compat.is_inside_backward():
+        if self.is_single or compat.graph_task_id() != -1:
             return
         for node, _ in walk_graph(outputs, through=lambda node: window_call(node) is None):
             call = window_call(node)
@@ -369,7 +357,7 @@ class AccumulationWindow:
 
         Args:
             call: The call.
-            number: How many calls of the same loss were before it in this backward; each has divisors of its own.
+            number: Number of earlier calls of the same loss in this backward. Each has separate divisors.
         """
         title = self._titled(call)
         if number:
@@ -388,16 +376,16 @@ class AccumulationWindow:
             for divisor in call.divisors:
                 divisor.is_sum = True
         else:
-            # as the mean beside it, whose weights add up to one over the factor at the end
+            # as the mean next to it, whose weights add up to one over the factor at the end
             weight = call.weights[beside]
             self._without_rows.pop((call.key, number), None)
             if not call.divisors[beside].counted:
                 weight = float(self._is_last is True)
                 if not self._is_last:
                     self._without_rows[call.key, number] = title
-        call.weights = [
-            weight if part.kind == "once" else own for part, own in zip(call.parts, call.weights, strict=True)
-        ]
+        for i, part in enumerate(call.parts):
+            if part.kind == "once":
+                call.weights[i] = weight
 
     def _divisor(self, key: object, call: int, part: int, title: str) -> Divisor:
         """Return the divisor of a part of the n-th call of a loss in each backward."""
@@ -406,7 +394,7 @@ class AccumulationWindow:
         return divisor
 
     def _titled(self, call: WindowCall) -> str:
-        """Return how messages name the loss of a call: with its path, if it has one in the modules."""
+        """Return the name of the loss of a call in messages: with its path, if it has one in the modules."""
         if isinstance(call.key, str):
             return call.title
         path = next((path for path, module in self._losses.items() if path and id(_inner(module)) == call.key), None)
@@ -414,8 +402,8 @@ class AccumulationWindow:
 
     # ------------------------------------------------------------------ end
 
-    def finish(self) -> float:
-        """Return what all gradients are to be multiplied with; every rank knows the same.
+    def correct_(self) -> None:
+        """Multiply all gradients by the factor of the window. It is equal on every rank.
 
         Raises:
             ConfigurationError: on every rank, for losses whose factors differ, for one whose upstream gradient changed, or for counts that
@@ -425,41 +413,37 @@ class AccumulationWindow:
         for divisor in divisors:
             _refuse_other_numbers("count", divisor.title, divisor.expected, divisor.counted)
             _refuse_other_numbers("total", divisor.title, divisor.expected_total, divisor.total)
-        if self._without_rows:
-            raise ConfigurationError(
-                f"accumulation window: {next(iter(self._without_rows.values()))}",
-                expected="a row that counts in some micro-batch",
-                got="none, beside a regulariser that counts once",
-                fix="Leave out the step.",
-                collective=True,
-            )
+        expect(
+            not self._without_rows,
+            f"accumulation window: {next(iter(self._without_rows.values()), '')}",
+            expected="a row that counts in some micro-batch",
+            got="none, beside a regulariser that counts once",
+            fix="Leave out the step.",
+            collective=True,
+        )
         used = [divisor for divisor in divisors if divisor.is_used]
         compare_slopes(used)
         factors = [divisor.factor for divisor in used] or [1.0]
-        if not all(is_equal(factor, factors[0]) for factor in factors):
-            raise ConfigurationError(
-                "accumulation window: losses with different divisors",
-                expected="counts in the same proportion in every micro-batch",
-                got="; ".join(divisor.describe() for divisor in used),
-                fix="Give before the first micro-batch what each counts in the whole window: expect_counts({loss or name: count of this "
-                "rank}), of the strategy or of what accumulation_window gives.",
-                collective=True,
-            )
-        return 1.0 if is_equal(factors[0], 1.0) else factors[0]
-
-    def correct_(self) -> None:
-        """Multiply all gradients with what ``finish`` returns."""
-        factor = self.finish()
-        grads = [local_part(p.grad) for _, p in self._parameters.values() if p.grad is not None]
-        if factor != 1.0:
-            compat.multiply_(grads, factor)
+        expect(
+            all(is_equal(factor, factors[0]) for factor in factors),
+            "accumulation window: losses with different divisors",
+            expected="counts in the same proportion in every micro-batch",
+            got="; ".join(divisor.describe() for divisor in used),
+            fix="Give before the first micro-batch what each counts in the whole window: expect_counts({loss or name: count of this "
+            "rank}), of the strategy or of what accumulation_window gives.",
+            collective=True,
+        )
+        if not is_equal(factors[0], 1.0):
+            grads = [local_part(p.grad) for _, p in self._parameters.values() if p.grad is not None]
+            compat.multiply_(grads, factors[0])
 
 
 def _refuse_other_numbers(what: str, title: str, expected: float | None, got: float | None) -> None:
     """Refuse numbers of a window that are not those that the user gave."""
-    if expected is None or got is None or math.isclose(got, expected, rel_tol=EQUAL if what == "count" else 1e-6):
+    if expected is None or got is None:
         return
-    raise ConfigurationError(
+    expect(
+        math.isclose(got, expected, rel_tol=EQUAL if what == "count" else 1e-6),
         f"accumulation window: {what} in expect_counts of {title}",
         expected=f"{expected:.17g} over all ranks and micro-batches, as was said",
         got=f"{got:.17g}",
@@ -477,11 +461,13 @@ def _sums_over_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _inner(source: object) -> object:
-    """Return the loss inside a global one; else the loss itself."""
+    """Return the loss inside a global one, or the loss itself."""
     return getattr(source, "loss", source) if getattr(source, "sees_global_batch", False) else source
 
 
 def _title_of(source: object) -> str:
+    if source is _ALL:
+        return "all losses"
     if isinstance(source, str):
         return f"global_mean `{source}`"
     return type(source).__name__
@@ -491,7 +477,7 @@ def _title_of(source: object) -> str:
 
 
 def current_window() -> AccumulationWindow | None:
-    """Return the window whose micro-batch is computed now; None outside of one, without gradients, and where one micro-batch is all."""
+    """Return the window of the current micro-batch. None outside of one, without gradients, and in a window of one micro-batch."""
     window = _active.get()
     if window is None or window.is_single or not torch.is_grad_enabled():
         return None
@@ -499,7 +485,7 @@ def current_window() -> AccumulationWindow | None:
 
 
 def micro_batch_to_match() -> dict[str, object]:
-    """Return what the handshake of a loss compares of the window that runs."""
+    """Return the values of the current window that the handshake of a loss compares."""
     window = current_window()
     return {} if window is None else {"micro-batch of the accumulation window": window.micro_batch}
 
@@ -512,7 +498,7 @@ def name_value(value: object, title: str) -> None:
 
 
 def counts_nothing(loss: Tensor) -> bool:
-    """Say whether a loss in a window depends on a mean that counts nothing in this micro-batch, and adds nothing to the window."""
+    """Return whether a loss in a window depends on a mean that counts nothing in this micro-batch, so it adds no part to the window."""
     for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
         call = window_call(node)
         if call is not None and call.counts_nothing:
@@ -527,12 +513,12 @@ def active(window: AccumulationWindow) -> Iterator[None]:
 
     @functools.wraps(plain_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        window.commit(_as_list(tensors))
+        window.commit(_listed(tensors))
         plain_backward(tensors, *args, **kwargs)
 
     @functools.wraps(plain_grad)
     def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        window.refuse_gradients_of_losses(_as_list(outputs))
+        window.refuse_gradients_of_losses(_listed(outputs))
         return plain_grad(outputs, *args, **kwargs)
 
     before = _active.set(window)
@@ -544,7 +530,7 @@ def active(window: AccumulationWindow) -> Iterator[None]:
         _active.reset(before)
 
 
-def _as_list(tensors: Any) -> list[Tensor]:
+def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
@@ -559,5 +545,5 @@ def step_inside_window(optimizer: str) -> ConfigurationError:
 
 
 def is_open() -> bool:
-    """Say whether a window is open around this."""
+    """Return whether a window is open around this."""
     return _active.get() is not None

@@ -4,7 +4,7 @@
 learn nothing from it. ``CollectiveTrace`` sees every operator of a forward. It marks the memory of tensors that have a graph, and of those
 that a collective returned. An operator hands the marks of its inputs to its outputs, whether it records a graph or not.
 
-A stop-gradient is no fault: ``keys.detach()`` may be gathered on purpose. ``CutCollective.is_meant`` tells the two apart.
+A stop-gradient is no fault: ``keys.detach()`` may be gathered on purpose. ``CutCollective.is_meant`` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +32,12 @@ _PASS_ON = (
     "lightning_fabric",
     "python",
 )  # they call torch.distributed for others
-# gathers of these packages have a gradient of their own, or a fault of their own (F24, F27)
+# gathers of these packages have their own gradient, or their own fault (F24, F27)
 _KNOWN = (_OURS.name, "torchmetrics", "pytorch_metric_learning")
 
 
 class _Mark(NamedTuple):
-    """One origin of a tensor's values: the rows that a collective returned, this rank's own or others'; or a tensor with a graph."""
+    """One origin of a tensor's values: rows that a collective returned, this rank's or others', or a tensor with a graph."""
 
     collective: int
     is_own: bool = False
@@ -79,7 +80,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self._calls: list[_Call] = []
-        # by address; a weak reference keeps the address of freed memory from being used again
+        # by address: a weak reference keeps the address of freed memory from being used again
         self._marks: dict[int, tuple[Any, _Marks]] = {}
 
     def reaching(self, loss: Tensor) -> list[CutCollective]:
@@ -113,7 +114,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def _see_collective(self, namespace: str, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Remember a collective of the user's that gets what has a graph, and mark what it returns."""
-        # outputs are the result, or the first argument; without a second one they are the inputs too
+        # outputs are the result, or the first argument. Without a second one they are the inputs too
         first, second = nests.tensors_in(args[:1]), nests.tensors_in(args[1:2])
         inputs, outputs = (first, nests.tensors_in(result)) if namespace != "c10d" else (second or first, first)
         with_graph = [tensor for tensor in inputs if tensor.is_floating_point() and _GRAPH in self._marks_of(tensor)]
@@ -148,17 +149,17 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [*map(compat.write_count, tensors)]
+    return [*map(compat.tensor_version, tensors)]
 
 
 # ---------------------------------------------------------------------- the user's line
 
 
 def _users_line() -> str:
-    """Return the line of the user's code that called a collective; empty if it has a gradient, or belongs to a known package."""
+    """Return the line of the user's code that called a collective. Empty if it has a gradient, or belongs to a known package."""
     frames = [(frame, number) for frame, number in traceback.walk_stack(None) if frame.f_code.co_filename != __file__]
     apply = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    if any(frame.f_code is apply for frame, _ in frames):
+    if any(frame.f_code is apply for frame, _ in frames) and not any(_drops_gradient(frame) for frame, _ in frames):
         return ""  # the forward of a function with a backward
     # from the collective outwards: who called it, and the first line that is no library's
     found = ""
@@ -177,8 +178,13 @@ def _users_line() -> str:
     return found
 
 
+def _drops_gradient(frame: FrameType) -> bool:
+    """Return whether this is Lightning's gather without ``sync_grads``: it calls torch's, which has a backward, under ``no_grad``."""
+    return frame.f_code.co_name == "_all_gather_ddp_if_available" and not frame.f_locals["sync_grads"]
+
+
 def _package_of(path: str) -> str:
-    """Return the name of the library that a file belongs to; empty for the user's own code."""
+    """Return the name of the library that a file belongs to. Empty for the user's own code."""
     if Path(path).is_relative_to(_OURS):
         return _OURS.name
     parts = Path(path).parts

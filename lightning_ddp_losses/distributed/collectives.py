@@ -1,7 +1,7 @@
 """Collectives that autograd sees through, for rows that may differ per rank, usable with or without Lightning.
 
 torch's own differentiable collectives (``torch.distributed.nn.functional``, ``_functional_collectives``) are deprecated, die on uneven
-rows and hide their scale (torch 2.13; measured 2026). Ours open with a handshake, so that ranks that disagree get the same error, and
+rows and hide their scale (measured with torch 2.13, 2026). Ours open with a handshake, so that ranks that disagree get the same error, and
 say which gradient they give. Rows are gathered in rank order, always: own ones first would make losses that depend on the order, and
 queues, differ by rank.
 
@@ -14,14 +14,14 @@ rank s:
 | ``all_reduce_with_grad`` | sum_s x_s | sum_s g_s, 1 collective | g times W, none |
 | ``reduce_scatter_with_grad`` | (G, ...) -> own rows of sum_s x_s | all rows of g in rank order, 1 collective | - |
 
-Tensors are dense (strided), of any dtype where rows are gathered; sums are of floats (float8 included), integers of up to 64 bits with
-a sign or of up to 16 without, booleans (any), and complex64 and complex128. Conjugated and negated views are taken for what they
-show; a complex gradient is torch's (dL/dRe + i dL/dIm). Sparse, nested and quantised tensors, those without memory (``meta``), and
+Tensors are dense (strided), of any dtype where rows are gathered. Sums are of floats (float8 included), integers of up to 64 bits with
+a sign or of up to 16 without, booleans (any), and complex64 and complex128. Conjugated and negated views count with the values that they
+show. A complex gradient is torch's (dL/dRe + i dL/dIm). Sparse, nested and quantised tensors, those without memory (``meta``), and
 ``torch.func``'s transforms (grad, vjp, jacrev, vmap, jvp, hessian) over a collective of several ranks are an error on every rank:
-such a transform has no place where the ranks could meet in backward. ``torch.func.functional_call`` works; so does
+such a transform has no place where the ranks could meet in backward. ``torch.func.functional_call`` works. So does
 ``torch.autograd.grad``, but for second derivatives.
 
-Both give the derivative of the SUM over ranks of what the ranks back-propagate; DDP's mean over ranks then divides by W.
+Both give the derivative of the SUM over ranks of what the ranks back-propagate. DDP's mean over ranks then divides by W.
 
 Each exchange in backward (``BackwardExchange``) opens with a handshake that names the exchange in forward it belongs to. autograd runs
 backward in the order that a rank asks for: two losses that are back-propagated in another order on one rank would swap their gradients
@@ -69,11 +69,11 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Equivalent to: ``torch.cat([x_0, x_1, ..., x_{W-1}])`` in one process.
 
     Args:
-        tensor: (B, ...), dense, of any dtype; B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
+        tensor: (B, ...), dense, of any dtype. B may differ per rank and be 0, the other dimensions and the dtype may not. A 0-dim
             tensor counts as one row.
-        group: Process group; None is the world. Without torch.distributed the tensor itself comes back.
+        group: Process group. None is the world. Without torch.distributed the tensor itself comes back.
         backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
-            ``"own_slice"``: each rank receives its own rows of its own gradient, times W; right when every rank computes
+            ``"own_slice"``: each rank receives its own rows of its own gradient, times W. That is right if every rank computes
             the same value from the gathered rows, and costs nothing.
 
     Returns:
@@ -90,10 +90,10 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Example:
         >>> import torch
         >>> rows = torch.randn(4, 8, requires_grad=True)
-        >>> all_gather_with_grad(rows).shape  # with one rank; on two ranks with 4 and 6 rows it is (10, 8)
+        >>> all_gather_with_grad(rows).shape  # with one rank. On two ranks with 4 and 6 rows it is (10, 8)
         torch.Size([4, 8])
     """
-    _check("all_gather_with_grad", tensor, backward, group, adds=False)
+    _refuse_tensor("all_gather_with_grad", tensor, backward, group, adds=False)
     rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
     if process_groups.world_size(group) == 1:
         return rows
@@ -112,7 +112,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
 
     Args:
         tensor: Any shape, dense, of a dtype that can be added (see above), equal on all ranks.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
         backward: As in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
             ranks back-propagate the same.
 
@@ -120,7 +120,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         The sum, same shape, equal on every rank.
 
     Communication:
-        Forward one handshake and one all-reduce; backward one all-reduce (``"sum"``) or none.
+        Forward one handshake and one all-reduce. Backward one all-reduce (``"sum"``) or none.
 
     Raises:
         RankMismatchError: on every rank, when shapes, dtypes or ``backward`` differ.
@@ -132,7 +132,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         >>> count.tolist()
         [3.0]
     """
-    _check("all_reduce_with_grad", tensor, backward, group)
+    _refuse_tensor("all_reduce_with_grad", tensor, backward, group)
     if process_groups.world_size(group) == 1:
         return tensor
     _, needs_grad = _exchange_rows("all_reduce_with_grad", tensor, None, backward, group)
@@ -151,14 +151,14 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
 
     Args:
         tensor: (G, ...), dense, of a dtype that can be added (see above), same shape and dtype on all ranks.
-        rows: Rows that this rank keeps; over all ranks they must sum to G. None: G / W each.
-        group: Process group; None is the world.
+        rows: Rows that this rank keeps. Over all ranks they must sum to G. None: G / W each.
+        group: Process group. None is the world.
 
     Returns:
         (rows, ...), different on each rank.
 
     Communication:
-        Forward one handshake and one exchange of G rows; backward one gather of G rows.
+        Forward one handshake and one exchange of G rows. Backward one gather of G rows.
 
     Raises:
         RankMismatchError: on every rank, when shapes or dtypes differ.
@@ -167,11 +167,11 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     Example:
         >>> import torch
         >>> parts = torch.randn(6, 8, requires_grad=True)
-        >>> reduce_scatter_with_grad(parts).shape  # with one rank; on two ranks each keeps (3, 8)
+        >>> reduce_scatter_with_grad(parts).shape  # with one rank. On two ranks each keeps (3, 8)
         torch.Size([6, 8])
     """
-    _check("reduce_scatter_with_grad", tensor, "sum", group)
-    _check_rows("reduce_scatter_with_grad", tensor, rows, group)
+    _refuse_tensor("reduce_scatter_with_grad", tensor, "sum", group)
+    _refuse_rows("reduce_scatter_with_grad", tensor, rows, group)
     world_size = process_groups.world_size(group)
     total = tensor.shape[0]
     own = total // world_size if rows is None else rows
@@ -193,7 +193,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
     return _with_grad(lambda: reduce_scatter_rows(tensor, counts, group), run_backward, tensor)
 
 
-def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
+def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
     """Refuse on all ranks a tensor of a kind that cannot travel, or not be added."""
     error = None
     if not isinstance(tensor, Tensor):
@@ -219,7 +219,7 @@ def _check(what: str, tensor: object, backward: str, group: Group, *, adds: bool
             handshake.raise_on_all_ranks(error, what, group=group)
 
 
-def _check_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
+def _refuse_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
     error = None
     if tensor.ndim == 0:
         error = InputError(f"{what}: tensor", expected="rows along dim 0", got="a 0-dim tensor", fix="Reshape it.")
@@ -232,7 +232,7 @@ def _check_rows(what: str, tensor: Tensor, rows: object, group: Group) -> None:
 def _exchange_rows(
     what: str, tensor: Tensor, rows: int | None, backward: str, group: Group, *, same_shape: bool = False
 ) -> tuple[list[int], bool]:
-    """Open a collective with a handshake; return the rows of each rank, and whether any rank needs the gradient."""
+    """Open a collective with a handshake. Return the rows of each rank, and whether any rank needs the gradient."""
     shape: tuple[object, ...] = tuple(tensor.shape)
     if rows is not None and not same_shape:
         shape = ("rows", *tensor.shape[1:])
@@ -251,17 +251,14 @@ Grads = tuple[Tensor | None, ...]
 _SECOND_FIX = "Penalise the gradient of what each rank computes by itself (the encoder's, a plain loss's), not of a value over all ranks."
 
 
-def once_differentiable_strict(
-    what: str, *, linear: bool = False
-) -> Callable[[Callable[..., Grads]], Callable[..., Grads]]:
-    """Make it an error to differentiate what the ``backward`` of an autograd function returns; the function saves what that depends on.
+def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Callable[..., Grads]]:
+    """Make it an error to differentiate what the ``backward`` of an autograd function returns. The function saves its inputs.
 
-    torch's ``once_differentiable`` says so only where the gradient that comes in has a graph. Below the end of a loss it has none, and
+    torch's ``once_differentiable`` reports it only if the upstream gradient has a graph. Below the end of a loss it has none, and
     what comes out then passes for a constant.
 
     Args:
-        what: How the message names it.
-        linear: The function is linear: where the gradient that comes in is a constant, so is what comes out.
+        what: Name in the message.
     """
 
     def decorate(backward: Callable[..., Grads]) -> Callable[..., Grads]:
@@ -273,24 +270,22 @@ def once_differentiable_strict(
                 found = backward(ctx, *grads)
             if not torch.is_grad_enabled():
                 return found
-            if linear and not any(grad is not None and grad.requires_grad for grad in grads):
-                return found
-            return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what, _SECOND_FIX)
+            return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what)
 
-        # a compiled training step, backward and all, would trace what ranks exchange here
+        # a compiled training step would trace the exchange in its backward
         return eager_recursive(wrapped)
 
     return decorate
 
 
-def forbid_second_derivative(gradients: Grads, depends_on: Grads, what: str, fix: str) -> Grads:
-    """Return the same gradients; to differentiate them is an error.
+def forbid_second_derivative(gradients: Grads, depends_on: Grads, what: str, fix: str = _SECOND_FIX) -> Grads:
+    """Return the same gradients. To differentiate them is an error.
 
     Args:
-        gradients: What a ``backward`` computed without a graph, with ``create_graph=True``.
-        depends_on: What they are a function of, with its graph.
-        what: How the message names it.
-        fix: What to do.
+        gradients: Results of a ``backward`` without a graph, with ``create_graph=True``.
+        depends_on: Tensors that they are a function of, with their graph.
+        what: Name in the message.
+        fix: Advice, as a sentence.
     """
     return tuple(None if g is None else _Once.apply(g, what, fix, *depends_on) for g in gradients)  # type: ignore[no-untyped-call]
 
@@ -318,7 +313,7 @@ _FIXED = 3  # arguments of _Exchanged before the tensors
 
 
 class _Exchanged(torch.autograd.Function):
-    """Puts tensors that ``run`` returns into the graph of this rank's own; ``run_backward`` makes the gradients of these."""
+    """Puts tensors that ``run`` returns into the graph of this rank's own. ``run_backward`` makes the gradients of these."""
 
     @staticmethod
     def forward(
@@ -326,6 +321,8 @@ class _Exchanged(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.run_backward = run_backward
         ctx.set_materialize_grads(False)
+        # for the refusal of second derivatives alone: a constant gradient would be W times one process's
+        ctx.save_for_backward(*own)
         out = tuple(run())
         ctx.zeros = []
         if needs_all:
@@ -336,7 +333,7 @@ class _Exchanged(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable_strict("rows of all ranks", linear=True)
+    @once_differentiable_strict("rows of all ranks")
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         # a gradient that did not come is zero on this rank
         for i, (zeros, wanted) in enumerate(zip(ctx.zeros, ctx.needs_input_grad[_FIXED:], strict=False)):
@@ -352,7 +349,7 @@ def _with_grad(run: Callable[[], Tensor], run_backward: Callable[[Tensor], Tenso
 
 
 Place: TypeAlias = "tuple[int, int | None, int]"
-"""Of one of this rank's tensors: in which gathered tensor it lies, its first row there and its rows; None: it is all of it."""
+"""Of one of this rank's tensors: in which gathered tensor it lies, its first row there and its rows. None: it is all of it."""
 
 
 def own_slices_with_grad(
@@ -361,10 +358,10 @@ def own_slices_with_grad(
     """Put tensors that are gathered already into the graph, as if ``backward="own_slice"`` had gathered them.
 
     Args:
-        whole: Rows of all ranks, floating; without a graph.
+        whole: Rows of all ranks, floating, without a graph.
         own: This rank's tensors, with theirs.
         places: Place of each of ``own``.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
 
     Returns:
         ``whole``, in the graph of ``own``.
@@ -377,7 +374,7 @@ def own_slices_with_grad(
 
 
 def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch.Size], *grads: Tensor | None) -> Grads:
-    """Return this rank's rows of gradients that all ranks have alike, times W: their sum over ranks."""
+    """Return this rank's rows of gradients that are equal on all ranks, times W: their sum over ranks."""
     found: list[Tensor | None] = []
     for (index, start, rows), shape in zip(places, shapes, strict=True):
         grad = grads[index]
@@ -390,7 +387,7 @@ def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch
 
 
 def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
-    """Add a tensor over ranks whose shapes are agreed already; every rank computes the same function of the sum.
+    """Add a tensor over ranks whose shapes are agreed already. Every rank computes the same function of the sum.
 
     Returns:
         The sum, equal on every rank. Its gradient is W times this rank's own.
@@ -418,7 +415,7 @@ def gather_with_grad(
         tensors: Tensors of this rank.
         counts: Rows of each rank, per tensor.
         backward: Gradient to give, as in ``all_gather_with_grad``.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
     """
     exchange = BackwardExchange(what, group)
     if backward == "sum":
@@ -434,7 +431,7 @@ def gather_with_grad(
 def _rows_of_sum(
     exchange: BackwardExchange, counts: list[list[int]], wanted: list[bool], *grads: Tensor | None
 ) -> Grads:
-    """Return this rank's rows of the sum over ranks of gradients; every rank takes part, also with those that it did not get."""
+    """Return this rank's rows of the sum over ranks of gradients. Every rank takes part, also with those that it did not get."""
     needed = [grad for grad, is_wanted in zip(grads, wanted, strict=True) if is_wanted and grad is not None]
     found = iter(exchange.reduce_scatter(needed, [*itertools.compress(counts, wanted)]))
     return tuple(next(found) if is_wanted else None for is_wanted in wanted)
@@ -446,11 +443,11 @@ _NUMBER = "number of the forward call whose gradient this is (back-propagate in 
 
 
 class BackwardExchange:
-    """What the ranks exchange when the gradient of one exchange in forward is taken. Make it right after that one's handshake.
+    """The exchange in backward that belongs to one in forward. Make it right after that one's handshake.
 
     Args:
-        title: How messages name the loss or layer; the same on every rank.
-        group: Process group; None is the world.
+        title: Name of the loss or layer in messages, the same on every rank.
+        group: Process group. None is the world.
     """
 
     def __init__(self, title: str, group: Group) -> None:
@@ -461,7 +458,7 @@ class BackwardExchange:
             self._number = notes[BackwardExchange] = notes.get(BackwardExchange, 0) + 1
 
     def open(self, payload: bytes = b"") -> list[bytes]:
-        """Meet all ranks in the backward of this exchange; returns their payloads in rank order.
+        """Meet all ranks in the backward of this exchange. Return their payloads in rank order.
 
         Raises:
             RankMismatchError: on every rank, when one back-propagates something else, or this once more.
@@ -473,13 +470,13 @@ class BackwardExchange:
         return handshake.all_gather(f"backward of {self._title}", must_match, payload, group=self._group)
 
     def reduce_scatter(self, gradients: Sequence[Tensor], counts: Sequence[list[int]]) -> list[Tensor]:
-        """Return this rank's rows of the sum over ranks, added in rank order, of each gradient.
+        """Return this rank's rows of each gradient's sum over ranks. The CPU adds in rank order, NCCL in its own.
 
         Args:
             gradients: (G, ...) each, of the same shapes and dtypes on all ranks.
-            counts: For each, the rows of every rank.
+            counts: Rows of every rank, for each gradient.
 
-        Communication: one handshake, which carries few bytes on the CPU; else one exchange of the rows per dtype.
+        Communication: one handshake, which carries few bytes on the CPU. Otherwise one exchange of the rows per dtype follows.
         """
         if not self._fits(gradients):
             self.open()
@@ -493,15 +490,15 @@ class BackwardExchange:
         return found
 
     def all_reduce(self, gradient: Tensor) -> Tensor:
-        """Return the sum over ranks, added in rank order where it rides in the handshake. Communication: as ``reduce_scatter``."""
+        """Return the sum over ranks, added in rank order if it rides in the handshake. Communication: as ``reduce_scatter``."""
         if not self._fits([gradient]):
             self.open()
             return sum_over_ranks(gradient, self._group)
         return _sum_of_payloads(self.open(host_bytes(gradient)), gradient, 0)
 
     def all_gather(self, gradient: Tensor, counts: list[int]) -> Tensor:
-        """Return the rows of all ranks in rank order; ``counts``: of each. Communication: as ``reduce_scatter``."""
-        # what the longest rank sends: the same answer on all ranks
+        """Return the rows of all ranks in rank order. ``counts`` are those of each. Communication: as ``reduce_scatter``."""
+        # bytes of the longest rank, equal on all ranks
         longest = max(counts) * gradient.shape[1:].numel() * gradient.element_size()
         if gradient.device.type != "cpu" or longest > handshake.inline_capacity(self._group):
             self.open()
@@ -513,7 +510,7 @@ class BackwardExchange:
         return torch.frombuffer(data, dtype=gradient.dtype).view(shape)
 
     def _fits(self, gradients: Sequence[Tensor]) -> bool:
-        """Say whether the gradients ride in the handshake; decided by what is equal on all ranks."""
+        """Return whether the gradients ride in the handshake. Every rank decides the same."""
         on_host = all(gradient.device.type == "cpu" for gradient in gradients)
         return on_host and sum(gradient.nbytes for gradient in gradients) <= handshake.inline_capacity(self._group)
 
@@ -529,7 +526,7 @@ def _sum_of_payloads(payloads: list[bytes], like: Tensor, start: int) -> Tensor:
 
 
 def _reduce_scatter_packed(gradients: Sequence[Tensor], counts: Sequence[list[int]], group: Group) -> list[Tensor]:
-    """Return this rank's rows of each gradient's sum over ranks; gradients of one dtype travel together."""
+    """Return this rank's rows of each gradient's sum over ranks. Gradients of one dtype travel together."""
     dtypes = {gradient.dtype for gradient in gradients}
     if len(gradients) < 2 or len(dtypes) > 1:
         return [reduce_scatter_rows(gradient, rows, group) for gradient, rows in zip(gradients, counts, strict=True)]

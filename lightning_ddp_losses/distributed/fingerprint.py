@@ -1,7 +1,7 @@
 """A 64-bit fingerprint of a tensor's bits: two ranks hold the same tensor exactly when their fingerprints agree.
 
-A sum or a norm misses swaps, sign flips and +d/-d pairs. On the host the bytes are hashed where they lie by XXH3, at about the
-speed of reading them; its value depends on nothing but the bytes. Tensors on an accelerator are hashed there: each
+A sum or a norm misses swaps, sign flips and +d/-d pairs. On the host the bytes are hashed in place by XXH3, at about the
+speed of reading them. Its value depends on the bytes alone. Tensors on an accelerator are hashed there: each
 64-bit word is added to its own upper part, which moves the signs in its upper half down (as multiples of 2**63 an even number
 of flips there would cancel), then multiplied with odd 64-bit weights, one by its place in the row of ``ROW_WORDS`` and one
 by the row. That is arithmetic on integers modulo 2**64: no order of addition, chunk or kernel changes the result.
@@ -38,7 +38,7 @@ _MASK = (1 << 63) - 1
 
 
 def batch_leaves(batch: Any) -> Iterator[Any]:
-    """Yield all that a batch holds; a plain list of tensors needs no walk."""
+    """Yield all that a batch holds. A plain list of tensors needs no walk."""
     parts = batch
     if type(batch) not in (tuple, list):
         parts = (batch,)
@@ -56,13 +56,13 @@ def row_hashes(tensors: list[Tensor], rows: int, max_rows: int | None = None) ->
 
 
 def row_tables(tensors: list[Tensor], rows: int, number: int) -> list[Tensor]:
-    """Return what is hashed of the first rows: of each tensor that has ``rows``, all or some columns of ``number`` of them."""
+    """Return the hashed parts of the first rows: all or some columns of ``number`` rows, for each tensor that has ``rows``."""
     tables = []
     for tensor in tensors:
         is_readable = tensor.layout == torch.strided and not tensor.is_complex() and not tensor.is_quantized
         if not is_readable or tensor.shape[0] != rows or not tensor.numel():
             continue
-        table = tensor.as_subclass(Tensor)  # what transforms make of a tensor may be a class of its own
+        table = tensor.as_subclass(Tensor)  # a transform may return a subclass
         if number < rows:
             table = table[:number]
         width = table.numel() // number
@@ -76,7 +76,7 @@ def hash_tables(tables: Sequence[Tensor], number: int) -> list[int]:
     """Return a hash of each of ``number`` rows over tables on the CPU."""
     hashes = [0] * number
     for table in tables:
-        # each tensor's hash begins where the one before ended
+        # each tensor's hash continues the one before
         hashes = hash_rows(host_memory(table).reshape(number, -1), hashes)
     return [value & _MASK for value in hashes]
 
@@ -88,7 +88,7 @@ def _read_columns(width: int, device: torch.device) -> Tensor:
 
 
 StartedFingerprint: TypeAlias = "int | Tensor"
-"""A fingerprint; on an accelerator one that may still be on its way (0-dim int64)."""
+"""A fingerprint. On an accelerator it may still be on its way (0-dim int64)."""
 
 ROW_WORDS = 1024
 CHUNK_ROWS = 1 << 12  # 32 MiB: few kernels, little memory
@@ -98,14 +98,14 @@ _UPPER = 31  # an odd distance from 32 and 16: lanes of a word do not cancel eac
 def fingerprint(tensor: Tensor) -> int:
     """Return the fingerprint of one dense tensor of any dtype, as a signed 64-bit number.
 
-    Elements count in logical order (strides do not), with their dtype's bits; of a quantised tensor its integers. Shape, dtype and
-    scales are not part of it: compare them beside it.
+    Elements count in logical order (strides do not), with their dtype's bits. A quantised tensor counts by its integers. Shape, dtype and
+    scales are not part of it: compare them separately.
     """
     return int(start_fingerprint(tensor))
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the fingerprints of several tensors; an accelerator is waited for once."""
+    """Return the fingerprints of several tensors. An accelerator is waited for once."""
     return start_fingerprints(tensors).read()
 
 
@@ -117,13 +117,8 @@ def start_fingerprint(tensor: Tensor) -> StartedFingerprint:
 
 
 def start_fingerprints(tensors: Iterable[Tensor]) -> HostNumbers:
-    """Start to compute several fingerprints and to copy them to the host; whoever reads them later does not wait."""
+    """Start to compute several fingerprints and to copy them to the host. A later read does not wait."""
     return HostNumbers([start_fingerprint(t) for t in tensors])
-
-
-def finish_fingerprints(started: Sequence[StartedFingerprint]) -> list[int]:
-    """Return the numbers; an accelerator is waited for once."""
-    return HostNumbers(started).read()
 
 
 def hash_bytes(data: object) -> int:
@@ -133,12 +128,12 @@ def hash_bytes(data: object) -> int:
 
 
 def hash_text(text: str, bits: int = 63) -> int:
-    """Return an unsigned number of so many bits that tells texts apart; never 0."""
+    """Return an unsigned number of so many bits that identifies a text. It is never 0."""
     return hash_bytes(text.encode()) & ((1 << bits) - 1) or 1
 
 
 def hash_lines(lines: Iterable[str]) -> int:
-    """Return a signed 64-bit number for several lines of text; 0 for none at all."""
+    """Return a signed 64-bit number for several lines of text. 0 for none at all."""
     text = "\n".join(lines)
     return hash_bytes(text.encode()) if text else 0
 
@@ -149,7 +144,7 @@ def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:
 
 
 def combine(values: Sequence[int]) -> int:
-    """Return one number for several, by their order; 0 for none."""
+    """Return one number for several, by their order. 0 for none."""
     return hash_bytes(array("q", values)) if values else 0
 
 
@@ -159,7 +154,7 @@ class WeightFingerprints:
     Parts of a ``DTensor`` are left out: ranks hold different ones.
 
     Args:
-        wanted: False: weights may differ for a while, as where ranks average them every few steps.
+        wanted: False: weights may differ for a while, as if ranks average them every few steps.
     """
 
     def __init__(self, *, wanted: bool) -> None:
@@ -168,7 +163,7 @@ class WeightFingerprints:
         self._started = HostNumbers([])  # at the last call, on an accelerator
 
     def take(self, weights: Iterable[Tensor], group: Group) -> str:
-        """Return what the ranks compare in a call, of an accelerator's weights what they were at the call before; empty: nothing."""
+        """Return the fingerprint that ranks compare in a call. On an accelerator it is that of the call before. Empty: none."""
         if not self._wanted or process_groups.world_size(group) == 1:
             return ""
         part = self._calls % _WEIGHT_PARTS
@@ -184,7 +179,7 @@ class WeightFingerprints:
 
 
 def _part_of(weight: Tensor, part: int) -> Tensor:
-    """Return one part of a large weight, a view; a small one as it is."""
+    """Return one part of a large weight, a view, or a small weight as it is."""
     flat = weight.detach().reshape(-1)
     if len(flat) <= _SMALL_WEIGHT:
         return flat

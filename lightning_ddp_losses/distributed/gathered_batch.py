@@ -22,9 +22,9 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES, NarrowRows, gather, group_for, host_bytes
 
 BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
-"""Rows of each rank, by tensor -> which gradient to give; the same on every rank."""
+"""Rows of each rank, by tensor -> the gradient to give, the same on every rank."""
 
-_ALIGN = 16  # bytes; a view of any dtype may start there
+_ALIGN = 16  # bytes. A view of any dtype may start there
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class GatheredBatch:
         tensors: (G, ...) each, in rank order.
         counts: Rows of each rank, per tensor.
         extras: Each rank's own ``extra`` bytes.
-        narrow_dtypes: In which each rank's rows travel in place of those of a tensor, per tensor; None: the tensor's own do.
+        narrow_dtypes: Dtypes of each rank's rows that travel in place of a tensor's, per tensor. None: the tensor's own rows travel.
     """
 
     tensors: list[Tensor]
@@ -59,23 +59,23 @@ def gather_batch(
 
     Args:
         what: The operation, for the handshake.
-        tensors: (B, ...) by name; B may differ per rank and per tensor.
-        must_match: What else must be equal on all ranks.
-        backward: As in ``all_gather_with_grad``; or what decides it, equally on all ranks, from the rows of each rank by name.
+        tensors: (B, ...) by name. B may differ per rank and per tensor.
+        must_match: Further values that must be equal on all ranks.
+        backward: Gradient to give, as in ``all_gather_with_grad``, or a function that decides it from the rows of each rank by name.
         extra: Own bytes that go with the handshake.
-        counted: Names of (B, D) tensors whose rows stay where they are: all agree on D and dtype, and learn how many rows there are;
-            they come back as (G, 0).
-        narrow: By name of a tensor what travels in its place where that is bfloat16 or float16 and the tensor is wider; from every rank,
-            whatever its dtype. Gradients travel in the dtype of the tensor.
-        group: Process group; None is the world.
+        counted: Names of (B, D) tensors that are not gathered: all ranks agree on D and dtype, and learn the numbers of rows.
+            They come back as (G, 0).
+        narrow: By name of a tensor the rows that travel in its place if they are bfloat16 or float16 and the tensor is wider,
+            from any rank, whatever its dtype. Gradients travel in the dtype of the tensor.
+        group: Process group. None is the world.
 
     Communication:
         Forward one handshake, and one gather of all tensors' bytes where those of any rank are too many to be inline (more than
-        ``handshake.inline_capacity``, or not on the CPU); one more gather at a size that the handshakes have not grown to yet. Backward
+        ``handshake.inline_capacity``, or not on the CPU). One more gather at a size that the handshakes have not grown to yet. Backward
         none (``"own_slice"``), or one exchange per dtype that needs a gradient (``"sum"``).
 
     Raises:
-        RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or where one computes without gradients
+        RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or one computes without gradients
             (backward may communicate).
     """
     values = list(tensors.values())
@@ -83,10 +83,10 @@ def gather_batch(
         values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
     if process_groups.world_size(group) == 1:
         return GatheredBatch(values, [[t.shape[0]] for t in values], [extra], [[None]] * len(values))
-    # 1. this rank's part of the handshake: rows and need of a gradient of each tensor, the extra bytes, the tensors where they are few
+    # 1. this rank's part of the handshake: rows and need of a gradient of each tensor, the extra bytes, the tensors if they are few
     forms = [(narrow or {}).get(name) for name in tensors]
     kinds = [0 if form is None else form.kind(t) for form, t in zip(forms, values, strict=True)]
-    # what is only counted goes another way later, in the dtype that the ranks tell each other of
+    # counted tensors travel later, in the dtypes that the ranks exchange here
     forms = [None if name in counted else form for name, form in zip(tensors, forms, strict=True)]
     sent = [f.rows.detach() if f and kind else t for f, kind, t in zip(forms, kinds, values, strict=True)]
     is_grad_enabled = torch.is_grad_enabled()
@@ -97,7 +97,7 @@ def gather_batch(
     payload = form.pack(*(t.shape[0] for t in values), *needs_grad, *kinds, is_inline, len(extra)) + extra
     if is_inline:
         payload = b"".join([payload, *_aligned_bytes(sent)])
-    # 2. the handshake: all agree on what is gathered
+    # 2. the handshake: all agree on the tensors
     must_match = {
         **must_match,
         "gradients": "on" if is_grad_enabled else "off",
@@ -120,27 +120,27 @@ def gather_batch(
         travelling.append(_Travelling(value.detach(), sent[i], rows_form, narrow_dtypes[i]))
     receive = partial(_gather_packed, travelling, counts, group)
     if all(offer.is_inline for offer in offers):
-        receive = partial(_unpack_inline, travelling, counts, [offer.rows for offer in offers])
+        receive = partial(_unpack, travelling, counts, [_as_buffer(offer.rows) for offer in offers])
     gathered = gather_with_grad(what, receive, values, counts, how, group)
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
 
 
 @functools.cache
 def _form(tensors: int) -> struct.Struct:
-    """Return the form of an offer: of each tensor rows, need of a gradient and dtype; whether rows are inline; extra bytes."""
+    """Return the form of an offer: rows, need of a gradient and dtype of each tensor, whether rows are inline, and extra bytes."""
     return struct.Struct(f"<{tensors}Q{tensors}?{tensors}B?I")
 
 
 class _Offer(NamedTuple):
-    """What a rank sends of its tensors in the handshake.
+    """A rank's message about its tensors in the handshake.
 
     Attributes:
         counts: Rows of each.
-        needs_grad: Whether the rank needs a gradient of each.
-        kinds: Of each, what ``NarrowRows.kind`` says.
-        is_inline: Whether their bytes go with the handshake.
+        needs_grad: True for tensors that need a gradient on the rank.
+        kinds: ``NarrowRows.kind`` of each.
+        is_inline: True if their bytes travel in the handshake.
         extra: The caller's bytes.
-        rows: The tensors' bytes, each at an aligned place; empty where they are not inline.
+        rows: The tensors' bytes, each at an aligned place. Empty if they are not inline.
     """
 
     counts: tuple[int, ...]
@@ -163,10 +163,10 @@ class _Travelling(NamedTuple):
     """One tensor on its way.
 
     Attributes:
-        tensor: What all ranks shall have of each other.
-        sent: What travels of this rank's.
-        form: What may travel in its place; None: nothing.
-        dtypes: By rank, in which that travels; None: the tensor's own rows do.
+        tensor: Tensor that all ranks gather.
+        sent: Rows that this rank sends.
+        form: Rows that may travel in its place. None: there are none.
+        dtypes: Dtype of those rows by rank. None: the tensor's own rows travel.
     """
 
     tensor: Tensor
@@ -206,55 +206,41 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
         yield bytes(aligned(len(data)) - len(data))
 
 
-def _unpack_inline(travelling: Sequence[_Travelling], counts: list[list[int]], payloads: list[bytes]) -> list[Tensor]:
+def _unpack(travelling: Sequence[_Travelling], counts: list[list[int]], buffers: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
-    out, starts = [], [0] * len(payloads)
-    for each, rows in zip(travelling, counts, strict=True):
-        parts = []
-        for rank, payload in enumerate(payloads):
-            size = rows[rank] * each.row_bytes(rank)
-            parts.append(payload[starts[rank] : starts[rank] + size])
-            starts[rank] += aligned(size)
-        if len(set(each.dtypes)) == 1:  # no copy but the one that joins the bytes
-            blocks = [_rows_in(bytearray().join(parts), sum(rows), each.like(0))]
-        else:
-            blocks = [_rows_in(bytearray(parts[rank]), number, each.like(rank)) for rank, number in enumerate(rows)]
-        out.append(each.joined(blocks))
-    return out
-
-
-def _rows_in(data: bytearray, rows: int, like: Tensor) -> Tensor:
-    flat = torch.frombuffer(data, dtype=like.dtype) if data else torch.empty(0, dtype=like.dtype)
-    return flat.view(rows, *like.shape[1:])
-
-
-def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], group: Group) -> list[Tensor]:
-    """Return the rows of all ranks, of each tensor, by one gather of their bytes."""
-    world_size = process_groups.world_size(group)
-    # 1. as many bytes of each rank as the one with the most has
-    sizes = [0] * world_size
-    for each, rows in zip(travelling, counts, strict=True):
-        for rank in range(world_size):
-            sizes[rank] += aligned(rows[rank] * each.row_bytes(rank))
-    longest = max(sizes)
-    if longest == 0:
-        return [each.tensor.clone() for each in travelling]
-    packed = _pack_rows([each.sent for each in travelling], longest)
-    everyone = packed.new_empty(world_size * longest)
-    # 2. one gather
-    gather(everyone, packed, group=group_for(packed, group))
-    # 3. each tensor's block of each rank
-    starts = [rank * longest for rank in range(world_size)]
-    out = []
+    out, starts = [], [0] * len(buffers)
     for each, rows in zip(travelling, counts, strict=True):
         blocks = []
-        for rank, start in enumerate(starts):
+        for rank, buffer in enumerate(buffers):
             like, size = each.like(rank), rows[rank] * each.row_bytes(rank)
-            block = everyone[start : start + size]
+            block = buffer[starts[rank] : starts[rank] + size]
             blocks.append(block.view(like.dtype).view(rows[rank], *like.shape[1:]))
             starts[rank] += aligned(size)
         out.append(each.joined(blocks))
     return out
+
+
+def _as_buffer(data: bytes) -> Tensor:
+    """Return a tensor of bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], group: Group) -> list[Tensor]:
+    """Return the rows of all ranks, of each tensor, by one gather of their bytes."""
+    # 1. as many bytes of each rank as the one with the most has
+    sizes = [0] * process_groups.world_size(group)
+    for each, rows in zip(travelling, counts, strict=True):
+        for rank, number in enumerate(rows):
+            sizes[rank] += aligned(number * each.row_bytes(rank))
+    longest = max(sizes)
+    if longest == 0:
+        return [each.tensor.clone() for each in travelling]
+    packed = _pack_rows([each.sent for each in travelling], longest)
+    everyone = packed.new_empty(len(sizes) * longest)
+    # 2. one gather
+    gather(everyone, packed, group=group_for(packed, group))
+    # 3. each tensor's block of each rank
+    return _unpack(travelling, counts, everyone.split(longest))  # type: ignore[no-untyped-call]
 
 
 def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:

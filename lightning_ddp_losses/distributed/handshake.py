@@ -1,24 +1,25 @@
 """Handshakes: how ranks that disagree get the same error instead of an abort or a hang.
 
-gloo kills the process when collectives of different sizes meet (torch 2.13). So whatever this package does together opens with
-a handshake: a gather of one header per rank, of the same size everywhere, on a gloo group of its own. Ranks at different places
+gloo kills the process when collectives of different sizes meet (torch 2.13). So each operation of several ranks opens with
+a handshake: a gather of one header per rank, of the same size everywhere, on a separate gloo group. Ranks at different places
 of the program still meet in equal handshakes, see who is where, and raise the same error. A rank that failed by itself sends its
 error in one: the peers get it at their next handshake, wherever that is. (torch's debug wrapper calls the header a collective
 fingerprint.)
 
 A header names the operation and what *must match* (shapes, dtypes, configuration: equal on all ranks or an error), and carries
 the *payload*, this rank's own data. A payload that does not fit follows in one more gather, and the channel's next handshakes
-are long enough for it: what is said to cost a handshake and a gather often costs the handshake alone.
+are long enough for it. So an operation of a handshake and a gather often costs the handshake alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,13 +43,13 @@ from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 from lightning_ddp_losses.errors import DDPLossError, PeerError
 
 TEXT_BYTES = 448
-"""Largest part of the text that is sent with the header; ranks that disagree gather the rest."""
+"""Largest part of the text that is sent with the header. Ranks that disagree gather the rest."""
 
 LARGEST_PAYLOAD = 64 << 20
 """Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
 
 OURS, OF_USER = 0, 0x5AFE
-"""Whose payload it is: one that holds what the user's program made may be of any length."""
+"""Origin of a payload. A payload of the user's program may have any length."""
 
 _WIRE = struct.Struct("<BBHIIII16s")
 HEADER_BYTES = _WIRE.size
@@ -63,8 +64,8 @@ class WireHeader(NamedTuple):
         origin: ``OURS`` or ``OF_USER``.
         text_bytes: Length of the whole text.
         payload_bytes: Length of the payload.
-        number: Which of several losses of one kind calls (``Instance.numbers``).
-        made: How many of the kind the rank has made; 0: its text names it, or it is none.
+        number: Number of the calling loss among several of one kind (``Instance.numbers``).
+        made: Number of losses of that kind which the rank has made. 0: the text names the loss, or there is none.
         digest: A hash of the whole text.
     """
 
@@ -93,7 +94,7 @@ class WireHeader(NamedTuple):
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it announces more than a payload or a text of ours ever has."""
+        """Whether it announces more bytes than a payload or a text of ours has."""
         return self.text_bytes > LARGEST_PAYLOAD or (self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER)
 
     @property
@@ -105,6 +106,12 @@ class WireHeader(NamedTuple):
     def message_bytes(self) -> int:
         """The length of header, text and payload together."""
         return self.payload_start + self.payload_bytes
+
+    def header(self, text: bytes, payload: bytes) -> Header:
+        """Return the complete header of a message."""
+        return Header(
+            self.version, self.kind, self.digest, text.decode(errors="replace"), payload, self.number, self.made
+        )
 
     def text_in(self, message: bytes | memoryview) -> bytes:
         """Return the text of a message, as far as it was sent."""
@@ -157,7 +164,7 @@ HANDSHAKE_BYTES = 1024
 PEER_TIMEOUT = timedelta(seconds=60)
 """How long a rank that failed waits for its peers to receive its error."""
 
-# inline payloads, of a rank and over all ranks: so many bytes cost less than a gather of their own
+# inline payloads, of a rank and over all ranks: so many bytes cost less than a separate gather
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 8 << 10, 256 << 10
 _LARGEST_HANDSHAKE = 64 << 10
 _WINDOW = 64  # handshakes without a longer one, after which the channel forgets the longest
@@ -169,15 +176,18 @@ def sized(part: bytes) -> bytes:
     return _SIZE.pack(len(part)) + part
 
 
-def read_sized(payload: bytes, offset: int) -> tuple[bytes, int]:
-    """Return the part that ``sized`` made, which begins at an offset, and where the next one begins."""
-    (size,) = _SIZE.unpack_from(payload, offset)
-    end = offset + _SIZE.size + size
-    return payload[end - size : end], end
+def read_sized(payload: bytes, offset: int = 0) -> list[bytes]:
+    """Return the parts that ``sized`` made, from an offset to the end."""
+    parts = list[bytes]()
+    while offset < len(payload):
+        (size,) = _SIZE.unpack_from(payload, offset)
+        offset += _SIZE.size + size
+        parts.append(payload[offset - size : offset])
+    return parts
 
 
 def inline_capacity(group: Group = None) -> int:
-    """Return the bytes of payload that are better sent in a handshake than in a gather of their own; equal on all ranks."""
+    """Return the bytes of payload that are better sent in a handshake than in a separate gather, equal on all ranks."""
     return _largest_inline(process_groups.world_size(group)) - HEADER_BYTES - TEXT_BYTES
 
 
@@ -186,7 +196,7 @@ def _largest_inline(world_size: int) -> int:
 
 
 def number_opened() -> int:
-    """Return how many handshakes of losses and layers this rank has opened in the world's group; 0 in a world of one."""
+    """Return how many handshakes of losses and layers this rank has opened in the world's group. 0 in a world of one."""
     return Channel.of(None, "handshakes").opened if process_groups.world_size() > 1 else 0
 
 
@@ -204,12 +214,12 @@ def all_gather(
 
     Args:
         what: The operation, the same on every rank.
-        must_match: What must be equal on every rank, by name; values are compared as text, an ``Instance`` as ``Meetings`` does.
+        must_match: Values that must be equal on every rank, by name. Values are compared as text, an ``Instance`` as ``Meetings`` does.
         payload: This rank's own bytes, at most ``LARGEST_PAYLOAD``.
-        group: Process group; None is the world.
-        channel: Which of our groups carries the handshake; the checks have one of their own.
-        handshake_bytes: Size of this handshake, for a caller whose ranks have agreed on it before; None: the channel's.
-        of_user: The payload holds what the user's program made, and may be of any length.
+        group: Process group. None is the world.
+        channel: Group of ours that carries the handshake. The checks have a separate one.
+        handshake_bytes: Size of this handshake, for a caller whose ranks have agreed on it before. None: the channel's.
+        of_user: The payload is of the user's program, and may have any length.
 
     Returns:
         The payloads in rank order.
@@ -220,8 +230,8 @@ def all_gather(
         PeerError: on every rank, for a rank that announces a longer payload.
 
     Communication:
-        One gather of a handshake per rank; one more, of the longest payload, when a payload does not fit (the channel's next
-        handshakes are then long enough for it). None in a world of one.
+        One gather of a handshake per rank. One more, of the longest payload, when a payload does not fit (the channel's next
+        handshakes are then long enough for it). There is none in a world of one.
     """
     pending = start(
         what, must_match, payload, group=group, channel=channel, handshake_bytes=handshake_bytes, of_user=of_user
@@ -232,11 +242,17 @@ def all_gather(
 def all_gather_between_steps(
     what: str, must_match: Mapping[str, object], payload: bytes = b"", *, group: Group = None
 ) -> list[bytes]:
-    """As ``all_gather``, where no loss or layer is at work: ``number_opened`` does not count it."""
+    """Gather as ``all_gather``, between calls of losses and layers: ``number_opened`` does not count it."""
     payloads = all_gather(what, must_match, payload, group=group)
     if process_groups.world_size(group) > 1:
         Channel.of(group, "handshakes").opened -= 1
     return payloads
+
+
+def all_gather_json(what: str, must_match: Mapping[str, object], own: object, *, group: Group = None) -> list[Any]:
+    """Exchange lists, dicts, texts and numbers in rank order, as ``all_gather_between_steps`` does bytes."""
+    payloads = all_gather_between_steps(what, must_match, json.dumps(own).encode(), group=group)
+    return [json.loads(payload) for payload in payloads]
 
 
 def start(
@@ -282,11 +298,11 @@ class Channel:
     """The size of the next handshake on one of our groups, which all its ranks derive from those that they have seen.
 
     Attributes:
-        group: The group, one of ours.
+        group: Group of ours.
         handshake_bytes: The size of the next handshake.
         pending: The one that was sent and not received yet.
-        opened: How many there were; as long as ranks agree, the same number on all of them.
-        meetings: Which losses of the ranks have met in them.
+        opened: Number of handshakes so far. It is equal on all ranks while they agree.
+        meetings: Losses of the ranks that have met in them.
     """
 
     def __init__(self, group: dist.ProcessGroup, world_size: int) -> None:
@@ -329,13 +345,13 @@ class PendingHandshake:
 
     Args:
         kind: ``CALL`` or ``FAILURE``.
-        text: What is being done and what must match, a line each.
+        text: Operation and values that must match, a line each.
         payload: This rank's own bytes.
-        channel: What carries it.
-        handshake_bytes: Its size; None: the channel's.
-        timeout: How long to wait for a handshake that is still pending on the channel; None: as long as the group does.
+        channel: Channel that carries it.
+        handshake_bytes: Its size. None: the channel's.
+        timeout: Time to wait for a handshake that is still pending on the channel. None: the group's.
         origin: ``OURS`` or ``OF_USER``.
-        instance: Which of several losses of one kind calls; None: what calls has no others beside it.
+        instance: Identity of the calling loss. None: there is one of its kind.
 
     Attributes:
         sent_bytes: Bytes that this rank sends to each other.
@@ -362,7 +378,7 @@ class PendingHandshake:
             channel.pending.receive(timeout)
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
-        # 2. the header, the payload where it fits, zeros up to the agreed size
+        # 2. the header, the payload if it fits, zeros up to the agreed size
         message = bytearray(WireHeader.pack(kind, self._text, len(payload), origin, instance))
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
@@ -375,7 +391,7 @@ class PendingHandshake:
         channel.opened += 1
 
     def is_completed(self) -> bool:
-        """Say whether ``finish`` would not wait (for a payload that did not fit it may)."""
+        """Return whether ``finish`` would not wait. (It may wait for a payload that did not fit.)"""
         return self._work.is_completed()
 
     def finish(self) -> list[bytes]:
@@ -398,10 +414,10 @@ class PendingHandshake:
         return self._channel.meetings.fit(self._instance.kind, numbers, [header.made for header in headers])
 
     def receive(self, timeout: timedelta | None = None) -> list[Header]:
-        """Wait for the peers, and return what they sent in rank order; a second call returns the same.
+        """Wait for the peers, and return their messages in rank order. A second call returns the same.
 
         Args:
-            timeout: How long to wait; None: as long as the group does.
+            timeout: Time to wait. None: the group's.
         """
         if self._channel.pending is self:
             self._channel.pending = None
@@ -433,15 +449,19 @@ class PendingHandshake:
         if heads.count(heads[0]) == len(heads):
             first = WireHeader.unpack(heads[0])
             if first.message_bytes <= self._size:
-                return self._receive_alike(first, messages)
+                # the usual case, with little work per rank
+                if self._has_channel_size:
+                    self._channel.observe(first.message_bytes)
+                header = first.header(first.text_in(messages[0]), b"")
+                return [header._replace(payload=first.payload_in(message)) for message in messages]
         wire_headers = [WireHeader.unpack(head) for head in heads]
-        if any(wire.version != VERSION for wire in wire_headers):  # nobody knows what stands where
-            return [Header(wire.version, wire.kind, wire.digest, "", b"") for wire in wire_headers]
+        if any(wire.version != VERSION for wire in wire_headers):  # the layout is unknown
+            return [wire.header(b"", b"") for wire in wire_headers]
         refuse_long_payloads(wire_headers)
         # 2. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
         if self._has_channel_size:
             self._channel.observe(max(wire.message_bytes for wire in wire_headers))
-        # 3. the payloads that did not fit; ranks that disagree come to this gather all the same
+        # 3. the payloads that did not fit. Ranks that disagree come to this gather all the same
         payloads = [wire.payload_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
         missing = [wire.payload_bytes if wire.message_bytes > self._size else 0 for wire in wire_headers]
         if any(missing):
@@ -451,19 +471,7 @@ class PendingHandshake:
         texts = [wire.text_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
         if hides_mismatch(wire_headers, texts):
             texts = self._gather_rest(self._text, [wire.text_bytes for wire in wire_headers], timeout)
-        return [
-            Header(wire.version, wire.kind, wire.digest, text.decode(errors="replace"), payload, wire.number, wire.made)
-            for wire, text, payload in zip(wire_headers, texts, payloads, strict=True)
-        ]
-
-    def _receive_alike(self, wire: WireHeader, messages: Sequence[memoryview]) -> list[Header]:
-        """Read messages of one header, whose payloads are inline: the usual case, in which little is done per rank."""
-        if self._has_channel_size:
-            self._channel.observe(wire.message_bytes)
-        text = wire.text_in(messages[0]).decode(errors="replace")
-        start, end = wire.payload_start, wire.message_bytes
-        number, made = wire.number, wire.made
-        return [Header(wire.version, wire.kind, wire.digest, text, bytes(m[start:end]), number, made) for m in messages]
+        return list(map(WireHeader.header, wire_headers, texts, payloads))
 
     def _gather_rest(self, own: bytes, sizes: Sequence[int], timeout: timedelta | None) -> list[bytes]:
         """Gather so many bytes of each rank. Communication: one gather of the longest."""
@@ -491,7 +499,7 @@ def _start_gather_bytes(own: bytearray, group: dist.ProcessGroup) -> tuple[Tenso
 
 
 def _finish_gather_bytes(everyone: Tensor, work: dist.Work, size: int, timeout: timedelta | None) -> list[memoryview]:
-    """Return the messages of all ranks where they arrived: W of them may be long, and are copied once, without what fills them up."""
+    """Return views of the messages of all ranks. They are copied once, without their padding."""
     if timeout is None:
         wait(work)
     else:
@@ -513,22 +521,22 @@ def raise_on_all_ranks(
     """Raise ``error`` on every rank: here, and at the next handshake of each peer.
 
     Args:
-        error: What this rank met by itself. One that the peers have received already is raised without a word to them.
-        where: The place, as the user knows it (``training_step``).
-        group: Process group; None is the world.
-        timeout: How long to wait for peers that do not come.
-        handshake_bytes: As the peers' next ``all_gather``.
+        error: Error of this rank. If the peers have received it already, no message is sent.
+        where: Place in the user's words (``training_step``).
+        group: Process group. None is the world.
+        timeout: Time to wait for peers that do not come.
+        handshake_bytes: Size of the peers' next ``all_gather``.
 
     Raises:
         DDPLossError: the same text on all ranks. A foreign error is raised as it is on its own rank and as ``PeerError``
             on the others.
 
     Communication:
-        One handshake (and a second gather for a long text), met by the peers' next one; given up after ``timeout``.
+        One handshake (and a second gather for a long text), met by the peers' next one. This rank gives up after ``timeout``.
     """
     if process_groups.world_size(group) == 1 or getattr(error, "collective", False):
         raise error
-    # no failure, and a peer whose backward needs nothing of this forward does not come
+    # no failure: peers may not need this forward again, and then do not come
     if compat.stops_recomputation(error):
         raise error
     note_on(error, collective=True)
@@ -552,7 +560,7 @@ def notify_subgroups(error: Exception, where: str) -> bool:
     """Let the next handshake of each part of the world that this rank belongs to be an error, with this one as the reason.
 
     Parts that know of it are left out, so that each member of a part comes to one such handshake, wherever it learnt of the error: one
-    that nobody comes to stays in the group, and whoever forgets the group would wait for it as long as the group's time-out.
+    without its members stays in the group. A rank that destroys the group would wait for it until the group's time-out.
 
     Returns:
         Whether there are parts: then an error that a part raised together is news to the rest of the world.
@@ -575,12 +583,12 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
     """Raise ``error`` on every rank: here, and at the next handshake of each peer, in the world or in a part of it.
 
     Raises:
-        DDPLossError: as ``raise_on_all_ranks``; a peer that received it in a part says so.
+        DDPLossError: as ``raise_on_all_ranks``. A peer that received it in a part names the part.
 
     Communication: one handshake of the world, one for each part.
     """
     has_subgroups = notify_subgroups(error, where)
-    # all ranks have received what was raised in a handshake of the world; what a part raised is news to the others
+    # all ranks have received what was raised in a handshake of the world. An error of a part is new to the others
     if has_subgroups and not was_reported_in(process_groups.internal_groups().handshakes, error):
         note_on(error, collective=False)
     raise_on_all_ranks(error, where)
@@ -597,7 +605,7 @@ def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
 def has_reached_all(error: BaseException) -> bool:
     """Return whether every rank of the world raises this error, or the one that it has become there."""
     groups = getattr(error, "reported_in", ())
-    if not groups:  # decided by all ranks alike; where a connection was lost, by those that are left
+    if not groups:  # decided by all ranks, or by those that are left after a lost connection
         return getattr(error, "collective", False) and not isinstance(error, PeerError)
     is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
     return is_of_world and not getattr(error, "is_unheard", False)

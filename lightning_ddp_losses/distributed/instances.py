@@ -1,7 +1,7 @@
 """Which of several losses of one kind a rank calls: a rank that calls them in another order would compare one with another.
 
 A loss that a strategy finds is known by its path, and one that the user names by that name: both are equal on all ranks, and travel as
-text. Others are numbered per kind as they are made. Where all ranks made as many, the numbers that meet must be equal. Where some rank
+text. Others are numbered per kind as they are made. If all ranks made as many, the numbers that meet must be equal. If some rank
 made one more for itself, its numbers are higher from there on. Then pairs of numbers that meet must keep one order: no two of them
 cross, and none is met by two.
 """
@@ -12,21 +12,21 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-_KEPT = 64  # meetings of one kind that are remembered: losses may be made anew in each step
+_KEPT = 64  # meetings of one kind that are remembered: losses may be made in each step
 
 _made: Counter[str] = Counter()
 
 
 class Instance:
-    """Tells a loss, miner or metric from others of its kind. A copy, or what is unpickled, is another one.
+    """Identity of a loss, miner or metric among others of its kind. A copy, or an unpickled one, has another identity.
 
     Args:
-        kind: What messages call all of them.
-        name: The user's name of this one; None: none.
+        kind: Name of the kind in messages.
+        name: Name that the user gave. None: there is none.
 
     Attributes:
-        path: Its place in the module that a strategy trains; empty: unknown.
-        number: How many of the kind were made on this rank before it.
+        path: Its place in the module that a strategy trains. Empty: unknown.
+        number: Number of those made on this rank before it.
     """
 
     def __init__(self, kind: str, name: str | None = None) -> None:
@@ -36,7 +36,7 @@ class Instance:
 
     @property
     def label(self) -> str:
-        """The name or path; empty where the number must tell."""
+        """The name or path. Empty if the number identifies it."""
         return self.name or self.path
 
     def numbers(self) -> tuple[int, int]:
@@ -60,12 +60,12 @@ class Meetings:
         self._met: dict[str, dict[tuple[int, ...], None]] = {}
 
     def fit(self, kind: str, numbers: tuple[int, ...], made: Sequence[int]) -> bool:
-        """Note a meeting; return whether it may be one of the same instance on all ranks.
+        """Note a meeting. Return whether it may be one of the same instance on all ranks.
 
         Args:
-            kind: Of the instances.
-            numbers: By rank, the instance's.
-            made: By rank, how many of the kind there are.
+            kind: Kind of the instances.
+            numbers: Number of the instance, by rank.
+            made: Number of instances of the kind, by rank.
         """
         met = self._met.setdefault(kind, {})
         if numbers in met:

@@ -7,11 +7,11 @@ gloo and NCCL report that a connection was closed or that time is over, not by w
   collective cannot be woken: after a short grace its process shows where it stands and ends. The same thread reports a rank that makes no
   progress.
 * `World`: the processes of a world that our strategy has started (host, process id, start time). At an incident every rank that is left
-  looks which processes of its own host have ended, writes that it is here itself, and reads the entries of the others. It names
+  looks for ended processes on its host, writes that it is here, and reads the entries of the others. It names
 
   1. a failed rank that reported its error,
   2. a rank whose process has ended, as a rank of the same host has seen,
-  3. else the ranks that are silent for some seconds: they stand still, or nothing reaches their host.
+  3. else the ranks that are silent for some seconds: they stand still, or their host is out of reach.
 
 Legend: ``W`` ranks.
 """
@@ -41,6 +41,7 @@ from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error
 SILENCE_SECONDS = 3.0  # after which a rank without an entry is called silent
 GRACE_SECONDS = 5.0  # how long a rank may go on after another one has failed, before its process ends
 STORE_GRACE_SECONDS = 60.0  # and after the store has gone: rank 0 may have come to its end, and this rank be about to
+TEARDOWN_SECONDS = 600.0  # how long a rank whose run is over may take to save and clean up, before its process ends
 RECEIPT_SECONDS = 3.0  # how long a failed rank waits until its peers have read its error
 _HEARD_SECONDS = 2.0  # how long rank 0, whose process may hold the store, waits after any end
 _POLL_SECONDS = 0.05
@@ -50,14 +51,14 @@ _PREFIX = "lightning_ddp_losses/liveness"
 _FILE_CLOCK_SECONDS = 1.0  # files are stamped by a coarser clock
 _log = logging.getLogger(__name__)
 
-# errors whose cause is a peer that has gone, or did not come
+# errors that come from a peer which has gone, or did not come
 _CONNECTION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|socket|timed out|timeout|process group", re.IGNORECASE
 )
 T = TypeVar("T")
 
 
-class RankFailure(NamedTuple):
+class ReportedFailure(NamedTuple):
     """The end of a rank's run, as the rank reported it.
 
     Attributes:
@@ -84,8 +85,8 @@ class Watch:
 
     Attributes:
         store: The same.
-        stall_seconds: A rank whose main thread stays at one place for longer is reported; None: no rank is.
-        is_over: Whether it has been stopped.
+        stall_seconds: A rank whose main thread stays at one place for longer is reported. None: no rank is.
+        is_over: True once it has been stopped.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -93,8 +94,8 @@ class Watch:
         self.stall_seconds: float | None = None
         self._rank, self._world_size = rank, world_size
         self._place, self._reported_stall = ("start", time.monotonic()), ("", 0.0)
-        self._peer_failure: RankFailure | None = None
-        self._ended = threading.Event()
+        self._peer_failure: ReportedFailure | None = None
+        self._over, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._listen, name="ddp-losses-liveness", daemon=True).start()
 
     # ------------------------------------------------------------------ called by the main thread
@@ -102,10 +103,10 @@ class Watch:
     @property
     def is_over(self) -> bool:
         """Whether the run has come to its end on this rank."""
-        return self._ended.is_set()
+        return self._over.is_set()
 
     def enter(self, place: str) -> None:
-        """Note where the main thread is now.
+        """Note the place of the main thread.
 
         Raises:
             PeerError: when another rank has failed.
@@ -131,7 +132,7 @@ class Watch:
         if not isinstance(exception, Exception):
             return None
         # a peer failed first: its failure is the cause of a broken connection
-        _within(RECEIPT_SECONDS, self._read_failure)
+        within(RECEIPT_SECONDS, self._read_failure)
         if self._peer_failure is not None:
             if _CONNECTION.search(str(exception)):
                 return PeerError(str(self._peer_failure), collective=True)
@@ -145,12 +146,12 @@ class Watch:
 
         Args:
             text: Type and message of the error.
-            is_own: Whether the failure is this rank's, which the others name, and not that of a peer.
+            is_own: True for a failure of this rank, which the others name. False for that of a peer.
             patience: Seconds to wait until all ranks have read it.
         """
         if self._rank == 0:  # the store may go with this process
             patience = max(patience, _HEARD_SECONDS)
-        _within(patience + SILENCE_SECONDS, lambda: self._report(text, is_own, patience))
+        within(patience + SILENCE_SECONDS, lambda: self._report(text, is_own, patience))
 
     def _report(self, text: str, is_own: bool, patience: float) -> None:
         self.store.set(f"here/{self._rank}", "")
@@ -158,20 +159,25 @@ class Watch:
         is_first = False
         for key in ("failure", "over") if is_own else ("over",):
             if self.store.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
-                self.store.set(key, json.dumps(RankFailure(self._rank, self._place[0], text[:4000])))
+                self.store.set(key, json.dumps(ReportedFailure(self._rank, self._place[0], text[:4000])))
                 is_first = True
         end, heard = time.monotonic() + patience, [f"heard/{rank}" for rank in range(self._world_size)]
         while (is_first or self._rank == 0) and time.monotonic() < end and not self.store.check(heard):
             time.sleep(_POLL_SECONDS)
 
+    def clean_up(self) -> None:
+        """Leave this rank ``TEARDOWN_SECONDS`` to clean up after an error. Then its process ends, unless ``stop`` comes before."""
+        self._over.set()
+
     def stop(self) -> None:
-        """Stop watching: this rank has come to an end of its own."""
+        """Stop watching: this rank's run and its clean-up are over."""
         self._ended.set()
+        self._over.set()
 
     # ------------------------------------------------------------------ the listening thread
 
     def _listen(self) -> None:
-        while not self._ended.wait(_LISTEN_SECONDS):
+        while not self._over.wait(_LISTEN_SECONDS):
             try:
                 over = self.read("over")
                 self._read_failure()
@@ -182,19 +188,22 @@ class Watch:
                 grace, reason = GRACE_SECONDS, str(self._peer_failure or over)
             except Exception:  # rank 0, or its agent, has gone, and the store with it
                 grace, reason = STORE_GRACE_SECONDS, "the store of the world has gone, with rank 0 or its agent"
-            if not self._ended.wait(grace):
+            if not self._over.wait(grace):
                 self._end_process(reason)
+        if not self._ended.wait(TEARDOWN_SECONDS):
+            self._end_process(f"the run is over, and this rank has not cleaned up for {TEARDOWN_SECONDS:g} s")
 
-    def read(self, key: str) -> RankFailure | None:
-        """Return the first ``failure``, or the first end (``over``) with or without one; None: there is none yet."""
-        return RankFailure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+    def read(self, key: str) -> ReportedFailure | None:
+        """Return the first ``failure``, or the first end (``over``) with or without one. None if there is none yet."""
+        return ReportedFailure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def _read_failure(self) -> None:
         """Learn of a peer's failure, and acknowledge it."""
         failure = self._peer_failure or self.read("failure")
         if failure is not None and failure.rank != self._rank:
-            self.store.set(f"heard/{self._rank}", "")
+            # the failed rank goes on at once, and may close its connections: the reason for that is known before
             self._peer_failure = failure
+            self.store.set(f"heard/{self._rank}", "")
 
     def _end_process(self, reason: str) -> None:
         """End a process whose main thread stands somewhere although the run is over, and show where."""
@@ -204,7 +213,7 @@ class Watch:
         os._exit(1)
 
     def _report_stall(self) -> None:
-        """Publish where this rank stands still; rank 0 logs where all ranks are, once for each stall."""
+        """Publish where this rank stands still. Rank 0 logs where all ranks are, once for each stall."""
         place, since = self._place
         seconds = time.monotonic() - since
         if self.stall_seconds is None or seconds < self.stall_seconds / 2 or place == "end":
@@ -224,9 +233,9 @@ class ProcessInfo(NamedTuple):
 
     Attributes:
         host: Name of its host.
-        machine: Name that tells machines, and containers with processes of their own, apart.
+        machine: Identity of the machine, or of a container with separate processes.
         pid: Id of the process, there.
-        started: Start time in the kernel's words, which tells it from a later process of the same id.
+        started: Start time in the kernel's units. A later process of the same id has another one.
     """
 
     host: str
@@ -272,17 +281,18 @@ class World:
         self._processes = [ProcessInfo(*json.loads(value)) for value in values]
 
     def new_run(self) -> None:
-        """Watch the run that begins; failures of a former one are not its own. Every rank calls this."""
+        """Watch the run that begins. It does not see failures of a former run. Every rank calls this."""
         if self.watch.is_over:
+            self.watch.stop()
             self._runs += 1
             self.watch, self._explanation = self._new_watch(), None
 
     # ------------------------------------------------------------------ at an incident
 
     def explain(self) -> str:
-        """Return which ranks are gone or silent, and why if that is known; waits some seconds for the others, once."""
+        """Return which ranks are gone or silent, and why if that is known. Waits some seconds for the others, once."""
         if self._explanation is None:
-            self._explanation = _within(2 * SILENCE_SECONDS, self._explain) or self._store_lost()
+            self._explanation = within(2 * SILENCE_SECONDS, self._explain) or self._store_lost()
         return self._explanation
 
     def _store_lost(self) -> str:
@@ -328,10 +338,10 @@ class World:
         return shown_ranks([f"rank {rank} ({self._place(rank)})" for rank in ranks], 8)
 
 
-def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """Return the answer of a store; None after some seconds, or if it fails: the store may have gone with the rank that holds it.
+def within(seconds: float, ask: Callable[[], T]) -> T | None:
+    """Return the answer of a store. None after some seconds, or if it fails: the store may have gone with the rank that holds it.
 
-    After a cable was pulled, a question to the store has no end: nothing reports that the connection is lost (torch 2.13).
+    After a cable was pulled, a question to the store has no end: the lost connection is not reported (torch 2.13).
     """
     answers: list[T] = []
 
@@ -362,12 +372,12 @@ def begin_world(store: Store, rank: int, world_size: int) -> None:
 
 
 def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
-    """Return the watch of the run that begins, in any world; None in a world of one, or if torch does not show its store.
+    """Return the watch of the run that begins, in any world. None in a world of one, or if torch does not show its store.
 
     Args:
         rank: Rank of this process.
         world_size: W.
-        stall_seconds: As ``Watch``.
+        stall_seconds: Limit of a stall, as in ``Watch``.
     """
     if _world is not None:
         _world.new_run()
@@ -381,7 +391,7 @@ def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
 
 
 def _own_store(rank: int) -> Store | None:
-    """Return a part of the default store that only this run uses; None if torch does not show it."""
+    """Return a part of the default store that only this run uses. None if torch does not show it."""
     store = compat.default_store()
     if store is None:
         return None
@@ -407,22 +417,28 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 def explain() -> str | None:
-    """Return which ranks are gone or silent; None in a world that our strategy has not started."""
+    """Return which ranks are gone or silent. None in a world that our strategy has not started."""
     return None if _world is None else _world.explain()
 
 
 def report(error: BaseException) -> None:
-    """Report to the peers that this rank's run is over, and why; it ends by itself from here on."""
+    """Report to the peers that this rank's run is over, and why. This rank cleans up from here on, until ``end_run``."""
     if _world is not None:
         is_own = not isinstance(error, PeerError) and not getattr(error, "collective", False)
         _world.watch.report(f"{type(error).__name__}: {error}", is_own=is_own)
-        _world.watch.stop()
+        _world.watch.clean_up()
 
 
 def end_run() -> None:
     """Stop watching: the run has come to its end."""
     if _world is not None:
         _world.watch.stop()
+
+
+def release(watch: Watch) -> None:
+    """Stop a watch of ``watch_run``, unless it is that of a world which our strategy has started: it stops it after its teardown."""
+    if _world is None or watch is not _world.watch:
+        watch.stop()
 
 
 def new_run() -> None:
@@ -459,16 +475,16 @@ def lost_peer_error(where: str, who: str, error: BaseException) -> PeerError:
         expected="an answer of every rank",
         got=f"{who} ({lines[0][:200]})",
         fix=f"Look at the output of that rank, and at what its machine says of it (dmesg, the scheduler).{more}",
-        collective=True,  # whoever is left hears of it in the same way
+        collective=True,  # the other ranks that are left raise the same
     )
 
 
 def flight_record(rank: int, *, since: float) -> str | None:
-    """Return the file in which torch's Flight Recorder has written what collectives were under way; None where it has not.
+    """Return the file to which torch's Flight Recorder wrote the collectives under way. None if there is no such file.
 
     Args:
-        rank: Whose.
-        since: Seconds since the epoch; what is older is of another run.
+        rank: Rank that wrote it.
+        since: Seconds since the epoch. Older files belong to another run.
     """
     prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     path = Path(f"{prefix or Path.home() / '.cache/torch/comm_lib_trace_rank_'}{rank}")  # torch's default
@@ -482,7 +498,7 @@ def flight_record(rank: int, *, since: float) -> str | None:
 
 
 def _machine() -> str:
-    """Return what tells machines, and containers whose processes have numbers of their own, apart."""
+    """Return the identity of this machine, or of a container with separate process ids."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -490,7 +506,7 @@ def _machine() -> str:
 
 
 def _state_of(pid: int) -> tuple[str, str]:
-    """Return a process's state and when it started; empty texts for one that is no more."""
+    """Return a process's state and when it started. Both are empty if it has ended."""
     try:
         # the name, in brackets, may hold anything
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

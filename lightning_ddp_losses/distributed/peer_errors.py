@@ -1,4 +1,4 @@
-"""The errors that ranks raise together: what a failed rank reports, and the one error that headers which disagree amount to.
+"""The errors that ranks raise together: reports of failed ranks, and the one error for headers that disagree.
 
 Every rank reads the same headers, so every rank makes the same error of them.
 """
@@ -29,16 +29,16 @@ _SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
 
 
 class Header(NamedTuple):
-    """What a rank sent, complete.
+    """Message of a rank, complete.
 
     Attributes:
         version: The version of the format.
         kind: ``CALL`` or ``FAILURE``.
         digest: A hash of the whole text.
-        text: The operation and what must match, a line each; of a failure, where it happened.
-        payload: The rank's own data; of a failure, its report as JSON.
-        number: Which of several losses of one kind called.
-        made: How many of the kind the rank has made.
+        text: Operation and values that must match, a line each. A failure has its place here.
+        payload: Data of the rank. A failure has its report as JSON here.
+        number: Number of the calling loss among several of one kind.
+        made: Number of losses of that kind which the rank has made.
     """
 
     version: int
@@ -129,7 +129,7 @@ def other_instances_error(headers: Sequence[Header]) -> RankMismatchError:
 
 
 def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:
-    """Return the error for what one rank or several met by themselves."""
+    """Return the error for failures of one rank or several."""
     texts = {report.text for report in reports.values()}
     places = ", ".join(sorted({report.where for report in reports.values()}))
     first = next(iter(reports.values()))

@@ -1,14 +1,14 @@
 """The only place that asks torch.distributed for ranks, and the owner of our process groups.
 
 Ours never meet the model's collectives: a user's group (or the world) gets groups of ours. That of handshakes is made where ranks first
-ask for it, each other one where it is first used: after a handshake, in which all ranks have said that they are at this place. Without
+ask for it, each other one where it is first used: after a handshake, which all ranks have reached. Without
 torch.distributed the world is one process of rank 0.
 
 What lies on an accelerator travels on the user's own group. Kernels of two communicators of NCCL that two ranks launch in another order
-wait for each other for ever; those of one communicator run in the order of their launches. That order is one on all ranks: forward and
-the reductions after backward launch from the user's thread, each after a handshake in which all ranks have said that they are at this
-place. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
-which leave in the order of the graph; both orders follow from the forward that the ranks have agreed on.
+wait for each other for ever. Those of one communicator run in the order of their launches. That order is one on all ranks: forward and
+the reductions after backward launch from the user's thread, each after a handshake that all ranks have
+reached. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
+which leave in the order of the graph. Both orders follow from the forward that the ranks have agreed on.
 
 gloo connects each rank of a group with every other one when the group is made, so a group is W - 1 open files per rank beside the world's
 own, and a handshake is one exchange between all of them. Fewer than one group of handshakes, as ranks per node + nodes would be, could be
@@ -21,11 +21,11 @@ group end the process. ``ulimit -n`` must allow for:
 | accelerators, without checks | handshakes | 63 | 1,023 |
 | accelerators, with ``DDPChecks`` | and checks | 126 | 2,046 |
 | CPU, few bytes | handshakes | 63 | 1,023 |
-| CPU, payloads of any size | and host; gradients, where losses have some | 189 | 3,069 |
+| CPU, payloads of any size | and host, and gradients if losses have some | 189 | 3,069 |
 | CPU, with ``DDPChecks`` | and checks | 252 | 4,092 |
 
-Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out; a group made by its members alone is named by how
-many groups each of them knows, so members of parts that overlap may never meet; gloo's threads can abort an interpreter that ends
+Measured (torch 2.13, 2026): ``new_group`` does not inherit the world's time-out. A group made by its members alone is named by how
+many groups each of them knows, so members of parts that overlap may never meet. gloo's threads can abort an interpreter that ends
 before they do.
 """
 
@@ -47,17 +47,17 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
 from lightning_ddp_losses.distributed.instances import Instance
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, expect
 
 Group: TypeAlias = "dist.ProcessGroup | None"
-"""A process group of torch.distributed; None is the world."""
+"""A process group of torch.distributed. None is the world."""
 
 
 class WithProcessGroup:
     """Lets a module over a process group, ``_group``, be copied: the copy is over the same group, which cannot be copied itself."""
 
     def set_group(self, group: Group, kind: str, name: str | None) -> None:
-        """Set the ranks of the module, and what tells it from others of its kind there (``Instance``)."""
+        """Set the ranks of the module, and its identity among others of its kind there (``Instance``)."""
         self._group, self._instance = group, Instance(kind, name)
 
     def create_internal_groups(self) -> None:
@@ -76,14 +76,14 @@ class ProcessGroups:
 
     Args:
         handshakes: Carries handshakes.
-        device: The user's own group where that carries tensors on an accelerator; None: ``host`` does.
+        device: User's group, if it carries tensors on an accelerator. None: ``host`` carries them.
         ranks: The global ranks of the members, in group order.
-        new: Makes one more group of ours, or returns the one that serves for everything. Communication: every member comes.
+        new: Makes one more group, or returns the one that serves for everything. Communication: every member comes.
 
     Attributes:
         handshakes: gloo on the CPU, for metadata on the host: every collective of losses, metrics and the strategy opens here.
         ranks: The global ranks of the members, in group order.
-        notes: What a module keeps for as long as these groups live, under a key of its own.
+        notes: Values that modules keep as long as these groups live, each under a separate key.
     """
 
     def __init__(
@@ -96,11 +96,14 @@ class ProcessGroups:
         self.handshakes, self.ranks = handshakes, ranks
         self.notes: dict[Any, Any] = {}
         self._device, self._new = device, new
+        # the world of our strategy has been asked when it started
+        is_asked = device is None or rendezvous.is_started(dist.group.WORLD)
+        self._may_share_devices = not is_asked and "nccl" in str(dist.get_backend(device))
         self._made: dict[str, dist.ProcessGroup] = {"handshakes": handshakes}
 
     @property
     def device(self) -> dist.ProcessGroup:
-        """The user's own group, for tensors on an accelerator; ``host`` where that is gloo."""
+        """The user's own group, for tensors on an accelerator. ``host`` if that is gloo."""
         return self._device or self.get("host")
 
     def get(self, name: str) -> dist.ProcessGroup:
@@ -116,7 +119,7 @@ class ProcessGroups:
         return self._made[name]
 
     def has(self, name: str) -> bool:
-        """Say whether this one has been made."""
+        """Return whether this one has been made."""
         return name in self._made
 
     def made(self) -> set[dist.ProcessGroup]:
@@ -127,9 +130,9 @@ class ProcessGroups:
         """Let all members meet on the group that carries tensors of this device, before some of them send messages to each other.
 
         A group is made by all of its members, and NCCL wants every rank of a group in the group's first call, also where that is a batch
-        of messages; a rank without rows sends none.
+        of messages. A rank without rows sends none.
 
-        Communication: at first use the making of the group, and on an accelerator one all-reduce of one element; every member must
+        Communication: at first use the making of the group, and on an accelerator one all-reduce of one element. Every member must
             take part.
         """
         key = "warm", device
@@ -137,13 +140,26 @@ class ProcessGroups:
             self.get("host")
         elif key not in self.notes:
             self.notes[key] = True
-            dist.all_reduce(torch.zeros(1, device=device), group=self.device)
+            one = torch.zeros(1, device=device)
+            dist.all_reduce(one, group=self.for_tensor(one))
 
     def for_tensor(self, tensor: Tensor) -> dist.ProcessGroup:
-        """Return the group that carries ``tensor``."""
-        return self.get("host") if tensor.device.type == "cpu" else self.device
+        """Return the group that carries ``tensor``.
+
+        Raises:
+            ConfigurationError: on every rank, at the first tensor on an accelerator, for two ranks of NCCL on one device.
+
+        Communication: at that tensor one gather of small objects on the host.
+        """
+        if tensor.device.type == "cpu":
+            return self.get("host")
+        if self._may_share_devices:
+            self._may_share_devices = False
+            _refuse_shared_device(self.handshakes, tensor.device)
+        return self.device
 
 
+STUCK_SECONDS = 10.0  # of a device whose run has failed, after which its communicators are aborted
 _VALUE_BYTES = 1024
 _NAMES = ("handshakes", "host", "gradients", "checks")
 _groups_by_ranks: dict[tuple[int, ...], ProcessGroups] = {}
@@ -156,21 +172,21 @@ _close_registered = False
 
 
 def is_distributed() -> bool:
-    """Say whether a default process group exists in this process."""
-    return _default() is not None
+    """Return whether a default process group exists in this process."""
+    return dist.group.WORLD is not None
 
 
 def rank(group: Group = None) -> int:
-    """Return this process's rank in ``group`` (None: the world); 0 without torch.distributed."""
-    world = _default()
+    """Return this process's rank in ``group`` (None: the world). 0 without torch.distributed."""
+    world = dist.group.WORLD  # torch's own functions take longer, and a step asks many times
     if world is None:
         return 0
     return world.rank() if group is None else dist.get_rank(group)
 
 
 def world_size(group: Group = None) -> int:
-    """Return the number of processes in ``group`` (None: the world); 1 without torch.distributed."""
-    world = _default()
+    """Return the number of processes in ``group`` (None: the world). 1 without torch.distributed."""
+    world = dist.group.WORLD
     if world is None:
         _refuse_foreign_group(group)
         return 1
@@ -183,23 +199,18 @@ def _refuse_foreign_group(group: Group) -> None:
     Raises:
         ConfigurationError: naming its class.
     """
-    if group is not None and type(group) is not dist.ProcessGroup:
-        raise ConfigurationError(
-            "group",
-            expected="a group that torch.distributed.new_group has made, whose ranks stay",
-            got=type(group).__name__,
-            fix="Leave group= out: the loss is then over the ranks of this replica's world, and manager.allreduce(p.grad) after backward "
-            "takes the mean of the gradients over the replicas (ddp-losses explain torchrun).",
-        )
-
-
-def _default() -> Group:
-    """Return the world's group; None without torch.distributed. Asked many times in a step, and torch's own questions take their time."""
-    return dist.group.WORLD
+    expect(
+        group is None or type(group) is dist.ProcessGroup,
+        "group",
+        expected="a group that torch.distributed.new_group has made, whose ranks stay",
+        got=type(group).__name__,
+        fix="Leave group= out: the loss is then over the ranks of this replica's world, and manager.allreduce(p.grad) after backward "
+        "takes the mean of the gradients over the replicas (ddp-losses explain torchrun).",
+    )
 
 
 def members(group: Group = None) -> tuple[int, ...]:
-    """Return the global ranks of the members, in group order; (0,) without torch.distributed."""
+    """Return the global ranks of the members, in group order. (0,) without torch.distributed."""
     if not is_distributed():
         return (0,)
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -212,20 +223,20 @@ def set_timeout(timeout: timedelta | None) -> None:
 
 
 def _patience(group: Group = None) -> timedelta | None:
-    """Return how long groups that are made now wait; ``new_group`` does not take it over. None: torch's default stands."""
+    """Return how long groups that are made now wait. ``new_group`` does not take it over. None: torch's default stands."""
     return _timeout or compat.group_timeout(group or dist.group.WORLD)
 
 
 def subgroup_of_size(size: int) -> Group:
-    """Make and return the group of this rank among: ranks 0 to size - 1, size to 2 size - 1, ...; size must divide the world.
+    """Make and return the group of this rank among: ranks 0 to size - 1, size to 2 size - 1, and so on. Size must divide the world.
 
-    Communication: a rendezvous of the world for each group; every rank must take part.
+    Communication: a rendezvous of the world for each group. Every rank must take part.
     """
     return _group_among(range(first, first + size) for first in range(0, world_size(), size))
 
 
 def _group_among(parts: Iterable[Sequence[int]]) -> Group:
-    """Make a group of each part of the world, which every rank does; return this rank's."""
+    """Make a group of each part of the world, which every rank does. Return this rank's."""
     mine: Group = None
     with _new_groups(members()):
         for part in parts:
@@ -238,7 +249,7 @@ def _group_among(parts: Iterable[Sequence[int]]) -> Group:
 def internal_groups(group: Group = None) -> ProcessGroups:
     """Return our groups over the members of ``group``, which are made at first use.
 
-    Communication: at first use only, a rendezvous through the store, and under NCCL a gather of small objects; every member must take
+    Communication: at first use only, a rendezvous through the store, and under NCCL a gather of small objects. Every member must take
         part. Each other group is made where it is used first. Where ``torchrun``'s agent holds the store of a world that our strategy
         has not started, a roll call through it comes before each (``rendezvous``). A gloo group that is a part of the world serves for
         everything itself.
@@ -267,15 +278,15 @@ def replica_group(group: Group) -> Group:
     """Return the group of the ranks that stand where this one stands in their own part of the world: its replicas.
 
     Args:
-        group: This rank's part; None is the world.
+        group: This rank's part. None is the world.
 
     Returns:
-        Their group; ``group`` itself where it is the whole world.
+        Their group, or ``group`` itself if it is the whole world.
 
     Raises:
         ConfigurationError: on every rank, when the parts do not divide the world evenly.
 
-    Communication: at first use, one gather of small objects and the making of as many groups as a part has ranks; every rank of the
+    Communication: at first use, one gather of small objects and the making of as many groups as a part has ranks. Every rank of the
         world takes part.
     """
     if group is None or len(dist.get_process_group_ranks(group)) == world_size():
@@ -299,7 +310,7 @@ def replica_group(group: Group) -> Group:
 
 
 def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None) -> Group:
-    """Return the group of the ranks in this rank's part of a device mesh; None where that is the world.
+    """Return the group of the ranks in this rank's part of a device mesh. None if that is the world.
 
     Args:
         title: Title of the caller in messages.
@@ -310,8 +321,8 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
     Raises:
         ConfigurationError: for a mesh without this rank, dimensions that overlap, or a group and a mesh.
 
-    Communication: for a part of the world over several dimensions, at first use, one gather of small objects and the making of its groups;
-        every rank of the world takes part.
+    Communication: for a part of the world over several dimensions, at first use, one gather of small objects and the making of its groups.
+        Every rank of the world takes part.
     """
     wrong = ""
     for each in (mesh, copies):
@@ -323,13 +334,13 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
         shared = sorted(set(mesh.mesh.flatten().tolist()) & set(copies.mesh.flatten().tolist()))
         if shared != [rank()]:
             wrong = f"copies={copies.mesh.tolist()} and mesh={mesh.mesh.tolist()}, both with ranks {shared}"
-    if wrong:
-        raise ConfigurationError(
-            f"{title}: mesh",
-            expected='dimensions of one device mesh: mesh["dp", "cp"] over which rows differ, copies=mesh["tp"]',
-            got=wrong,
-            fix="Take both from the mesh that init_device_mesh has made of the ranks.",
-        )
+    expect(
+        not wrong,
+        f"{title}: mesh",
+        expected='dimensions of one device mesh: mesh["dp", "cp"] over which rows differ, copies=mesh["tp"]',
+        got=wrong,
+        fix="Take both from the mesh that init_device_mesh has made of the ranks.",
+    )
     ranks = tuple(mesh.mesh.flatten().tolist())
     if sorted(ranks) == list(range(world_size())):
         return None
@@ -341,7 +352,7 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
 
 
 def _group_of_part(ranks: tuple[int, ...]) -> Group:
-    """Return the group of ranks; every rank of the world names the part in which it is."""
+    """Return the group of ranks. Every rank of the world names the part in which it is."""
     _forget_former_world()
     key = tuple(sorted(ranks))
     if key not in _part_groups:
@@ -383,16 +394,14 @@ def _make(ranks: tuple[int, ...], group: Group) -> ProcessGroups:
 
     ours = ProcessGroups(new(), None if only_gloo else group or dist.group.WORLD, ranks, new)
     if not is_world:
-        # torch names it by how many groups a rank knows, and later on a member of other parts might know more; a part has no
+        # torch names it by how many groups a rank knows, and later on a member of other parts might know more. A part has no
         # use for the others
         ours.get("host")
-    if dist.get_backend(group) == "nccl":
-        _refuse_shared_device(ours.handshakes)
     return ours
 
 
 def _gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's plain value in rank order; as JSON, since torch's gather of objects unpickles what peers send."""
+    """Return every rank's plain value in rank order. They travel as JSON, since torch's gather of objects unpickles messages of peers."""
     num_bytes = _VALUE_BYTES + 8 * world_size()  # a value may list all ranks
     data = torch.frombuffer(bytearray(json.dumps(own).encode().ljust(num_bytes)), dtype=torch.uint8)
     texts = torch.empty(group.size(), num_bytes, dtype=torch.uint8)
@@ -400,19 +409,18 @@ def _gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
     return [json.loads(bytes(text.tolist())) for text in texts]
 
 
-def _refuse_shared_device(handshakes: dist.ProcessGroup) -> None:
-    """Refuse two ranks of NCCL on one device, which it takes for a fault on those and waits over on the others.
+def _refuse_shared_device(handshakes: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuse two ranks of NCCL on one device: NCCL fails on those ranks, and the others wait.
+
+    Args:
+        handshakes: Group of gloo.
+        device: Device of this rank's tensors. The current device may be another one.
 
     Raises:
         ConfigurationError: on every rank, naming them.
 
-    Communication: one gather of small objects on the host; none in a world that the strategy has started, which has been asked.
+    Communication: one gather of small objects on the host.
     """
-    if rendezvous.is_started(dist.group.WORLD):
-        return
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    device = torch.device(accelerator.type, torch.accelerator.current_device_index())
     error = rendezvous.shared_device_error(_gather_values(rendezvous.nccl_device("nccl", device), handshakes))
     if error is not None:
         error.collective = True
@@ -430,11 +438,11 @@ def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timede
     """Enter a world of processes on this machine that meet through a file: no port, no environment variable.
 
     Args:
-        file: A path that all of them can write; it must not exist before.
-        rank: This process's.
-        world_size: How many processes come.
-        backend: The world's.
-        timeout: How long to wait for a peer, here and in every collective.
+        file: A path that all of them can write. It must not exist before.
+        rank: Rank of this process.
+        world_size: Number of processes that come.
+        backend: Backend of the world.
+        timeout: Time to wait for a peer, here and in every collective.
     """
     store = dist.FileStore(file, world_size)  # type: ignore[attr-defined]
     store.set_timeout(timeout)
@@ -442,7 +450,7 @@ def join(file: str, rank: int, world_size: int, *, backend: str, timeout: timede
 
 
 def close(*, world: bool = False) -> None:
-    """Destroy our process groups; with ``world`` the default group too. Safe to call twice, and at exit.
+    """Destroy our process groups, and with ``world`` the default group. A second call, or one at exit, is safe.
 
     gloo's threads may abort the interpreter if they are still alive when it ends.
     """
@@ -461,8 +469,32 @@ def close(*, world: bool = False) -> None:
         dist.destroy_process_group()
 
 
+def abort_stuck(device: torch.device) -> bool:
+    """Abort the communicators of an accelerator that does not complete its work. Return whether that was so.
+
+    A kernel of NCCL waits for a peer that has failed as long as the group's time-out. Until then a copy from the device, ``module.cpu()``
+    and the end of the process wait, too. After an abort those kernels end, and their results are undefined. The groups carry nothing more
+    on the device. Groups of gloo stay.
+
+    Args:
+        device: Device of this rank.
+
+    Communication: none. Waits up to ``STUCK_SECONDS`` for the device.
+    """
+    if device.type == "cpu" or not is_distributed():
+        return False
+
+    def synchronize() -> bool:
+        torch.accelerator.synchronize(device)
+        return True
+
+    if liveness.within(STUCK_SECONDS, synchronize):
+        return False
+    return compat.abort_communicators(device) > 0
+
+
 def _forget_former_world() -> None:
-    """Forget the groups of a world that is no more: torch.distributed was initialised anew, and they went with it."""
+    """Forget the groups of a world that is no more: torch.distributed was initialised again, and they ended with it."""
     global _world  # noqa: PLW0603 - the cache belongs to the process's default group
     if dist.group.WORLD is not _world:
         _forget()

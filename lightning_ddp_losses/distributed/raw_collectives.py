@@ -3,10 +3,10 @@
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Each picks the group by the tensor's device, and what is
 cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small gather is faster than its small all-reduce. gloo lacks an
 ``all_gather`` list of uneven tensors (it can return garbage on one rank while the other aborts) and reductions of int16 and uint64
-(torch 2.13; measured 2026): rows travel padded and as bytes, halves and small integers are added wide.
+(measured with torch 2.13, 2026): rows travel padded and as bytes, halves and small integers are added wide.
 
-gloo carries an accelerator's tensors in some collectives only. Where it is the group's backend (two ranks on one GPU, which NCCL refuses;
-a device that no backend knows), they travel through host memory (``is_staged``), as they would on the CPU.
+gloo carries an accelerator's tensors in some collectives only. Where it is the group's backend (two ranks on one GPU, which NCCL refuses,
+or a device that no backend knows), they travel through host memory (``is_staged``), as they would on the CPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
 NARROW_DTYPES = (None, torch.bfloat16, torch.float16)
-"""By what a rank says of a tensor; None: it travels as it is."""
+"""Dtypes by the number that a rank sends for a tensor. None: the tensor travels as it is."""
 
 
 @dataclass(frozen=True)
 class NarrowRows:
-    """What a tensor's rows are a function of, in fewer bytes: these travel, and each receiver makes the rows of them.
+    """Narrow rows that travel in place of a tensor's. Each receiver computes the tensor's rows from them.
 
     Attributes:
         rows: (B, ...), as the caller gave them, of any floating dtype.
@@ -43,29 +43,29 @@ class NarrowRows:
 
     @classmethod
     def of_cast(cls, tensor: Tensor, given: torch.dtype | None) -> NarrowRows:
-        """Make them for a tensor that was cast from ``given``; None: it was not."""
+        """Make them for a tensor that was cast from ``given``. None: it was not cast."""
         rows = tensor.detach()
         return cls(rows if given is None else rows.to(given), lambda sent: sent.to(tensor.dtype))
 
     def kind(self, tensor: Tensor) -> int:
-        """Return what an offer says: whether these travel in place of the tensor, and their dtype."""
+        """Return the number of an offer: whether these travel in place of the tensor, and their dtype."""
         is_narrow = self.rows.dtype in NARROW_DTYPES and self.rows.dtype != tensor.dtype
         return NARROW_DTYPES.index(self.rows.dtype) if is_narrow else 0
 
 
 def narrow_batches(batches: Mapping[str, Tensor], given: torch.dtype | None) -> dict[str, NarrowRows]:
-    """Make what may travel in place of the floating ones of some tensors, all of which were cast from ``given``; None: from none."""
+    """Make the narrow rows of the floating ones among some tensors that were cast from ``given``. None: they were not cast."""
     return {name: NarrowRows.of_cast(t, given) for name, t in batches.items() if t.is_floating_point()}
 
 
 @dataclass(frozen=True)
 class RowsOfARing:
-    """How (n, D) rows go round a ring, as bytes: those that they are made of, from each rank whose are narrower.
+    """How (n, D) rows go round a ring, as bytes. Ranks that have narrower ones send those.
 
     Attributes:
         own: (B, D), this rank's, without graph.
-        narrow: What they are made of, of any floating dtype.
-        dtypes: By rank, in which these travel; None: the rows themselves do.
+        narrow: Rows that they are made of, of any floating dtype.
+        dtypes: Dtype in which they travel, by rank. None: the rows themselves travel.
         counts: B of each rank.
         group: Process group.
     """
@@ -90,7 +90,7 @@ class RowsOfARing:
         return sizes
 
     def received(self, source: int, message: Tensor) -> Tensor:
-        """Return the rows of a rank, from what it sent; this rank's own are here."""
+        """Return the rows of a rank from its message. This rank has its own."""
         dtype = self.dtypes[source]
         if source == process_groups.rank(self.group):
             return self.own
@@ -113,7 +113,7 @@ def wait(work: dist.Work) -> None:
     work.wait()
 
 
-def _finish(work: dist.Work | None, tensor: Tensor) -> None:
+def _wait_for(work: dist.Work | None, tensor: Tensor) -> None:
     """Wait for a collective on a tensor."""
     assert work is not None
     if tensor.device.type == "cpu":
@@ -123,18 +123,18 @@ def _finish(work: dist.Work | None, tensor: Tensor) -> None:
 
 
 def awake_seconds() -> float:
-    """Return how long this rank waits awake: not at all where ranks outnumber the processors that it may use."""
+    """Return how long this rank waits awake: 0 if there are more ranks than processors for it."""
     return _AWAKE_SECONDS if _local_ranks() <= _num_processors() else 0.0
 
 
 def _local_ranks() -> int:
-    """Return how many ranks run on this machine, as torchrun says; else all of the world may."""
+    """Return how many ranks run on this machine, as torchrun reports it, or the world size."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(told) if told.isdecimal() else process_groups.world_size()
 
 
 def _num_processors() -> int:
-    # what a container or a job was given may be fewer than the machine has
+    # a container or a job may have fewer than the machine
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
@@ -154,21 +154,21 @@ def group_for(tensor: Tensor, group: Group) -> dist.ProcessGroup:
 
 
 def travels_on_device(tensor: Tensor, group: Group) -> bool:
-    """Say whether ranks gather this tensor without its host: not on the CPU, nor where gloo carries an accelerator's tensors."""
+    """Return whether ranks gather this tensor without its host: not on the CPU, nor where gloo carries an accelerator's tensors."""
     if tensor.device.type == "cpu":
         return False
     return not is_staged(tensor, group)
 
 
 def is_staged(tensor: Tensor, group: Group) -> bool:
-    """Say whether this tensor travels through host memory: it is on an accelerator, and gloo carries it to other ranks."""
+    """Return whether this tensor travels through host memory: it is on an accelerator, and gloo carries it to other ranks."""
     if tensor.device.type == "cpu" or process_groups.world_size(group) == 1:
         return False
-    return dist.get_backend(group_for(tensor, group)) == dist.Backend.GLOO
+    return dist.get_backend(process_groups.internal_groups(group).device) == dist.Backend.GLOO
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, pinned where the device knows that."""
+    """Return a copy in host memory, pinned if the device supports it."""
     return HostCopy(tensor).read()
 
 
@@ -187,11 +187,11 @@ def gather(everyone: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> None:
         gather(gathered, _on_host(own), group=group)
         everyone.copy_(gathered)
         return
-    _finish(_gather_into(everyone, own, group=group, async_op=True), own)
+    _wait_for(_gather_into(everyone, own, group=group, async_op=True), own)
 
 
 def gather_stacked(own: Tensor, group: Group) -> Tensor:
-    """Gather a tensor of one shape on all ranks into (W, ...). Communication: one gather; none in a world of one."""
+    """Gather a tensor of one shape on all ranks into (W, ...). Communication: one gather. There is none in a world of one."""
     world_size = process_groups.world_size(group)
     if world_size == 1:
         return own.unsqueeze(0)
@@ -211,7 +211,7 @@ def start_gather(own: Tensor, *, group: dist.ProcessGroup) -> tuple[Tensor, dist
 
 
 def host_memory(tensor: Tensor) -> Any:
-    """Return the memory of a tensor on the CPU as numpy's array, of bytes where numpy lacks the dtype; a copy where not contiguous."""
+    """Return the memory of a tensor on the CPU as numpy's array, of bytes if numpy lacks the dtype, and a copy if it is not contiguous."""
     flat = tensor.detach().resolve_neg().contiguous()
     return (flat if flat.dtype in _NUMPY_DTYPES else as_bytes(flat)).numpy()
 
@@ -229,7 +229,7 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
     Returns:
         A function that waits for it and returns the tensor.
 
-    Communication: one all-reduce, on a group that no other collective uses; for few bytes on the CPU one gather.
+    Communication: one all-reduce, on a group that no other collective uses, or one gather for few bytes on the CPU.
     """
     world_size = process_groups.world_size(group)
     if world_size == 1:
@@ -248,11 +248,15 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
             return torch.mean(everyone, 0, out=tensor.view(-1)).view(tensor.shape)
 
         return mean_of_gathered
+    divided_before = 1
+    if tensor.dtype == torch.float16:  # a sum over many ranks is too large for it. A power of two keeps all digits
+        divided_before = 1 << (world_size - 1).bit_length()
+        tensor.div_(divided_before)
     reducing = dist.all_reduce(tensor, group=carrier, async_op=True)
 
     def mean_of_sum() -> Tensor:
-        _finish(reducing, tensor)
-        return tensor.div_(world_size)
+        _wait_for(reducing, tensor)
+        return tensor.div_(world_size / divided_before)
 
     return mean_of_sum
 
@@ -280,7 +284,7 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
 
 
 def broadcast_between_replicas_(part: Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrite a part with that of the first rank of a mesh's own group, in place; no group of ours is made for it.
+    """Overwrite a part with that of the first rank of a mesh's own group, in place. No group of ours is made for it.
 
     Communication: one broadcast, of a part that holds anything.
     """
@@ -294,7 +298,7 @@ def _broadcast_bytes_(tensors: list[Tensor], group: Group) -> None:
     dist.broadcast(packed, src=source, group=group_for(packed, group))
     packed, offset = packed.to(tensors[0].device), 0
     for tensor in tensors:
-        # a slice may start at any byte; a view of another dtype needs an aligned start
+        # a slice may start at any byte. A view of another dtype needs an aligned start
         received = packed[offset : offset + tensor.nbytes].clone()
         tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
         offset += tensor.nbytes
@@ -323,11 +327,11 @@ def all_gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
 
 
 def all_gather_slices_(everyone: Tensor, group: Group) -> None:
-    """Complete, in place, bytes (a multiple of 8) of which each rank has written its own and left the others zero.
+    """Complete, in place, bytes (a multiple of 8). Each rank has written its part and left the others zero.
 
     It moves twice what a gather moves, but needs no second buffer, as gloo's gather does, and no padding.
 
-    Communication: one all-reduce; for few bytes on the CPU one gather.
+    Communication: one all-reduce, or one gather for few bytes on the CPU.
     """
     if is_staged(everyone, group):
         on_host = _on_host(everyone)
@@ -341,25 +345,28 @@ def all_gather_slices_(everyone: Tensor, group: Group) -> None:
         wait(work)
         torch.sum(gathered, 0, out=words)
         return
-    _finish(dist.all_reduce(words, group=carrier, async_op=True), words)
+    _wait_for(dist.all_reduce(words, group=carrier, async_op=True), words)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes, 1-D: its own memory where that is contiguous."""
+    """Return a tensor's bytes, 1-D, in its memory if that is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # one element counts as contiguous whatever its stride; a view as bytes needs stride 1
+    # one element counts as contiguous whatever its stride. A view as bytes needs stride 1
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tensor:
-    """Return this rank's rows of the sum of (G, ...) over ranks, added in rank order and in at least float32."""
+    """Return this rank's rows of the sum of (G, ...) over ranks, added in at least float32. The CPU adds in rank order, NCCL in its own."""
     if is_staged(tensor, group):
         return reduce_scatter_rows(_on_host(tensor), counts, group).to(tensor.device)
+    if tensor.is_complex() and tensor.device.type != "cpu":  # NCCL adds no complex numbers
+        as_pairs = torch.view_as_real(tensor.detach().resolve_conj())
+        return torch.view_as_complex(reduce_scatter_rows(as_pairs, counts, group))
     rank = process_groups.rank(group)
     row_shape = tensor.shape[1:]
     wide = wide_dtype(tensor.dtype)
     source = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce; this moves each row once
+    if source.device.type == "cpu":  # gloo's reduce-scatter moves as much as an all-reduce. This moves each row once
         # as bytes: gloo does not know all dtypes
         row_bytes = row_shape.numel() * source.element_size()
         received = source.new_empty((len(counts), counts[rank], *row_shape))
@@ -369,9 +376,11 @@ def reduce_scatter_rows(tensor: Tensor, counts: list[int], group: Group) -> Tens
         dist.all_to_all_single(as_bytes(received), as_bytes(source), received_sizes, sent_sizes, group=carrier)
         return received.to(wide).sum(0).to(tensor.dtype)
     longest = max(counts)
-    padded = source.new_zeros((len(counts), longest, *row_shape), dtype=wide)
-    for block, rows in zip(padded, torch.split(source, counts), strict=True):
-        block[: rows.shape[0]] = rows
+    padded = source.to(wide)
+    if min(counts) < longest:
+        padded = source.new_zeros((len(counts), longest, *row_shape), dtype=wide)
+        for block, rows in zip(padded, torch.split(source, counts), strict=True):
+            block[: rows.shape[0]] = rows
     out = padded.new_empty((longest, *row_shape))
     _reduce_scatter_into(out.reshape(-1), padded.reshape(-1), group=group_for(source, group))
     return out[: counts[rank]].to(tensor.dtype)
@@ -387,7 +396,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> list[Tensor]:
-    """Give rank i the i-th part (1-D, one dtype); return what each rank gave, of these sizes. Communication: one exchange."""
+    """Give rank i the i-th part (1-D, one dtype). Return the parts that the ranks gave, of these sizes. Communication: one exchange."""
     packed = _staged(torch.cat(list(parts)).contiguous(), group)
     received = packed.new_empty(sum(sizes))
     sent_sizes = [part.numel() for part in parts]
@@ -427,16 +436,16 @@ def ring_round_trip(
     found_counts: Sequence[int] | None,
     group: Group,
 ) -> Tensor | None:
-    """Visit every rank's rows in turn, own ones first; return the results of all ranks for this rank's rows.
+    """Visit every rank's rows in turn, own ones first. Return the results of all ranks for this rank's rows.
 
     The next rows travel while these are visited, so two ranks' rows are here at a time. Results follow the rows.
 
     Args:
         rows: (B, ...), this rank's.
         counts: B of each rank.
-        visit: Rank and its rows -> this rank's result, (n, ...), of one dtype and width for all; called W times.
+        visit: Rank and its rows -> this rank's result, (n, ...), of one dtype and width for all. Called W times.
         join: One rank's result and that of the ranks before it -> both.
-        found_counts: n of each rank; None: results are not collected.
+        found_counts: n of each rank. None: results are not collected.
         group: Process group.
 
     Returns:
@@ -476,7 +485,7 @@ class Ring:
     """The ranks in a ring, each with one before and one after it.
 
     Args:
-        like: A tensor on the device of what is sent.
+        like: A tensor on the device of the messages.
         group: Process group.
     """
 
@@ -485,16 +494,16 @@ class Ring:
         ranks, rank = internal_groups.ranks, process_groups.rank(group)
         self._is_staged = is_staged(like, group)
         self._carrier = group_for(like, group)
-        internal_groups.warm_up(like.device)  # a rank without rows sends nothing
+        internal_groups.warm_up(like.device)  # a rank without rows sends no message
         self._next, self._previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
 
     def send(self, tensor: Tensor, rows: int) -> Callable[[], Tensor]:
         """Start to send a tensor to the next rank and to receive one of so many rows from the one before.
 
-        Both ranks know the sizes: what is empty is not sent.
+        Both ranks know the sizes. Empty tensors are not sent.
 
         Returns:
-            A function that waits for both and returns what was received.
+            A function that waits for both and returns the received rows.
         """
         device = tensor.device
         if self._is_staged:
@@ -516,7 +525,7 @@ class Ring:
 
 
 def send(tensor: Tensor, to: int) -> None:
-    """Send a tensor to one rank of the world, which calls ``receive``."""
+    """Send a tensor to one rank of the world, which calls ``receive``. All ranks have used the group of the device before."""
     own = _staged(tensor.detach().contiguous(), None)
     dist.send(own, to, group=group_for(own, None))
 

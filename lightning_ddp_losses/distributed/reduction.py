@@ -1,7 +1,7 @@
-"""By what the gradients of a model are reduced: a mean over ranks, a sum, or a number of the user's.
+"""How the gradients of a model are reduced: a mean over ranks, a sum, or a sum divided by the user's number.
 
 Gradients end as ``c * sum over R of g_r``. An exact value is made for a mean, ``c = 1 / |R|``. For any other ``c`` its gradient is
-multiplied by ``1 / (c |R|)``, once, at the value. So losses, metrics and ``global_mean`` follow in the same way, over whatever ranks.
+multiplied by ``1 / (c |R|)``, once, at the value. So losses, metrics and ``global_mean`` follow in the same way, over any ranks.
 
 | what reduces | c | times |
 |---|---|---|
@@ -9,7 +9,7 @@ multiplied by ``1 / (c |R|)``, once, at the value. So losses, metrics and ``glob
 | a sum | 1 | ``1 / |R|`` |
 | ``set_gradient_divide_factor(f)`` of FSDP2 | ``1 / f`` | ``f / |R|`` |
 
-What the strategy's module is reduced by comes first, then the model of an accumulation window.
+The reduction of the strategy's module comes first, then that of an accumulation window's model.
 """
 
 from __future__ import annotations
@@ -19,28 +19,26 @@ import math
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import ConfigurationError, expect
 
 _MAX_SHOWN = 6  # modules shown in an error
 
 
 @dataclass(frozen=True)
-class Reduction:
+class GradientReduction:
     """How gradients end.
 
     Attributes:
         divisor: The sum over the ranks is divided by it. None: unknown.
         ranks: The ranks R, of the world.
-        source: What reduces, for messages.
+        source: Name of the reduction in messages.
     """
 
     divisor: float | None
@@ -49,7 +47,7 @@ class Reduction:
 
     @property
     def scale(self) -> float:
-        """Factor of the gradient of a value that is made for a mean; 1 where the divisor is unknown."""
+        """Factor of the gradient of a value that is made for a mean. 1 if the divisor is unknown."""
         return 1.0 if self.divisor is None else self.divisor / len(self.ranks)
 
     def __str__(self) -> str:
@@ -57,16 +55,16 @@ class Reduction:
         return f"{divided} over {len(self.ranks)} ranks ({self.source})"
 
 
-_current: ContextVar[Reduction | None] = ContextVar("reduction", default=None)
+_current: ContextVar[GradientReduction | None] = ContextVar("reduction", default=None)
 
 
-def current_reduction() -> Reduction | None:
-    """Return by what the strategy's module, or the window's model, is reduced; None where nothing is known."""
+def current_reduction() -> GradientReduction | None:
+    """Return how the strategy's module, or the window's model, is reduced. None if that is unknown."""
     return _current.get()
 
 
 @contextlib.contextmanager
-def reduced_by(reduction: Reduction | None) -> Iterator[None]:
+def reduced_by(reduction: GradientReduction | None) -> Iterator[None]:
     """Let the gradients of exact values inside the block make up for a reduction."""
     before = _current.set(reduction)
     try:
@@ -75,11 +73,11 @@ def reduced_by(reduction: Reduction | None) -> Iterator[None]:
         _current.reset(before)
 
 
-def scaled(value: Tensor, scale: float | None = None) -> Tensor:
-    """Return the same value, whose gradient is multiplied.
+def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
+    """Return the same value. Its gradient is multiplied.
 
     Args:
-        value: Made for a mean over ranks.
+        value: Value made for a mean over ranks.
         scale: Factor. None: that of the current reduction.
     """
     if scale is None:
@@ -87,37 +85,28 @@ def scaled(value: Tensor, scale: float | None = None) -> Tensor:
         scale = 1.0 if current is None else current.scale
     if scale == 1.0 or not value.requires_grad:
         return value
-    return _Scaled.apply(value, scale)  # type: ignore[no-untyped-call, no-any-return]
+    passed = value.view_as(value)
+    passed.register_hook(lambda grad: grad * scale)  # type: ignore[no-untyped-call]
+    return passed
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None
-
-
-def reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> Reduction | None:
-    """Return by what modules are reduced; None if neither DistributedDataParallel nor ``fully_shard`` is among them.
+def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientReduction | None:
+    """Return how modules are reduced. None if neither DistributedDataParallel nor ``fully_shard`` is among them.
 
     Args:
-        modules: By path, as ``named_modules`` gives them.
+        modules: Modules by path, as ``named_modules`` gives them.
 
     Raises:
         ConfigurationError: for modules that are reduced differently, or by what this backend cannot.
     """
-    found: dict[str, Reduction] = {}
+    found: dict[str, GradientReduction] = {}
     for path, module in modules:
         if isinstance(module, DistributedDataParallel):
             ranks = process_groups.members(module.process_group)
             hook = next(iter(compat.foreign_comm_hooks(module)), None)
             divisor = float(len(ranks)) if hook is None else None
             source = "DistributedDataParallel" if hook is None else f"comm hook {hook} of DistributedDataParallel"
-            found[path] = Reduction(divisor, ranks, source)
+            found[path] = GradientReduction(divisor, ranks, source)
         elif isinstance(module, FSDPModule):
             for each in _of_sharded(module, path):
                 found[path] = each
@@ -135,12 +124,12 @@ def reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> Reduction | None:
     return first
 
 
-def _of_sharded(module: FSDPModule, path: str) -> Iterator[Reduction]:
+def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
     """Yield how ``fully_shard`` reduces the parameters of one module."""
     for factor, forces_sum, mesh, own_ranks in compat.sharded_reductions(module):
         ranks = tuple(mesh.mesh.flatten().tolist())
         if factor is None:
-            yield Reduction(float(len(ranks)), ranks, "fully_shard")
+            yield GradientReduction(float(len(ranks)), ranks, "fully_shard")
             continue
         call = f"set_gradient_divide_factor({factor:g})"
         if mesh.device_type == "cpu" and not forces_sum and factor != own_ranks:
@@ -150,19 +139,19 @@ def _of_sharded(module: FSDPModule, path: str) -> Iterator[Reduction]:
                 got="without set_force_sum_reduction_for_comms(True)",
                 fix=f"Call set_force_sum_reduction_for_comms(True) on each module beside {call}.",
             )
-        yield Reduction(float(factor), ranks, call)
+        yield GradientReduction(float(factor), ranks, call)
 
 
 def chosen_reduction(
     reduces: str | float, module: nn.Module | None, ranks: tuple[int, ...], *, exact_ranks: bool
-) -> Reduction | None:
-    """Return by what a value's gradient will be reduced; None is a mean.
+) -> GradientReduction | None:
+    """Return how a value's gradient will be reduced. None is a mean.
 
     Args:
         reduces: ``"auto"``, ``"mean"``, ``"sum"``, or the number by which the sum is divided.
-        module: Its gradients are asked for if neither a strategy nor a window tells.
-        ranks: Ranks whose rows differ.
-        exact_ranks: Whether the model must be reduced over all of them.
+        module: Model to ask if there is neither a strategy nor a window.
+        ranks: Ranks with different rows.
+        exact_ranks: The model must be reduced over all of them.
 
     Raises:
         ConfigurationError: for what cannot be read, and for another reduction than the model's.
@@ -171,11 +160,10 @@ def chosen_reduction(
         is_known = reduces in ("auto", "mean", "sum")
     else:
         is_known = math.isfinite(reduces) and reduces > 0 and not isinstance(reduces, bool)
-    if not is_known:
-        raise ConfigurationError("reduces", expected='"auto", "mean", "sum", or a number above 0', got=repr(reduces))
+    expect(is_known, "reduces", expected='"auto", "mean", "sum", or a number above 0', got=repr(reduces))
     model = _current.get()
     if model is None and module is not None:
-        model = reduction_of(module.named_modules())
+        model = gradient_reduction_of(module.named_modules())
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):
         raise ConfigurationError(
             "mesh",
@@ -194,7 +182,7 @@ def chosen_reduction(
         return model
     over = ranks if model is None else model.ranks
     divisor = {"mean": float(len(over)), "sum": 1.0}.get(reduces, reduces) if isinstance(reduces, str) else reduces
-    chosen = Reduction(float(divisor), over, f"reduces={reduces!r}")
-    if model is not None and model.divisor is not None and model.divisor != chosen.divisor:
-        raise ConfigurationError("reduces", expected=f"that of the model: {model}", got=str(chosen), fix='Take "auto".')
+    chosen = GradientReduction(float(divisor), over, f"reduces={reduces!r}")
+    is_models = model is None or model.divisor is None or model.divisor == chosen.divisor
+    expect(is_models, "reduces", expected=f"that of the model: {model}", got=str(chosen), fix='Take "auto".')
     return chosen

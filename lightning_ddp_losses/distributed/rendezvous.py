@@ -1,13 +1,13 @@
-"""Rendezvous: a world whose keys no former one has written, with an error that names what is wrong before anything waits for it.
+"""Rendezvous: a world with new keys in its store, and an error that names the problem before ranks wait for each other.
 
-Under ``torchrun`` the store belongs to the agent and outlives its workers; ``init_process_group`` and ``new_group`` write the same keys in
+Under ``torchrun`` the store belongs to the agent and outlives its workers. ``init_process_group`` and ``new_group`` write the same keys in
 each attempt. So a restarted rank may read the address of a dead one, and gloo ends in "connectFullMesh ... Connection refused", or NCCL
-in a dead rank's id. (torch 2.13, 2026: of 8 restarts of 3 ranks that do nothing but ``init_process_group``, 7 ended so.) A world
-that this module starts lives under a prefix which its ranks have agreed on in a roll call; groups made later inherit that. For a world
+in a dead rank's id. (torch 2.13, 2026: of 8 restarts of 3 ranks that call ``init_process_group`` alone, 7 ended so.) A world
+that this module starts lives under a prefix which its ranks have agreed on in a roll call. Groups made later inherit that. For a world
 that somebody else has started under such an agent, our own groups get a prefix of theirs.
 
 Programs that call ``init_process_group`` themselves are safe with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment of every
-agent: each attempt then has a store of its own.
+agent: each attempt then has a separate store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_ddp_losses.distributed.peer_errors import failure_report, reporte
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
 
 Report: TypeAlias = Mapping[str, Any]
-"""What a rank says of itself; plain values, which travel as JSON."""
+"""Report of a rank about itself: plain values, which travel as JSON."""
 Judge: TypeAlias = Callable[[Sequence[Report]], DDPLossError | None]
 """Reports of all ranks -> the error that they amount to."""
 
@@ -78,11 +78,11 @@ def hold_roll_call(
     """
     own_store = PrefixStore(f"{_PREFIX}/{name}", store)
     if rank == 0:
-        return _call(own_store, world_size, timeout, report or {}, judge)
-    return _answer(own_store, rank, world_size, timeout, report or {})
+        return _call_roll(own_store, world_size, timeout, report or {}, judge)
+    return _answer_roll(own_store, rank, world_size, timeout, report or {})
 
 
-def _call(store: Store, world_size: int, timeout: timedelta, report: Report, judge: Judge | None) -> str:
+def _call_roll(store: Store, world_size: int, timeout: timedelta, report: Report, judge: Judge | None) -> str:
     """Call the roll, judge the reports, and answer every rank that has come."""
     # 1. a token that no former world had
     token = secrets.token_hex(8)
@@ -119,7 +119,7 @@ def _call(store: Store, world_size: int, timeout: timedelta, report: Report, jud
     raise reported_error(verdict.encode())
 
 
-def _answer(store: Store, rank: int, world_size: int, timeout: timedelta, report: Report) -> str:
+def _answer_roll(store: Store, rank: int, world_size: int, timeout: timedelta, report: Report) -> str:
     """Answer rank 0, which calls the roll, and return its token."""
     word, token, verdict = secrets.token_hex(8), "", None
     reason, pause = "nothing", _POLL_SECONDS
@@ -177,11 +177,11 @@ def _read_by(token: str, rank: int) -> str:
 
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The environment variable that names gloo's network interface; of several, one each by a comma."""
+"""The environment variable that names gloo's network interface, or several with commas."""
 
-_LONGEST = timedelta(minutes=30)  # where nobody says how long to wait: torch's default for gloo
+_LONGEST = timedelta(minutes=30)  # without a time-out: torch's default for gloo
 
-_started: dist.ProcessGroup | None = None  # the world that lives under a prefix of its own
+_started: dist.ProcessGroup | None = None  # the world that has a separate prefix
 
 
 def start_world(
@@ -194,19 +194,19 @@ def start_world(
     timeout: timedelta | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Make the default process group, as ``init_process_group`` does, over keys of its own.
+    """Make the default process group, as ``init_process_group`` does, over separate keys.
 
     Args:
-        address: Of the host that holds the store: rank 0's, or under ``torchrun`` the agent's.
-        port: Of the store.
-        rank: This process's.
-        world_size: How many processes come.
-        backend: As ``init_process_group`` takes it.
-        timeout: How long to wait for a peer, here and in every collective; None: half an hour, torch's own for gloo.
-        device: That an accelerator's backend is bound to; None: to none.
+        address: Address of the host that holds the store: rank 0's, or under ``torchrun`` the agent's.
+        port: Port of the store.
+        rank: Rank of this process.
+        world_size: Number of processes that come.
+        backend: Backend, as ``init_process_group`` takes it.
+        timeout: Time to wait for a peer, here and in every collective. None: half an hour, torch's own for gloo.
+        device: Device to which an accelerator's backend is bound. None: it is not bound.
 
     Raises:
-        ConfigurationError: on every rank: a network interface that is none, two ranks on one device; on one rank: a port in use.
+        ConfigurationError: on every rank for an unknown network interface or two ranks on one device, on one rank for a port in use.
         PeerError: on every rank that came, naming those that did not come in time.
 
     Communication: a roll call through the store, then what ``init_process_group`` does.
@@ -231,12 +231,12 @@ def start_world(
 
 
 def is_started(world: dist.ProcessGroup | None) -> bool:
-    """Say whether this world is one that ``start_world`` has made."""
+    """Return whether this world is one that ``start_world`` has made."""
     return world is not None and world is _started
 
 
 def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
-    """Return the store of the world; rank 0 holds it where no agent does."""
+    """Return the store of the world. Rank 0 holds it if no agent does."""
     holds = rank == 0 and not _agent_holds_store()
     try:
         listener = _listener(address, port) if holds else None
@@ -245,7 +245,7 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
             port,
             is_master=holds,
             timeout=timeout,
-            wait_for_workers=False,  # the roll call says who is missing
+            wait_for_workers=False,  # the roll call names missing ranks
             multi_tenant=True,
             master_listen_fd=listener,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch's own rendezvous
@@ -270,7 +270,7 @@ def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store
 def _listener(address: str, port: int) -> int | None:
     """Return a socket that listens at this address alone, which torch's own store does not: it listens on every interface.
 
-    None, for torch's own way, where the address is none of this host's (one that a router or a cluster's service translates).
+    None, for torch's own way, if the address does not belong to this host (one that a router or a cluster's service translates).
 
     Raises:
         OSError: for a port in use.
@@ -291,15 +291,15 @@ def _listener(address: str, port: int) -> int | None:
 
 
 def _agent_holds_store() -> bool:
-    """Say whether ``torchrun``'s agent holds the store, which then outlives this world."""
+    """Return whether ``torchrun``'s agent holds the store, which then outlives this world."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-# ---------------------------------------------------------------------- what ranks report of themselves
+# ---------------------------------------------------------------------- reports of the ranks
 
 
 def gloo_problem() -> str | None:
-    """Return what is wrong with the network interface that gloo was told to use; None where nothing is."""
+    """Return the problem of the network interface that gloo is to use. None if there is none."""
     names = os.environ.get(GLOO_INTERFACE, "")
     try:
         for name in filter(None, names.split(",")):
@@ -312,7 +312,7 @@ def gloo_problem() -> str | None:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return what tells devices of one type apart, over all nodes; empty for the CPU, which ranks share."""
+    """Return the identity of a device over all nodes. It is empty for the CPU, which ranks share."""
     if device.type == "cpu":
         return ""
     uuid = ""
@@ -324,7 +324,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def nccl_device(backend: str | None, device: torch.device | None) -> str | None:
-    """Return what no two ranks of NCCL may share; None where that does not matter."""
+    """Return the identity that no two ranks of NCCL may share. None for another backend."""
     if device is None or "nccl" not in str(backend):
         return None
     return device_identity(device) or None
@@ -344,7 +344,7 @@ def _judge_reports(reports: Sequence[Report]) -> DDPLossError | None:
 
 
 def shared_device_error(devices: Sequence[str | None]) -> DDPLossError | None:
-    """Return the error for ranks that use one device, which NCCL takes for a fault or waits over; None where each has its own."""
+    """Return the error for ranks that use one device, which NCCL takes for a fault or waits over. None if each has its own."""
     ranks_of: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         if device is not None:
@@ -363,7 +363,7 @@ def shared_device_error(devices: Sequence[str | None]) -> DDPLossError | None:
 
 @contextlib.contextmanager
 def interface_errors() -> Iterator[None]:
-    """Name gloo's interface where it reaches no peer, inside the block."""
+    """Name gloo's interface if it reaches no peer, inside the block."""
     try:
         yield
     except RuntimeError as error:
@@ -388,12 +388,12 @@ def interface_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_keys(rank: int, ranks: Sequence[int], timeout: timedelta | None) -> Iterator[None]:
-    """Let groups that are made inside the block use keys of their own, where the world's store may hold those of a dead world.
+    """Let groups that are made inside the block use separate keys, if the world's store may hold those of a dead world.
 
     Args:
-        rank: This process's, in the world.
-        ranks: Those of all that come here.
-        timeout: How long to wait for them.
+        rank: Rank of this process in the world.
+        ranks: Ranks of all that come here.
+        timeout: Time to wait for them.
 
     Communication: none, or a roll call through the store where an agent holds the store of a world that somebody else has started.
     """

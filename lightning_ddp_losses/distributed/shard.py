@@ -1,6 +1,6 @@
-"""The tag on a parameter whose rows differ by rank by design: which classes of a larger weight this rank holds.
+"""The tag on a parameter that holds other rows on each rank: the classes of a larger weight on this rank.
 
-A class-sharded loss sets it; the strategy reads it (no mean over ranks, no first broadcast) and so do the checks (ranks
+A class-sharded loss sets it. The strategy reads it (no mean over ranks, no first broadcast) and so do the checks (ranks
 are expected to differ). What two sides share lives here, below both.
 """
 
@@ -22,13 +22,13 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 
 def mesh_of_shards(title: str, mesh: DeviceMesh | None, device_type: str, group: Group) -> DeviceMesh:
-    """Return the mesh over whose last dimension classes are divided, made where there is none.
+    """Return the mesh that divides classes over its last dimension. It is made if there is none.
 
     Args:
-        title: How messages name the loss.
-        mesh: Of the ranks of ``group``, in their order; or of two dimensions, of which the last is such and the first has its replicas.
-        device_type: Of a mesh that is made.
-        group: Over which the classes are divided.
+        title: Name of the loss in messages.
+        mesh: Mesh of the ranks of ``group``, in their order. A first dimension more has its replicas.
+        device_type: Device type of a mesh that is made.
+        group: Group over which the classes are divided.
 
     Raises:
         ConfigurationError: without a process group.
@@ -56,7 +56,7 @@ def mesh_of_shards(title: str, mesh: DeviceMesh | None, device_type: str, group:
 
 
 def _problem(mesh: DeviceMesh, members: tuple[int, ...]) -> str:
-    """Return what is wrong with a mesh; nothing where its last dimension is this rank's part of the world."""
+    """Return the problem of a mesh. It is empty if the last dimension is this rank's part of the world."""
     place = mesh.get_coordinate()
     if place is None:
         return f"a mesh without this rank: {mesh.mesh.tolist()}"
@@ -72,8 +72,8 @@ def as_dtensor(rows: Tensor, shard: ClassShard, mesh: DeviceMesh) -> DTensor:
 
     Args:
         rows: (c * K, D), a view of the weight or of its gradient.
-        shard: Which classes they are.
-        mesh: As ``mesh_of_shards`` returns it.
+        shard: Classes of these rows.
+        mesh: Mesh of ``mesh_of_shards``.
 
     Returns:
         (C, D), or (C, K, D) for K above 1.
@@ -84,7 +84,7 @@ def as_dtensor(rows: Tensor, shard: ClassShard, mesh: DeviceMesh) -> DTensor:
     if shard.per_class > 1:
         tail = [shard.per_class, *tail]
     held = rows.detach().view(shard.classes, *tail)
-    # the whole exists nowhere: its layout is told
+    # no rank holds the whole: only its layout is given
     whole = torch.empty(shard.num_classes, *tail, device="meta")
     replicates: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     return DTensor.from_local(
@@ -131,7 +131,7 @@ class ClassShard:
         return self.stop - self.start
 
     def whole_shape(self, held: Tensor) -> tuple[int, ...]:
-        """Return the shape of the weight of which ``held`` is this block."""
+        """Return the shape of the weight that has ``held`` as this block."""
         shape = list(held.shape)
         shape[self.dim] = self.num_classes * self.per_class
         return tuple(shape)
@@ -159,17 +159,17 @@ class Shardable(Protocol):
     """A module that shards its parameters over the ranks once these exist."""
 
     def shard_classes(self) -> None:
-        """Shard, if that is not done yet; the parameters stay the same objects. Every rank of the group takes part."""
+        """Shard, if that is not done yet. The parameters stay the same objects. Every rank of the group takes part."""
 
     def attach(self, optimizer: Any) -> None:
-        """Let the optimizer step only what a step has touched."""
+        """Let the optimizer step only the rows that a step has touched."""
 
     def refuse_equal_shards(self) -> None:
         """Refuse shards that something has made equal on all ranks since the last call. Every rank of the group takes part."""
 
 
 class _ShardParameter(nn.Parameter):
-    """A parameter whose tag goes along into copies: an untagged copy of a shard would be averaged away."""
+    """A parameter that keeps its tag in copies: an untagged copy of a shard would be averaged away."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ShardParameter:
         copied: _ShardParameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
@@ -190,7 +190,7 @@ def first_holders(shards: Sequence[ClassShard]) -> list[int] | None:
     """Return one rank for each block of a parameter, in the order of the classes.
 
     Args:
-        shards: What each rank holds, in rank order. Several may hold the same block (``group`` is a part of the ranks), some may hold
+        shards: Shard of each rank, in rank order. Several may hold the same block (``group`` is a part of the ranks), some may hold
             no classes.
 
     Returns:
@@ -200,7 +200,7 @@ def first_holders(shards: Sequence[ClassShard]) -> list[int] | None:
     for rank, shard in enumerate(shards):
         if shard.classes:
             holders.setdefault((shard.start, shard.stop), []).append(rank)
-    # each block ends where the next begins
+    # each block ends at the begin of the next
     blocks = sorted(holders)
     ends = [0, *(stop for _, stop in blocks)]
     begins = [*(start for start, _ in blocks), shards[0].num_classes]
@@ -218,7 +218,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def tag_shard(parameter: nn.Parameter, shard: ClassShard) -> None:
-    """Mark ``parameter`` as this rank's block of a larger one; copies and pickles of it are marked too."""
+    """Mark ``parameter`` as this rank's block of a larger one. Copies and pickles of it are marked too."""
     if type(parameter) is nn.Parameter:
         parameter.__class__ = _ShardParameter
     setattr(parameter, _ATTRIBUTE, shard)

@@ -1,11 +1,11 @@
 """Is a global value back-propagated with the same upstream gradient on every rank? Noted in backward, compared in the next handshake.
 
-Every rank computes the whole loss or metric, or its share of it, on the assumption that all of them weigh it alike. A rank that
-multiplies it by something of its own would get a wrong gradient without a word.
+Every rank computes the whole loss or metric, or its share of it, on the assumption that all of them weigh it equally. A rank that
+multiplies it by another factor would get a wrong gradient without a word.
 
 The next handshake is that of the value's next call (``UpstreamGradWatch.take``). A strategy compares earlier: its
-``UpstreamGradRecorder`` collects what came back in the backward that runs, so that nothing is reduced and no optimizer steps with a
-wrong gradient.
+``UpstreamGradRecorder`` collects the upstream gradients of the current backward, so that no wrong gradient is
+reduced or reaches an optimizer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.reduction import scaled
+from lightning_ddp_losses.distributed.reduction import with_scaled_gradient
 
 _GLOBAL = "lightning_ddp_losses: global value"  # a key of a graph node's metadata
 
 
 def is_global_value(node: Any) -> bool:
-    """Say whether a graph node made a value over the rows of all ranks."""
+    """Return whether a graph node made a value over the rows of all ranks."""
     return _GLOBAL in node.metadata
 
 
 def _world_watches() -> weakref.WeakSet[UpstreamGradWatch] | None:
-    """Return the watches that have noted something since training began; None in a world of one, which compares nothing.
+    """Return the watches with notes since training began. None in a world of one, which does not compare.
 
     They are kept for as long as the world's groups live.
     """
@@ -52,8 +52,8 @@ class _NotedGrad(NamedTuple):
     """What came back into one value.
 
     Attributes:
-        value: The upstream gradient; on an accelerator one that nobody has waited for.
-        copy: That, on its way to the host; None on the CPU.
+        value: Upstream gradient. On an accelerator it may still be computed.
+        copy: Its copy on the way to the host. None on the CPU.
         number: Notes of all watches count up.
     """
 
@@ -77,7 +77,7 @@ class UpstreamGradRecorder:
         self._first = next(_note_numbers)
 
     def take(self) -> str:
-        """Return what came back so far and no watch has reported yet, as text for a handshake; no watch will report it again."""
+        """Return the upstream gradients that no watch has reported yet, as text for a handshake. They are not reported again."""
         return _take_notes(lambda note: note.copy is None and note.number > self._first)
 
 
@@ -90,29 +90,29 @@ class UpstreamGradWatch:
 
     @classmethod
     def of(cls, title: str, group: Group) -> UpstreamGradWatch:
-        """Return the watch of a function's values, which lives as long as the group. A world of one compares nothing."""
+        """Return the watch of a function's values, which lives as long as the group. A world of one does not compare."""
         if process_groups.world_size(group) == 1:
             return cls()
         watches: dict[str, UpstreamGradWatch] = process_groups.internal_groups(group).notes.setdefault(cls, {})
         return watches.setdefault(title, cls())
 
     def watch(self, value: Any, *, group: Group = None, scale: float | None = None) -> Any:
-        """Return the same value, or nest of values, for what reduces the model; the upstream gradient of each tensor will be noted.
+        """Return the same value, or nest of values, scaled for the model's reduction. The upstream gradient of each tensor is noted.
 
         Args:
-            value: Over the ranks of ``group``.
-            group: Ranks of which one weighs it as the other; subgroups of the world may differ.
-            scale: As of ``reduction.scaled``.
+            value: Value over the ranks of ``group``.
+            group: Ranks that weigh it equally. Subgroups of the world may differ.
+            scale: Factor, as in ``with_scaled_gradient``.
         """
         self._everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
-        return nests.map_tensors(lambda tensor: self._watch(scaled(tensor, scale)), value)
+        return nests.map_tensors(lambda tensor: self._watch(with_scaled_gradient(tensor, scale)), value)
 
     def _watch(self, value: Tensor) -> Tensor:
         if not value.requires_grad:
             return value
-        if value.is_leaf:  # a parameter, on which a hook would stay
-            value = _Note.apply(value, self)  # type: ignore[no-untyped-call]
-        elif not self._everywhere or process_groups.world_size() > 1:  # a world of one compares nothing
+        if value.is_leaf:  # a hook would stay on a parameter
+            value = value.view_as(value)
+        if not self._everywhere or process_groups.world_size() > 1:  # a world of one does not compare
             value.register_hook(self.note)  # type: ignore[no-untyped-call]
         if self._everywhere:
             metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]
@@ -120,12 +120,12 @@ class UpstreamGradWatch:
         return value
 
     def take(self) -> str:
-        """Return what was noted since the last call, as text for a handshake."""
+        """Return the notes since the last call, as text for a handshake."""
         noted, self._noted = self._noted, []
         return ", ".join(note.text() for note in noted) or "none yet"
 
     def take_some(self, wanted: Callable[[_NotedGrad], bool]) -> list[_NotedGrad]:
-        """Return some of what was noted, if the world weighs the value alike; none of it is reported again."""
+        """Return some of the notes, if the world weighs the value equally. They are not reported again."""
         if not self._everywhere:
             return []
         taken = [note for note in self._noted if wanted(note)]
@@ -134,7 +134,7 @@ class UpstreamGradWatch:
 
     @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor) -> None:
-        """Remember an upstream gradient without waiting for the device; of one with dimensions its sum and sum of squares."""
+        """Remember an upstream gradient without waiting for the device. One with dimensions is noted by its sum and sum of squares."""
         # of a value over a part of the world, its ranks alone are here
         if self._everywhere:
             watches = _world_watches()
@@ -155,7 +155,7 @@ class UpstreamGradWatch:
 
 
 def forget_late_notes() -> None:
-    """Leave what was noted until now to the next calls: to be called when training begins."""
+    """Leave the notes so far to the next calls. Call it when training begins."""
     watches = _world_watches()
     if watches is not None:
         watches.clear()
@@ -173,15 +173,3 @@ def _take_notes(wanted: Callable[[_NotedGrad], bool]) -> str:
     found = [watch.take_some(wanted) for watch in _world_watches() or ()]
     notes = sorted(itertools.chain.from_iterable(found), key=lambda note: note.number)
     return ", ".join(note.text() for note in notes) or "none"
-
-
-class _Note(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, watch: UpstreamGradWatch) -> Tensor:
-        ctx.watch = watch
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.watch.note(grad)
-        return grad, None

@@ -8,42 +8,48 @@ and the fix.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
 from lightning_ddp_losses.errors import ConfigurationError
 
 TITLE = "lightning_ddp_losses: loss"
-"""Key of a graph node's metadata: the name of the loss whose value the node made."""
+"""Key of a graph node's metadata: the name of the loss that has its value from the node."""
 
 # nodes that only pass on, scale or add the values below them
-_PASSED = re.compile("Add|Sub|Mul|Div|Neg|Clone|ToCopy|_DDPSink|_Scaled|AccumulateGrad")
-_ADDED = re.compile("Add|Sub|Neg|Clone|ToCopy|_DDPSink|_Note|_Scaled|_AttachZeroGrad|_ValueWithGrad")
+_PASSED = re.compile("Add|Sub|Mul|Div|Neg|Clone|ToCopy|_DDPSink|View|AccumulateGrad")
+_ADDED = re.compile("Add|Sub|Neg|Clone|ToCopy|_DDPSink|View|_AttachZeroGrad|_ValueWithGrad")
 _CHECKPOINT = "CheckpointFunctionBackward"  # its parameters are not in the graph
 
 
 def window_call(node: Any) -> Any:
-    """Return the call of a loss (``accumulation.WindowCall``) whose value a graph node made; None for all other nodes."""
+    """Return the call of a loss (``accumulation.WindowCall``) that made its value at a graph node. None for other nodes."""
     return getattr(node, "window_call", None)
+
+
+def nodes_of(roots: Sequence[Tensor]) -> list[Any]:
+    """Return the graph nodes that made some values. A value without a graph has none."""
+    return [root.grad_fn for root in roots if root.grad_fn is not None]
 
 
 class WindowGraph:
     """Walks the graphs of one window.
 
     Args:
-        parameters: The parameters whose gradients are corrected, by name.
-        gathered: Returns by name the tensors that stand in graphs for parameters which ``fully_shard`` divides.
+        parameters: Corrected parameters, by name.
+        modules: Modules of which ``fully_shard`` may divide parameters. Then the gathered tensors stand in graphs.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], gathered: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._gathered = gathered
+        self._modules = modules
 
-    def calls_below(self, roots: Sequence[Tensor]) -> list[Any]:
-        """Return the calls of losses in a graph, each once, in the order in which they were made.
+    def calls_below(self, roots: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+        """Return the calls of losses in a graph, each once, in the order in which they were made, and the nodes below them.
 
         Args:
             roots: The values that are back-propagated.
@@ -51,46 +57,36 @@ class WindowGraph:
         Raises:
             ConfigurationError: for a path to a parameter that passes none of the losses.
         """
-        found = dict[Any, None]()
+        found, below = dict[Any, None](), list[Any]()
         above = dict[Any, Any]()
-        queue: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+        queue = nodes_of(roots)
         for node in queue:
-            call = window_call(node)
+            call, children = window_call(node), node.next_functions
             if call is not None:
                 call.functions = _functions_above(node, above)
                 found[call] = None
+                below += [child for child, _ in children]
                 continue
             if self._name_of(node) is not None:
                 raise self._no_divisor(node, above)
-            children = node.next_functions
-            if attaches_zero_grad(node):  # its other children get nothing but zeros
+            if attaches_zero_grad(node):  # its other children get zeros alone
                 children = children[:1]
             for child, _ in children:
                 if child is not None and child not in above:
                     above[child] = node
                     queue.append(child)
-        return sorted(found, key=lambda call: call.number)
+        return sorted(found, key=lambda call: call.number), below
 
-    def check_below(self, roots: Sequence[Tensor], *, inside: str | None = None) -> None:
+    def check_below(self, nodes: Sequence[Any], title: str) -> None:
         """Refuse what reaches a parameter through two losses, and parameters whose gradients would not be corrected.
 
         Args:
-            roots: The values that are back-propagated.
-            inside: What they are a part of, if that is below a loss already. None: they are above the losses.
+            nodes: Nodes below a loss.
+            title: Title of the loss in messages.
 
         Raises:
             ConfigurationError: naming the losses, or the parameter.
         """
-        nodes, title, top = list[Any](), inside or "", list[Any]()
-        if inside is None:
-            for node, children in walk_graph(roots, through=lambda node: window_call(node) is None):
-                if window_call(node) is not None:
-                    top.append(window_call(node))
-                    nodes += [child for child, _ in children]
-            # an outer loss was made after those that it depends on
-            title = max(top, key=lambda call: call.number).title if top else ""
-        else:
-            nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
         for node, _ in walk_graph([], nodes=nodes):
             call = window_call(node)
             if call is not None:
@@ -112,11 +108,12 @@ class WindowGraph:
 
     def _is_known(self, variable: Tensor) -> bool:
         if id(variable) not in self._names:
-            self._names.update({id(tensor): known for known, tensor in self._gathered().items()})
+            for module in self._modules:
+                self._names.update({id(tensor): name for name, tensor in compat.gathered_parameters(module).items()})
         return id(variable) in self._names
 
     def _name_of(self, node: Any) -> str | None:
-        """Return how messages name the parameters whose node this is; None for any other node."""
+        """Return the name of the parameters of a node in messages. None for any other node."""
         if node.name() == _CHECKPOINT:
             return "the parameters of a re-entrant checkpoint"
         variable = getattr(node, "variable", None)
@@ -147,7 +144,7 @@ class WindowGraph:
 
 
 def _path_to(node: Any, above: Mapping[Any, Any]) -> list[Any]:
-    """Return the nodes from what is back-propagated down to a node."""
+    """Return the nodes from the back-propagated value down to a node."""
     path = [node]
     while path[-1] in above:
         path.append(above[path[-1]])
@@ -155,6 +152,6 @@ def _path_to(node: Any, above: Mapping[Any, Any]) -> list[Any]:
 
 
 def _functions_above(node: Any, above: Mapping[Any, Any]) -> str:
-    """Return the functions of a loss that are back-propagated, for messages; those that only add or pass on are left out."""
+    """Return the functions of a loss that are back-propagated, for messages. Those that only add or pass on are left out."""
     names = [each.name() for each in _path_to(node, above)[:-1]]
     return "".join(f"{name} of " for name in names if not _ADDED.match(name))

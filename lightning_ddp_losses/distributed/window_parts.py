@@ -1,4 +1,4 @@
-"""The parts of losses in an accumulation window: what each counts, its divisor over the window, and its weight in a micro-batch.
+"""The parts of losses in an accumulation window: their counts, their divisors over the window, and their weights in a micro-batch.
 
 A loss that is called in a window marks the value of each of its parts (``WindowCall.mark``). When the value is back-propagated, its
 gradient is multiplied by the part's weight, and the upstream gradient is noted. It must be the same in every micro-batch
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.errors import expect
 
 EQUAL = 1e-12  # relative difference of two factors that counts as rounding
 _PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
@@ -29,8 +29,8 @@ class WindowPart:
     """One part of a loss in one micro-batch.
 
     Attributes:
-        kind: As in the table above.
-        count: N_m over all ranks, of a mean; outside a window perhaps still on its device.
+        kind: Kind in the table of ``accumulation``.
+        count: N_m of a mean over all ranks. Outside a window it may still be on its device.
         total: S_m over all ranks, of a ``global_mean`` on the CPU. None: unknown.
     """
 
@@ -41,16 +41,16 @@ class WindowPart:
 
 @dataclass
 class Divisor:
-    """What one part of a loss is divided by, over a window.
+    """The divisor of one part of a loss, over a window.
 
     Attributes:
         title: Title of the loss.
         expected: The sum over all ranks of the given ``counts``.
         expected_total: The sum over all ranks of the given ``totals``.
-        estimate: D; None until a count that is not zero was back-propagated.
+        estimate: D, None until a count that is not zero was back-propagated.
         counted: Sum of the counts that were back-propagated.
         total: Sum of the totals that were back-propagated. None: one of them is unknown.
-        is_sum: Nothing divides it.
+        is_sum: It is not divided.
         slopes: Upstream gradient of each micro-batch in which it counts.
         functions: Functions of it that are back-propagated, for messages.
     """
@@ -97,7 +97,7 @@ class Divisor:
         return self.estimate / self.counted
 
     def describe(self) -> str:
-        """Return what it was divided by and what it should have been."""
+        """Return the divisor that was used, and the one that it should have been."""
         if self.is_sum:
             return f"{self.title}: a sum, not divided"
         return f"{self.title}: divided by {self.estimate:.17g}, counted {self.counted:.17g}"
@@ -114,8 +114,8 @@ class WindowCall:
         values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
         number: Calls of a window count up.
         functions: Names of the functions of its value that are back-propagated, for messages.
-        divisors: By part, once the call is back-propagated.
-        weights: By part, the factor of its gradient in this micro-batch, once the call is back-propagated.
+        divisors: Divisors by part, once the call is back-propagated.
+        weights: Factor of the gradient of each part in this micro-batch, once the call is back-propagated.
     """
 
     key: object
@@ -128,7 +128,7 @@ class WindowCall:
     weights: list[float] = field(default_factory=list)
 
     def mark(self, value: Tensor, first: int = 0) -> Tensor:
-        """Return the value of a part, or of several parts from ``first`` on, whose gradient will be weighed."""
+        """Return the value of a part, or of several parts from ``first`` on. Its gradient will be weighed."""
         return _Part.apply(value, self, first)  # type: ignore[no-untyped-call, no-any-return]
 
     @property
@@ -168,31 +168,9 @@ def is_equal(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=EQUAL)
 
 
-class Slopes:
-    """Upstream gradients of one part of a loss in all micro-batches of a window, on their way to the host."""
-
-    def __init__(self, divisor: Divisor) -> None:
-        self.is_on_device = divisor.slopes[0].device.type != "cpu"
-        self._rounding = 8 * torch.finfo(divisor.slopes[0].dtype).eps
-        self._name = f"{divisor.functions}{divisor.title}"
-        self._numbers = HostNumbers(divisor.slopes)
-
-    def refuse_others(self) -> None:
-        """Refuse upstream gradients that differ: what was back-propagated is no sum of such losses."""
-        slopes = self._numbers.read()
-        if all(math.isclose(slope, slopes[0], rel_tol=self._rounding) for slope in slopes):
-            return
-        raise ConfigurationError(
-            "accumulation window: what is back-propagated",
-            expected="a weighted sum of losses, with the same weights in every micro-batch",
-            got=f"{self._name}, whose upstream gradients are {', '.join(f'{slope:.6g}' for slope in slopes)}",
-            fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
-            "product of two) needs the counts and totals of the whole window.",
-            collective=True,
-        )
-
-
-_unread_slopes: list[Slopes] = []  # of the last window on an accelerator, which the host does not wait for
+_late_slopes: list[
+    tuple[Divisor, HostNumbers]
+] = []  # of the last window on an accelerator, which the host does not wait for
 
 
 def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
@@ -204,21 +182,33 @@ def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
     Raises:
         ConfigurationError: on every rank, for a loss whose upstream gradient was not the same in all micro-batches.
     """
-    due, new = list(_unread_slopes), [Slopes(divisor) for divisor in divisors if len(divisor.slopes) > 1]
-    _unread_slopes[:] = [slopes for slopes in new if slopes.is_on_device]
-    for slopes in [*due, *new]:
-        if slopes not in _unread_slopes:
-            slopes.refuse_others()
+    due = _late_slopes[:]
+    _late_slopes.clear()
+    for divisor in divisors:
+        if len(divisor.slopes) > 1:
+            is_on_host = divisor.slopes[0].device.type == "cpu"
+            (due if is_on_host else _late_slopes).append((divisor, HostNumbers(divisor.slopes)))
+    for divisor, numbers in due:
+        slopes, rounding = numbers.read(), 8 * torch.finfo(divisor.slopes[0].dtype).eps
+        expect(
+            all(math.isclose(slope, slopes[0], rel_tol=rounding) for slope in slopes),
+            "accumulation window: what is back-propagated",
+            expected="a weighted sum of losses, with the same weights in every micro-batch",
+            got=f"{divisor.functions}{divisor.title}, whose upstream gradients are {', '.join(f'{s:.6g}' for s in slopes)}",
+            fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
+            "product of two) needs the counts and totals of the whole window.",
+            collective=True,
+        )
 
 
 def note_parts(value: Tensor, parts: Sequence[WindowPart]) -> None:
-    """Note by what a global loss is divided, for checks that look at its graph."""
+    """Note the parts of a global loss, for checks that look at its graph."""
     if value.grad_fn is not None:
         notes: Any = value.grad_fn.metadata
         notes[_PARTS] = tuple(parts)
 
 
 def noted_parts(node: Any) -> Sequence[WindowPart] | None:
-    """Return by what the global loss is divided whose value a graph node made; None for all other nodes."""
+    """Return the parts of the global loss that made its value at a graph node. None for other nodes."""
     found: Sequence[WindowPart] | None = node.metadata.get(_PARTS)
     return found

@@ -1,14 +1,14 @@
-"""Batch norm over the rows of all ranks, as a function: statistics of the group, and their gradient.
+"""Computes batch norm over the rows of all ranks: statistics of the group, and their gradient.
 
 Legend: ``W`` ranks, ``C`` channels, ``n`` values per channel on this rank (may differ, may be 0), ``N`` their sum over ranks. With m
 and v the mean and the biased variance of a channel over all N values, x^ = (x - m) / sqrt(v + eps), y = w x^ + b:
 
 * The ranks' (n, mean, M2), M2 the sum of squared deviations, are merged by Chan's formula:
   M2 = sum_r M2_r + n_r (mean_r - m)^2. (A sum of squares would lose the variance where the mean is large.)
-* dL/dx = w / sqrt(v + eps) (dy - sum dy / N - x^ sum(dy x^) / N), both sums over all ranks: the derivative of the SUM over ranks
-  of what they back-propagate. dL/dw and dL/db stay each rank's own share. DDP's mean over ranks then divides by W.
+* dL/dx = w / sqrt(v + eps) (dy - sum dy / N - x^ sum(dy x^) / N), both sums over all ranks: the derivative of the SUM of all ranks'
+  losses. dL/dw and dL/db stay each rank's share. DDP's mean over ranks then divides by W.
 
-The passes over the activations are torch's own kernels, on any device. Nothing here is below float32.
+The passes over the activations are torch's kernels, on any device. The precision is at least float32.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, 
 from lightning_ddp_losses.errors import InputError
 
 _HEAD = struct.Struct("<q?")  # values per channel, whether the gradient of the input is needed
+_LIMITED_DEVICES = ("mps",)  # without float64 and torch.batch_norm_update_stats
 _PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
 
 class TooFewValuesError(InputError, ValueError):
-    """One value per channel over the whole group: what one process refuses, with the same words."""
+    """One value per channel over the whole group, which one process refuses with the same words."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Who normalises together, and who makes the handshakes before they do.
+    """The ranks that normalise together, and the ranks that make the handshakes.
 
     Attributes:
-        group: Whose rows are normalised together.
-        handshake_group: Who makes the handshakes: where subgroups of it normalise apart, all still receive each other's errors.
-        subgroup_size: Ranks in each subgroup of it; None: all are one.
+        group: Group that normalises together.
+        handshake_group: Group that makes the handshakes. Its subgroups may normalise apart and still receive each other's errors.
+        subgroup_size: Number of ranks in each subgroup of it. None: all are one subgroup.
     """
 
     group: Group = None
@@ -66,9 +67,9 @@ class Call:
     """One call of one layer, the same on every rank.
 
     Attributes:
-        title: The layer, as messages name it.
-        number: Counts the layer's calls.
-        scope: Whose rows are normalised together.
+        title: Name of the layer in messages.
+        number: Number of the layer's call.
+        scope: Ranks that normalise together.
     """
 
     title: str
@@ -81,14 +82,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of one channel each, over all ranks; equal on every rank, bit for bit.
+    """Statistics of each channel over all ranks, equal on every rank, bit for bit.
 
     Attributes:
-        total: N.
+        total: Values per channel, N.
         mean: (C,).
-        var: (C,), biased: what normalises.
-        unbiased: (C,): what the running average takes.
-        in_backward: The exchange in backward, if any rank needs the gradient of its input.
+        var: (C,), biased, for the normalisation.
+        unbiased: (C,), for the running average.
+        in_backward: Exchange in backward, if any rank needs the gradient of its input.
     """
 
     total: int
@@ -102,23 +103,23 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
     """Return the statistics of the concatenated batch.
 
     Args:
-        call: Which call this is.
-        x: (B, C, ...), any floating dtype; B and the dimensions after C may differ per rank.
-        settings: What else must be equal on all ranks.
+        call: The call of the layer.
+        x: (B, C, ...), any floating dtype. B and the dimensions after C may differ per rank.
+        settings: Text that must be equal on all ranks.
 
     Raises:
-        RankMismatchError: on every rank, when channels, dtype, device, settings or the place in the program differ.
+        RankMismatchError: on every rank, if channels, dtype, device, settings or the place in the program differ.
         TooFewValuesError: on every rank, for one value per channel over all ranks of a subgroup.
 
-    Communication: one handshake; one gather of 2 C numbers per rank where they do not fit into it (``handshake.inline_capacity``), or
-        may not.
+    Communication: one handshake. One gather of 2 C numbers per rank if they do not fit into it (``handshake.inline_capacity``), or
+        are on an accelerator, or of a subgroup.
     """
     # this rank's rows
     channels = x.shape[1]
     count = x.numel() // max(1, channels)
     moments = torch.cat(_local_moments(x, count))
 
-    # handshake: counts, who needs a gradient, and the moments themselves where they may be inline
+    # handshake: counts, need of a gradient, and the moments themselves if they may be inline
     must_match = {
         "channels": channels,
         "dtype": f"{str(x.dtype).removeprefix('torch.')} {x.device.type}",
@@ -126,7 +127,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
         "settings": settings,
     }
     payload = _HEAD.pack(count, x.requires_grad and torch.is_grad_enabled())
-    # an accelerator would have to be waited for; what is only for one subgroup is not sent to all
+    # a copy from an accelerator would wait for it. Moments of one subgroup are not sent to all
     is_inline = x.device.type == "cpu" and call.scope.subgroup_size is None
     if is_inline:
         payload += moments.cpu().numpy().tobytes()
@@ -159,15 +160,20 @@ def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     zeros = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))
     if count == 0:
         return zeros, zeros
-    # the running averages that it also computes are nobody's; their dtype makes it accumulate in theirs
-    mean, var = torch.batch_norm_update_stats(x.detach(), zeros.clone(), zeros.clone(), 0.0)
+    if x.device.type in _LIMITED_DEVICES:
+        var, mean = torch.var_mean(x.detach().to(zeros.dtype), [0, *range(2, x.ndim)], correction=0)
+    else:
+        # the running averages that it also computes are not used, but their dtype makes it accumulate in that dtype
+        mean, var = torch.batch_norm_update_stats(x.detach(), zeros.clone(), zeros.clone(), 0.0)
     return mean, var * count
 
 
 def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: BackwardExchange | None) -> Statistics:
-    """Apply Chan's formula to all ranks at once, in float64."""
+    """Apply Chan's formula to all ranks at once, in float64. It runs on the host for a device without float64."""
+    dtype = table.dtype
+    table = table.cpu() if table.device.type in _LIMITED_DEVICES else table
     means, squares = table.view(len(counts), 2, -1).double().unbind(1)
-    # (W, 1); to fill is no transfer, and one that does not block waits for no accelerator
+    # (W, 1). Filling is not a transfer, and a non-blocking transfer does not wait for an accelerator
     if len(set(counts)) == 1:
         rows = table.new_full((len(counts), 1), counts[0], dtype=torch.float64)
     else:
@@ -176,7 +182,7 @@ def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: Bac
     mean = (rows * means).sum(0) / max(1, total)
     squared = (squares + rows * (means - mean).square()).sum(0)
     biased, unbiased = squared / max(1, total), squared / max(1, total - 1)
-    mean, biased, unbiased = (t.to(x.device, table.dtype) for t in (mean, biased, unbiased))
+    mean, biased, unbiased = (t.to(dtype).to(x.device) for t in (mean, biased, unbiased))
     return Statistics(total, mean, biased, unbiased, in_backward)
 
 
@@ -185,9 +191,9 @@ def normalise(
 ) -> Tensor:
     """Return the rows normalised: weight (x - mean) / sqrt(var + eps) + bias, in the dtype and memory format of ``x``.
 
-    Gradient: of the sum over ranks of what they back-propagate; the parameters receive this rank's share.
+    Gradient: that of the sum of all ranks' losses. The parameters receive this rank's share.
 
-    Communication: none; in backward one handshake with 2 C numbers (a sum of its own where they do not fit), if any rank needs the
+    Communication: none. In backward one handshake with 2 C numbers (a separate sum if they do not fit), if any rank needs the
         gradient of its input.
     """
     if statistics.in_backward is not None and torch.is_grad_enabled() and not x.requires_grad:
@@ -214,7 +220,7 @@ class _NormaliseFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         with torch.no_grad():
             found = _gradients(ctx, grad, x, weight)
-        if torch.is_grad_enabled():  # create_graph=True: the result depends on all of this, and on the peers
+        if torch.is_grad_enabled():  # create_graph=True: the result depends on these, and on the peers
             found = forbid_second_derivative(found, (grad, x, weight), str(ctx.call), _PENALTY)
         return (*found, None, None, None)
 
@@ -231,7 +237,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: S
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias."""
     statistics, wide = ctx.statistics, _wide(x.dtype)
-    if x.is_contiguous() and not grad.is_contiguous():  # a gradient that is one number expanded is slow to read
+    if x.is_contiguous() and not grad.is_contiguous():  # an expanded gradient is slow to read
         grad = grad.contiguous()
 
     # weight and bias: this rank's share
@@ -244,7 +250,7 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
     if statistics.in_backward is None:
         return None, grad_weight, grad_bias
 
-    # input: the sums of all ranks; who needs no gradient still takes part in the exchange
+    # input: the sums of all ranks. A rank that needs no gradient takes part in the exchange too
     own_sums, scope = torch.cat([own_dyx, own_dy]), ctx.call.scope
     if scope.subgroup_size is None:
         sums = statistics.in_backward.all_reduce(own_sums)
@@ -267,8 +273,8 @@ def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> 
     if x.numel() == 0:
         return torch.zeros_like(statistics.mean), torch.zeros_like(statistics.mean)
     ones = torch.ones_like(statistics.mean)
-    # The backward of evaluation mode, where mean and variance are given: its weight and bias gradients are these sums. The CPU takes
-    # them from the running statistics, CUDA from the saved ones, which it asserts to be there.
+    # In evaluation mode, with given mean and variance, the weight and bias gradients are these sums. The CPU takes mean and variance from
+    # the running statistics, CUDA from the saved ones, which it requires.
     mean, var = statistics.mean, statistics.var
     _, dyx, dy = torch.ops.aten.native_batch_norm_backward(
         grad, x, ones, mean, var, mean, (var + eps).rsqrt(), False, eps, [False, True, True]

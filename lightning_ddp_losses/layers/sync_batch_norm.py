@@ -1,22 +1,20 @@
 """`SyncBatchNorm`: the Lightning plugin that makes every batch norm normalise over the rows of all ranks, on any device.
 
-torch's own ``SyncBatchNorm`` runs on accelerators only, changes the modules' type, waits for ever where ranks disagree, and lets
-one row over all ranks pass (torch 2.13, measured 2026).
+torch's own ``SyncBatchNorm`` runs on accelerators only, changes the modules' type, waits for ever if ranks disagree, and accepts
+one row over all ranks (torch 2.13, measured 2026).
 
-Here a layer stays what it is. Its own forward runs, with its checks, its counter and its momentum; only the
-``torch.nn.functional.batch_norm`` that it ends in is another one. So subclasses that do more (an activation, a dropout) work as they
-are.
+Here a layer keeps its type. Its forward runs, with its checks, its counter and its momentum. Only the
+``torch.nn.functional.batch_norm`` at its end is replaced. So subclasses that do more (an activation, a dropout) work unchanged.
 
 In backward each layer exchanges sums with its peers once. The autograd engine runs the layers in the reverse order of their calls, and
-the handshakes of forward have made that order the same on all ranks; so it is enough that the same calls are in every rank's graph.
-That is asked before backward, where a difference is still an error and not a hang.
+the handshakes of forward have made that order the same on all ranks. So it is enough that the same calls are in every rank's graph.
+A handshake before backward checks this, while a difference is still an error and not a hang.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -35,39 +33,36 @@ from lightning_ddp_losses.core.forward_patch import ForwardPatch, MethodPatch, e
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import RankMismatchError, expect, expect_count
+from lightning_ddp_losses.errors import RankMismatchError, expect, expect_count, listed
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
-
-_SHOWN = 6  # names shown in an error
 
 
 class SyncBatchNorm(LayerSync):
-    """Batch norm over the group, exact on any device, for ranks with different numbers of rows too.
+    """Batch norm over the group, exact on any device, also for ranks with different numbers of rows.
 
     Equivalent to: each ``torch.nn.BatchNorm*`` in one process on ``torch.cat([x of all ranks])``: output, gradients, running
     averages.
 
-    The modules stay what they are (type, parameters, buffers, ``state_dict``): while a fit lasts, their ``forward`` is another
-    one, and in evaluation mode not even that. It must be applied before the wrap in DistributedDataParallel, as Lightning does.
+    The modules keep type, parameters, buffers and ``state_dict``. During a fit their ``forward`` is replaced, and in evaluation mode it
+    behaves as before. Apply the plugin before the wrap in DistributedDataParallel, as Lightning does.
 
     Args:
-        group_size: Normalise over this many neighbouring ranks each (ranks 0 to k - 1, k to 2 k - 1, ...); it must divide the
+        group_size: Normalise over this many neighbouring ranks each (ranks 0 to k - 1, k to 2 k - 1, ...). It must divide the
             world. The handshakes still go to all, so that an error in one part ends all of them. None: over all.
         process_group: Normalise over this group, and make handshakes in it alone: a group, or a function that makes it once
             torch.distributed runs (each rank must be a member of its own). None: the world.
 
-    Gradient: of the sum over ranks of what they back-propagate, as DDP's mean over ranks needs it. A second derivative is an
-        error.
+    Gradient: that of the sum of all ranks' losses, as DDP's mean over ranks needs it. A second derivative is an error.
 
-    Communication: per layer and call in training, forward one handshake and, where count, mean and M2 (2 C + 1 numbers) do not fit
-        into it, one gather; backward one gather of 2 C numbers. Before each backward one handshake, in which ranks whose losses
-        depend on different layers get an error. None in evaluation mode and in a world of one.
+    Communication: per layer and call in training, forward one handshake and, if count, mean and M2 (2 C + 1 numbers) do not fit
+        into it, one gather. Backward one gather of 2 C numbers. Before each backward one handshake, which is an error if the ranks' losses
+        depend on different layers. None in evaluation mode and in a world of one.
 
     Raises:
-        ConfigurationError: applied after a DDP wrap, or twice; a batch norm that is not registered (where it trains); a group
-            size that does not divide the world.
-        RankMismatchError: on every rank, when channels, dtypes, settings or the number of calls differ.
-        InputError: on every rank, for one value per channel over all ranks (a ``ValueError`` too, as in one process).
+        ConfigurationError: applied after a DDP wrap, or twice. An unregistered batch norm that trains. A group size that does not
+            divide the world.
+        RankMismatchError: on every rank, if channels, dtypes, settings or the number of calls differ.
+        InputError: on every rank, for one value per channel over all ranks (also a ``ValueError``, as in one process).
 
     Source: Ioffe and Szegedy, "Batch Normalization" (2015); merging: Chan, Golub and LeVeque (1979).
 
@@ -90,9 +85,9 @@ class SyncBatchNorm(LayerSync):
     def apply(self, model: nn.Module) -> nn.Module:
         """Synchronise every batch norm in ``model``, in place.
 
-        Communication: one handshake of the world; every rank must come here.
+        Communication: one handshake of the world. Every rank must call it.
         """
-        # refuse what cannot work, on every rank alike
+        # refuse on every rank
         try:
             found = list(_named_layers(model))
             self._refuse_wrong_order(model, found)
@@ -105,7 +100,7 @@ class SyncBatchNorm(LayerSync):
             "Build the same modules on every rank.",
         )
 
-        # put another forward into each layer, also into those that the model does not know yet
+        # replace the forward of each layer, also of layers that the model has not registered yet
         known = {id(layer) for _, layer in found}
         layers = [SyncedForward(layer, title, self._scope) for title, layer in found]
         layers += [
@@ -120,7 +115,7 @@ class SyncBatchNorm(LayerSync):
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Give the modules back as they came."""
+        """Restore the modules."""
         for patch in self._patches:
             patch.remove()
         self._patches = []
@@ -130,10 +125,10 @@ class SyncBatchNorm(LayerSync):
         return type(self)(self.group_size, self.process_group)  # a group of processes has no copy
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.group_size, self.process_group)  # what it is at work on stays with the model
+        return type(self), (self.group_size, self.process_group)  # the patches stay with the model
 
     def _scope(self) -> Scope:
-        """Return who normalises together, once torch.distributed runs.
+        """Return the ranks that normalise together, once torch.distributed runs.
 
         Raises:
             ConfigurationError: a group size that does not divide the world, a group that this rank is not in.
@@ -189,15 +184,14 @@ class SyncBatchNorm(LayerSync):
             (by_torch, twice, torchs, twice_fix),
             (scripted, "batch norms in plain modules", " in TorchScript", "Script the model after training."),
         ):
-            shown = ", ".join(names[:_SHOWN])
-            expect(not names, "SyncBatchNorm", expected=expected, got=shown + got, fix=fix)
+            expect(not names, "SyncBatchNorm", expected=expected, got=listed(names) + got, fix=fix)
 
 
 # ---------------------------------------------------------------------- which layers there are
 
 
 def batch_norms(model: nn.Module) -> dict[str, str]:
-    """Return every registered batch norm by path, and whose rows its training statistics are of.
+    """Return every registered batch norm by path, with the scope of its training statistics.
 
     Returns:
         ``"group"`` (this package's plugin), ``"group (torch)"`` (torch's own conversion), or ``"rank"``.
@@ -225,14 +219,14 @@ def is_synced(layer: nn.Module) -> bool:
 
 
 def _named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every registered batch norm, with its name for messages."""
+    """Yield every registered batch norm, with its name in messages."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORM_TYPES):
             yield f"SyncBatchNorm `{name}`" if name else "SyncBatchNorm", module
 
 
 def _unregistered_layers(model: nn.Module, known: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the batch norms that hide in lists, dicts, callbacks or the data module, with their paths."""
+    """Yield the batch norms in lists, dicts, callbacks or the data module, with their paths."""
     trainer = attached_trainer(model)
     callbacks = getattr(trainer, "callbacks", None) or []
     elsewhere: dict[str, Any] = {}
@@ -254,13 +248,13 @@ class SyncedForward(ForwardPatch):
 
     Args:
         layer: A batch norm.
-        title: Its name in messages; its path if the model has not registered it.
-        scope: Returns the ranks that normalise together, once torch.distributed is there.
-        not_yet_in: The model, if it has not registered the layer. Training without it is an error, unless it was registered since.
+        title: Name in messages, or path if the model has not registered the layer.
+        scope: Function that returns the ranks that normalise together, once torch.distributed runs.
+        not_yet_in: The model, if it has not registered the layer. If it still has not when the layer trains, that is an error.
 
     Attributes:
-        calls: Calls over more than one rank.
-        rows: Rows (dimension 0) of the last of them on this rank.
+        calls: Number of calls over more than one rank.
+        rows: Rows (dimension 0) of the last call on this rank.
     """
 
     synchronises = True
@@ -275,7 +269,7 @@ class SyncedForward(ForwardPatch):
 
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer's forward; in evaluation mode, in a world of one and where all rows are here already, untouched."""
+        """Run the layer's forward. It is unchanged in evaluation mode, in a world of one, and if all rows are here already."""
         if not self.module.training or not process_groups.is_distributed():
             return self.original(*args, **kwargs)
         if self._not_yet_in is not None and process_groups.world_size() > 1:
@@ -295,15 +289,15 @@ class SyncedForward(ForwardPatch):
                 got="none: it computes the statistics of this rank's rows by itself",
                 fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
             )
-        except Exception as error:  # what all ranks raise alike passes through
+        except Exception as error:  # an error that all ranks raise passes through
             raise_in_scope(scope, error, self.title)
         return output
 
     def _find_registered(self, model: nn.Module) -> None:
-        """Take the name under which the model knows the layer by now.
+        """Take the name under which the model has registered the layer since.
 
         Raises:
-            ConfigurationError: if it does not know it.
+            ConfigurationError: if it has not.
         """
         title = next((title for title, known in _named_layers(model) if known is self.module), None)
         expect(
@@ -337,7 +331,7 @@ class SyncedForward(ForwardPatch):
         # statistics of all ranks' rows
         call = Call(self.title, self.calls, scope)
         statistics = gather_statistics(call, input, f"eps={eps}, momentum={momentum}")
-        # without rows, or with channels that do not fit, what torch does or says
+        # without rows, or with channels that do not fit, torch's result or error
         known = next((t for t in (running_mean, weight) if t is not None), None)
         if statistics.total == 0 or (known is not None and known.numel() != input.shape[1]):
             return functional.batch_norm(*plain)
@@ -348,7 +342,7 @@ class SyncedForward(ForwardPatch):
 
 
 class _ReplacedBatchNorm(TorchFunctionMode):
-    """Puts the synchronised batch norm into the place of torch's for the length of a block."""
+    """Replaces torch's batch norm by the synchronised one inside a block."""
 
     def __init__(self, layer: SyncedForward, scope: Scope) -> None:
         super().__init__()
@@ -374,12 +368,12 @@ def _update_average_(running: Tensor | None, value: Tensor, momentum: float) -> 
 
 
 class BeforeBackwardPatch(MethodPatch):
-    """Stands in for the LightningModule's ``on_before_backward``, which Lightning calls in each backward, manual ones too.
+    """Replaces the LightningModule's ``on_before_backward``, which Lightning calls in each backward, also a manual one.
 
     Args:
         module: The LightningModule.
         layers: The synchronised layers.
-        scope: Returns who exchanges statistics.
+        scope: Function that returns the ranks that exchange statistics.
     """
 
     def __init__(self, module: pl.LightningModule, layers: Sequence[SyncedForward], scope: Callable[[], Scope]) -> None:
@@ -387,14 +381,14 @@ class BeforeBackwardPatch(MethodPatch):
         self._layers, self._scope = layers, scope
 
     def __call__(self, loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compare the layers in the ranks' graphs, then do what the module itself does here."""
+        """Compare the layers in the ranks' graphs, then call the module's own hook."""
         if any(layer.calls for layer in self._layers):
             scope = self._scope()
             try:
                 check_same_names(
                     "batch norms that the loss depends on",
                     synced_calls(loss),
-                    "Use the output of every batch norm in the loss of every rank (times 0 where it should not count).",
+                    "Use the output of every batch norm in the loss of every rank (times 0 if it should not count).",
                     group=scope.handshake_group,
                 )
             except Exception as error:
@@ -414,25 +408,21 @@ def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group 
     Raises:
         RankMismatchError: on every rank, with the first names that are not on all of them.
 
-    Communication: one handshake; one more where ranks differ.
+    Communication: one handshake, and one more if ranks differ.
     """
     own = list(names)
     digest = hashlib.sha256("\n".join(own).encode()).digest()
     if process_groups.world_size(group) == 1 or len(set(handshake.all_gather(what, {}, digest, group=group))) == 1:
         return
-    payloads = handshake.all_gather(f"all {what}", {}, json.dumps(own).encode(), group=group)
-    gathered = [json.loads(payload) for payload in payloads]
+    gathered = handshake.all_gather_json(f"all {what}", {}, own, group=group)
     common = set.intersection(*map(set, gathered))
-    ranks = []
-    for of_rank in gathered:
-        more = [name for name in of_rank if name not in common]
-        rest = [f"{len(more) - _SHOWN} more"] if len(more) > _SHOWN else []
-        ranks.append("; ".join([f"{len(common)} in common", *more[:_SHOWN], *rest]))
+    others = [[name for name in of_rank if name not in common] for of_rank in gathered]
+    ranks = [f"{len(common)} in common" + "; ".join(["", listed(names)] if names else []) for names in others]
     raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)
 
 
 def raise_in_scope(scope: Scope, error: Exception, where: str) -> NoReturn:
-    """Raise on every rank of the handshakes' group; where that is a part of the world, whoever comes next may tell the rest."""
+    """Raise on every rank of the handshakes' group. If it is a part of the world, a later handshake may report it to the rest."""
     try:
         handshake.raise_on_all_ranks(error, where, group=scope.handshake_group)
     except Exception as raised:

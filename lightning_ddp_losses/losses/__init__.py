@@ -10,7 +10,7 @@ the sum of the ranks' gradients by W. Three exact modes evaluate a global loss L
 | ``rows``, symmetric tiles | S_r, and later all that its own rows take part in | never asked | none | four losses (``tiled``) |
 | ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
 
-In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L = sum(S_r) / sum(n_r)``; DDP's mean over ranks then
+In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L = sum(S_r) / sum(n_r)``. DDP's mean over ranks then
 gives the gradient of L. Symmetric tiles give this rank's rows W times their gradient of the full ``L``, from one statistic per row of
 every rank. ``replicated`` needs no factor for the loss's own parameters: every rank holds the full gradient and DDP's mean leaves it
 alone. ``partial_sums`` is the only file that names W as a factor.
@@ -18,32 +18,32 @@ alone. ``partial_sums`` is the only file that names W as a factor.
 A mode costs a handshake (``distributed/handshake.py``), and a gather of the rows unless it is ``elements``. Few rows on the CPU
 (``handshake.inline_capacity``) need no gather of their own: from the second call on they travel in the handshake.
 
-| file | what it holds |
+| file | content |
 |---|---|
-| ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run; options that they refuse |
+| ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run, and refused options |
 | ``call_arguments`` | a call's arguments on this rank: names, shapes, two views as rows with identities, tuples of rows |
 | ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks, its shared seed |
-| ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's; PML's statistics |
-| ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient; `global_mean` |
+| ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's, and PML's statistics |
+| ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient, `global_mean` |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
 | ``tiled`` | the common losses in tiles of our own |
 | ``separable`` | a numerical check that a loss is a sum over samples or anchors |
-| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank; places of classes and targets; logits |
+| ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank, places of classes and targets, logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
 | ``clip``, ``siglip``, ``two_towers`` | losses between two towers |
 
-The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses what this rank cannot take. An
+The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses bad input of this rank. An
 evaluation is chosen. The rows are gathered (``gathered_call``) unless it is ``Elements``. It computes a ``PartialSum`` of each sub-loss;
 ``SumExchange.gather`` exchanges them, ``GlobalSums.reduce`` makes the value and the factors, and the value gets its gradient.
 ``Replicated`` has the value at once.
 
-Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are no business of a compiler's.
-What a loss wraps may be compiled by itself.
+Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are not compiled.
+The wrapped loss may be compiled by itself.
 
-To add a PML loss: one row in ``pml_registry.LOSSES`` (and a ``PairLoss`` if it shall run in tiles), one row in ``tests/losses/cases.py``.
+To add a PML loss: one row in ``pml_registry.LOSSES`` (and a ``PairLoss`` if it runs in tiles), one row in ``tests/losses/cases.py``.
 To add a loss of our own: ``losses/<name>.py`` and one export here.
 
 Traps, measured on torch 2.13 and PML 2.9 in 2026: PML's learnable losses assign ``self.W.data`` in the dtype of the embeddings, so a loss

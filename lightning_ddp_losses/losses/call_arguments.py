@@ -1,4 +1,4 @@
-"""The arguments of one call as this rank gives them: by name, of PML's shapes; two views as rows with identities; tuples of rows.
+"""The arguments of one call as this rank gives them: by name, of PML's shapes, two views as rows with identities, and tuples of rows.
 
 pytorch-metric-learning's (PML) ``SelfSupervisedLoss`` is no formula of its own: row i of one view has the identity of row i of the other,
 and the loss inside it compares rows by these labels. PML numbers the rows of one process, so each rank would count from 0 again. Here the
@@ -39,11 +39,11 @@ def by_name(
     """Return a call's arguments by name, without those that are None.
 
     Args:
-        title: How the message names what is called.
+        title: Name of the call in messages.
         inner: The loss or miner.
-        names: Of the positional ones.
-        args: By position.
-        kwargs: By name.
+        names: Names of the positional arguments.
+        args: Positional arguments.
+        kwargs: Arguments by name.
 
     Raises:
         InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
@@ -62,24 +62,36 @@ def by_name(
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: value for name, value in given.items() if value is not None}
     if takes_class_labels(inner):
-        _refuse_float_labels(title, inner, given)
+        _refuse_labels(title, inner, given)
     if is_of_pml(inner):
         _refuse_odd_shapes(title, given)
     return given
 
 
-def _refuse_float_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse labels that are no classes: a second view in their place, or numbers that a lower precision would make equal."""
+def _refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse labels that are no class indices: a second view in their place, one-hot rows, flags, or floating numbers."""
     for name in ("labels", "ref_labels"):
         labels = given.get(name)
-        if not isinstance(labels, Tensor) or not (labels.is_floating_point() or labels.is_complex()):
+        if not isinstance(labels, Tensor):
             continue
-        raise InputError(
-            f"{title}: {name}",
-            expected="an integer per row (torch.int64)",
-            got=f"a floating dtype of shape {tuple(labels.shape)}",
-            fix="Pass class indices: labels.long()." if labels.ndim < 2 else fix_for_views(inner),
-        )
+        is_one_hot = labels.ndim == 2 and _is_one_hot(labels)
+        is_index = labels.dtype != torch.bool and not labels.is_floating_point() and not labels.is_complex()
+        if is_index and not is_one_hot:
+            continue
+        fix = fix_for_views(inner)
+        if is_one_hot:
+            fix = "Pass class indices in place of one-hot rows: labels.int().argmax(1)."
+        elif labels.ndim < 2:
+            fix = "Pass class indices: labels.long()."
+        kind = "a floating dtype" if labels.is_floating_point() or labels.is_complex() else str(labels.dtype)
+        got = f"{kind} of shape {tuple(labels.shape)}"
+        raise InputError(f"{title}: {name}", expected="an integer per row (torch.int64)", got=got, fix=fix)
+
+
+def _is_one_hot(rows: Tensor) -> bool:
+    """Return whether each row is a single 1 among zeros."""
+    are_flags = bool(((rows == 0) | (rows == 1)).all())
+    return len(rows) > 0 and are_flags and bool((rows.sum(1) == 1).all())
 
 
 def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
@@ -96,7 +108,7 @@ def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
 
 
 def labelled_loss(loss: nn.Module) -> Any:
-    """Return the loss that compares rows by their labels: the one in a ``SelfSupervisedLoss``, which only makes labels; else the loss.
+    """Return the loss that compares rows by their labels: the one in a ``SelfSupervisedLoss``, which only makes labels, else the loss.
 
     A subclass may make something else of its views, and is a loss of its own.
     """
@@ -105,26 +117,26 @@ def labelled_loss(loss: nn.Module) -> Any:
 
 
 def stacks_views(loss: nn.Module) -> bool:
-    """Say whether a loss compares the rows of both views as one batch."""
+    """Return whether a loss compares the rows of both views as one batch."""
     two_views = two_views_loss(loss)
     return two_views is not None and bool(two_views.symmetric)
 
 
 def compares_one_way(loss: nn.Module) -> bool:
-    """Say whether a loss compares the rows of one view with those of the other only."""
+    """Return whether a loss compares the rows of one view with those of the other only."""
     return two_views_loss(loss) is not None and not stacks_views(loss)
 
 
 def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments as ``labelled_loss(loss)`` takes them; ``PMLCall`` adds the labels.
+    """Return a call's arguments as ``labelled_loss(loss)`` takes them. ``PMLCall`` adds the labels.
 
     Args:
         loss: The loss that was called.
-        title: How messages name it.
+        title: Its name in messages.
         given: Its arguments by name.
 
     Returns:
-        Both views as (2 B, D) ``embeddings`` where ``stacks_views``; else the arguments as they are.
+        Both views as (2 B, D) ``embeddings`` if ``stacks_views``, else the arguments as they are.
 
     Raises:
         InputError: for a view that is missing, no tensor, or of another shape than the other.
@@ -142,10 +154,10 @@ def identities_of(counts: Sequence[int], device: torch.device) -> Tensor:
 
     Args:
         counts: Rows of each rank, both views together.
-        device: Where they shall be.
+        device: Their device.
 
     Returns:
-        (2 G,) int64; a sample's number over all ranks, for both of its rows.
+        (2 G,) int64, a sample's number over all ranks, for both of its rows.
     """
     samples = torch.arange(sum(counts) // 2, device=device)
     parts = torch.split(samples, [rows // 2 for rows in counts])
@@ -160,7 +172,7 @@ def by_view(rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def fix_for_views(loss: nn.Module) -> str:
-    """Say how two views are given to a loss that was called with the second in the place of labels."""
+    """Return advice how two views are given to a loss that was called with the second in the place of labels."""
     name = type(loss).__name__
     if name in SelfSupervisedLoss.supported_losses():
         return f"Two views without labels: GlobalBatchLoss(SelfSupervisedLoss({name}(...)))(view1, view2)."
@@ -198,23 +210,23 @@ def anchor_tuples(
     same: bool,
     positives: Tensor | None = None,
 ) -> Indices:
-    """Return the pairs or triplets whose anchor is one of the global rows from ``bounds[0]`` up to ``bounds[1]``.
+    """Return the pairs or triplets with an anchor among the global rows from ``bounds[0]`` up to ``bounds[1]``.
 
     Args:
         labels: (G,) labels of all anchors.
         ref_labels: (G',) labels of all references.
         bounds: First anchor, one past the last anchor.
-        mined: Global tuples from a miner; None: all pairs or triplets.
-        triplets: Make triplets, not pairs, where nothing was mined.
+        mined: Global tuples from a miner. None: all pairs or triplets.
+        triplets: Make triplets, not pairs, if there are no mined tuples.
         same: Anchors and references are the same rows, so a row is not its own partner.
-        positives: (n,) how many positives each of these anchors has, on the host; then nobody waits for an accelerator. None: not known.
+        positives: (n,), number of positives of each of these anchors, on the host, so that it does not wait. None: not known.
 
     Returns:
         (anchor, positive, negative), or (anchor, positive, anchor, negative), anchors counted from ``bounds[0]``.
     """
     start, stop = bounds
     if mined is not None:
-        # to select them would wait for their number
+        # a selection would wait for its size
         return mined if bounds == (0, len(labels)) else _of_anchors(mined, start, stop)
     # (n, G') which references have an anchor's label
     matches = labels[start:stop].unsqueeze(1) == ref_labels.unsqueeze(0)
@@ -225,7 +237,7 @@ def anchor_tuples(
         if triplets:
             return _triplets(matches, differ)
         return (*torch.where(matches), *torch.where(differ))
-    # the same lists, whose lengths are known
+    # the same lists, of known lengths
     negatives = len(ref_labels) - int(same) - positives
     if triplets:
         return _triplets(matches, differ, positives, negatives)
@@ -235,12 +247,12 @@ def anchor_tuples(
 def are_ordinary(
     matching: Tensor | None, references: int, bounds_by_rank: list[Bounds], mined: Indices | None, *, same: bool
 ) -> bool:
-    """Say whether every rank's anchors form ordinary input: with too few pairs PML returns a zero for the full batch.
+    """Return whether every rank's anchors form ordinary input: with too few pairs PML returns a zero for the full batch.
 
-    Each rank computes this from what all ranks hold, so all decide alike.
+    Each rank computes this from values that all ranks hold, so all decide the same.
 
     Args:
-        matching: From ``same_label_counts``; None: not wanted, since there are tuples.
+        matching: From ``same_label_counts``. None: not wanted, since there are tuples.
         references: G'.
         bounds_by_rank: Each rank's anchors.
         mined: Global tuples from a miner.
@@ -258,12 +270,12 @@ def are_ordinary(
 
 
 def enough_pairs(positives: Tensor, negatives: Tensor, *, mined: bool = False) -> bool:
-    """Say whether anchors with these numbers of positives and negatives are ordinary input for PML.
+    """Return whether anchors with these numbers of positives and negatives are ordinary input for PML.
 
     Args:
         positives: (n,) of each anchor.
         negatives: (n,) of each anchor.
-        mined: The tuples come from a miner; PML then does not ask for an anchor that has both.
+        mined: The tuples come from a miner. PML then does not ask for an anchor that has both.
     """
     if int(positives.sum()) < 2 or int(negatives.sum()) < 2:
         return False
@@ -279,16 +291,16 @@ def same_label_counts(labels: Tensor, ref_labels: Tensor) -> Tensor:
         labels, ref_labels = labels.to(kind), ref_labels.to(kind).sort().values
         stops = torch.searchsorted(ref_labels, labels, right=True)
         return (stops - torch.searchsorted(ref_labels, labels)).cpu()
-    # labels as small numbers, of which a histogram can be made
+    # labels as small numbers, for a histogram
     _, kinds = torch.unique(torch.cat([labels, ref_labels]), return_inverse=True)
     kinds_of_anchors, kinds_of_references = kinds[: len(labels)], kinds[len(labels) :]
     return torch.bincount(kinds_of_references, minlength=len(kinds))[kinds_of_anchors]
 
 
 def _listed(mask: Tensor, number: int) -> Indices:
-    """List row and column of each entry that is set, as ``torch.where`` does, whose host waits for their number."""
+    """List row and column of each entry that is set. ``torch.where`` does the same, but its host waits for their number."""
     flat = mask.view(-1)
-    # where each entry goes; those that are not set share a place before the list
+    # place of each entry. Those that are not set share one before the list
     places = flat.cumsum(0).mul_(flat)
     entries = torch.arange(flat.numel(), device=mask.device)
     listed = entries.new_empty(number + 1).scatter_(0, places, entries)[1:]
@@ -328,13 +340,13 @@ def named_anchors(mined: Indices) -> Indices:
 
 
 def count_indices(index: Tensor, rows: int) -> Tensor:
-    """Return, (rows,) of int64, how often each row is named; as ``torch.bincount``, for which the host waits."""
+    """Return, (rows,) of int64, how often each row is named. The host would wait for ``torch.bincount``."""
     counts = torch.zeros(rows, dtype=torch.int64, device=index.device)
     return counts.index_add_(0, index, torch.ones_like(index, dtype=torch.int64))
 
 
 def _fewest_of_a_rank(mined: Indices, bounds_by_rank: list[Bounds]) -> int:
-    """Return how many positives, negatives or triplets the rank with the fewest has; an accelerator is waited for once."""
+    """Return how many positives, negatives or triplets the rank with the fewest has. The host waits for an accelerator once."""
     ends = torch.tensor([stop for _, stop in bounds_by_rank]).to(mined[0].device, non_blocking=True)
     counts = []
     for anchors in named_anchors(mined):
@@ -344,7 +356,7 @@ def _fewest_of_a_rank(mined: Indices, bounds_by_rank: list[Bounds]) -> int:
 
 
 def _of_anchors(mined: Indices, start: int, stop: int) -> Indices:
-    """Select the mined tuples of some anchors, whose indices then count from ``start``."""
+    """Select the mined tuples of some anchors. Their indices then count from ``start``."""
     found: Indices = ()
     for anchors, *others in [mined] if len(mined) == 3 else [mined[:2], mined[2:]]:
         local = ((anchors >= start) & (anchors < stop)).nonzero().squeeze(1)
@@ -359,8 +371,8 @@ class GlobalTuples(tuple[Tensor, ...]):
     """A miner's tuples over the global batch, the same on every rank: indices count rows of all ranks.
 
     Attributes:
-        rows_of_ranks: How many rows those are, by global rank, in their order.
-        references: How many rows positives and negatives count: the same ones, or others that the miner was given.
+        rows_of_ranks: Number of those rows by global rank, in their order.
+        references: Number of rows that positives and negatives count: the same ones, or others that the miner was given.
     """
 
     rows_of_ranks: dict[int, int]
@@ -379,12 +391,12 @@ class GlobalTuples(tuple[Tensor, ...]):
         return sum(self.rows_of_ranks.values())
 
     def counts_of(self, counts: Tensor, rows_of_ranks: dict[int, int], title: str) -> Tensor:
-        """Take what belongs to the rows of some of the ranks, in their order.
+        """Take the numbers of the rows of some ranks, in their order.
 
         Args:
             counts: (G,), a number for each row that the tuples count.
             rows_of_ranks: The rows that a loss gets, by global rank.
-            title: For the message.
+            title: Name of the call in messages.
 
         Raises:
             InputError: for tuples of another batch, or of other ranks.
@@ -407,29 +419,24 @@ class GlobalTuples(tuple[Tensor, ...]):
         """Refuse tuples of another batch, or of another group's.
 
         Args:
-            title: For the message.
-            rows: That the loss gets, over its ranks.
-            references: Likewise; None: it has some of its own.
+            title: Name of the call in messages.
+            rows: Rows that the loss gets, over its ranks.
+            references: References that the loss gets, over its ranks. None: it has its own.
 
         Raises:
             InputError: naming both numbers of rows.
         """
-        what = f"{title}: indices_tuple of GlobalBatchMiner"
-        expect(
-            self.rows == rows,
-            what,
-            expected=f"of the {rows} rows that the loss gets",
-            got=f"of {self.rows} rows",
-            fix="Mine the embeddings that the loss gets, over the same process group.",
-            error=InputError,
-        )
-        expect(
-            references is None or self.references <= references,
-            what,
-            expected=f"of the {references} references that the loss gets",
-            got=f"of {self.references} references",
-            fix="Give the loss the ref_emb that the miner got.",
-            error=InputError,
+        if self.rows != rows:
+            kind, wanted, got = "rows", rows, self.rows
+            fix = "Mine the embeddings that the loss gets, over the same process group."
+        elif references is not None and self.references > references:
+            kind, wanted, got = "references", references, self.references
+            fix = "Give the loss the ref_emb that the miner got."
+        else:
+            return
+        expected = f"of the {wanted} {kind} that the loss gets"
+        raise InputError(
+            f"{title}: indices_tuple of GlobalBatchMiner", expected=expected, got=f"of {got} {kind}", fix=fix
         )
 
 
@@ -437,7 +444,7 @@ def refuse_malformed_tuples(what: str, tuples: Sequence[Tensor]) -> None:
     """Refuse a miner's tuples that name no rows, or that torch would match with each other by broadcasting or as masks.
 
     Raises:
-        InputError: saying what they are.
+        InputError: for such tuples, with their dtypes and shapes.
     """
     if not len(tuples):
         return
@@ -463,7 +470,7 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
         indices_tuple: Triplets (anchor, positive, negative), or pairs (anchor, positive, anchor, negative).
         rows: Number of rows that the indices count.
         only_anchors: Count anchors alone.
-        title: For the message.
+        title: Name of the call in messages.
 
     Raises:
         InputError: for an index of a row that is not there, or another number of index tensors.
@@ -472,7 +479,7 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
         raise InputError(f"{title}: indices_tuple", expected="3 or 4 index tensors", got=len(indices_tuple))
     counted = named_anchors(tuple(indices_tuple)) if only_anchors else indices_tuple
     index = torch.cat([part.reshape(-1) for part in counted])
-    # ours are in range; to look at others an accelerator is waited for once, as their miner did
+    # ours are in range. To look at others waits for an accelerator once, as their miner did
     are_in_range = isinstance(indices_tuple, GlobalTuples) and (only_anchors or indices_tuple.references <= rows)
     if index.numel() and not are_in_range:
         low, high = torch.stack(torch.aminmax(index)).tolist()
@@ -487,6 +494,6 @@ def miner_counts(indices_tuple: Sequence[Tensor], rows: int, *, only_anchors: bo
 
 
 def miner_weights(counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the (G,) weights of PML's classification losses: a row's count over the highest one; without tuples all rows weigh 1."""
+    """Return the (G,) weights of PML's classification losses: a row's count over the highest one. Without tuples all rows weigh 1."""
     highest = counts.max()
     return torch.where(highest > 0, counts.to(dtype) / highest.clamp(min=1), torch.ones((), dtype=dtype))

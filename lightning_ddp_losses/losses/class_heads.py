@@ -1,7 +1,7 @@
-"""What each of pytorch-metric-learning's (PML's) class-weight losses computes on a block of classes: logits, and a weight regulariser.
+"""Logits of pytorch-metric-learning's (PML's) class-weight losses on a block of classes, and their weight regulariser.
 
 All eight losses are ``logsumexp_j z_ij - z_iy`` for logits z that depend on one row and one class. They differ in the product of row and
-class, its scale, and what happens to the target's logit; ``pml_registry`` says which is which. The margin, the distance and the norms
+class, its scale, and the target's logit. ``pml_registry`` lists which is which. The margin, the distance and the norms
 are PML's own functions (read in PML 2.9), so that a margin that PML mends is mended here.
 
 To add a loss: its head in its row of ``pml_registry.LOSSES``, and a subclass of ``Head`` where its logits are its own.
@@ -27,12 +27,12 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_with_head,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import ProductChoice, lengths_of, refuse_products, unit_rows
+from lightning_ddp_losses.losses.products import ProductChoice, refuse_products, unit_rows
 
 Scale: TypeAlias = Tensor | float
 """What multiplies logits: one number, or one of each row, (n, 1)."""
 
-# a block of classes shall not make a row of D numbers for each pair
+# a block of classes must not make a row of D numbers for each pair
 _DISTANCES = [cls for cls, facts in DISTANCES.items() if facts.form != "differences"]
 
 
@@ -40,13 +40,13 @@ class Head:
     """Computes the logits of one loss, without a margin.
 
     Args:
-        loss: An instance of a class that has a head; its weight is not looked at.
+        loss: An instance of a class that has a head. Its weight is not read.
 
     Attributes:
         weight_name: Name of the class weight in the loss.
         class_dim: Dimension of it that counts classes.
         counts_only_anchors: A miner weighs the rows that are anchors, not positives and negatives too.
-        has_row_scale: The scale is a function of the row, whose gradient goes through it; else one number.
+        has_row_scale: The scale is a function of the row, and has a gradient. Else it is one number.
         drops_improbable_rows: Rows whose probability rounds to zero have no loss.
         has_margin: The target's logit is a function of its own (``targets``), else the others' plus ``target_offset``.
         per_class: K.
@@ -63,9 +63,7 @@ class Head:
     _always_normalizes = False
     _norm_of_weight_counts = False
     _may_scale_rows = True
-    _shows_products = (
-        False  # ``get_logits`` of the loss shows distances or similarities themselves, without their scale
-    )
+    _shows_products = False  # ``get_logits`` of the loss shows distances or similarities without their scale
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
@@ -82,18 +80,19 @@ class Head:
         """Whether logits are one number times products of rows with unit weight rows, which may run on tensor cores."""
         return self.is_cosine and not self.has_row_scale
 
-    def lengths(self, embeddings: Tensor) -> Tensor | None:
-        """Return what ``prepare`` divides embeddings by, (G,), for heads of one product; None: they stay as they are."""
-        return lengths_of(embeddings) if self._loss.distance.normalize_embeddings else None
+    @property
+    def normalizes_rows(self) -> bool:
+        """Whether ``prepare`` divides embeddings by their lengths."""
+        return bool(self._loss.distance.normalize_embeddings)
 
     @property
     def constant_scale(self) -> float:
-        """What multiplies the logits of all rows."""
+        """Factor of the logits of all rows."""
         return float(self._loss.scale)
 
     @property
     def target_offset(self) -> float:
-        """What is added to the target's logit."""
+        """Number added to the target's logit."""
         return 0.0
 
     @property
@@ -102,14 +101,14 @@ class Head:
         return 1 / self.constant_scale if self._shows_products else 1.0
 
     def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
-        """Return the rows as they enter the product, (G, D), and what multiplies their logits, (G, 1) or one number."""
+        """Return the rows as they enter the product, (G, D), and the factor of their logits, (G, 1) or one number."""
         return self.prepared_rows(embeddings), self.constant_scale
 
     def prepared_rows(self, embeddings: Tensor) -> Tensor:
         """Return the rows as they enter the product, (G, D)."""
         distance = self._loss.distance
         if distance.normalize_embeddings and distance.p == 2:
-            return unit_rows(embeddings).rows
+            return unit_rows(embeddings)
         return distance.maybe_normalize(embeddings)  # type: ignore[no-any-return]
 
     def logits(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
@@ -163,7 +162,7 @@ class Head:
         return logit * scale
 
     def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """Compute the cosine (n,) of each row with each center of its target class; the best one counts."""
+        """Compute the cosine (n,) of each row with each center of its target class. The best one counts."""
         flat = self.normalized(weight.reshape(-1, weight.shape[2]))
         cosine = (rows.unsqueeze(1) * flat.view_as(weight)).sum(2)
         if self._loss.distance.power != 1:
@@ -171,7 +170,7 @@ class Head:
         return cosine.squeeze(1) if self.per_class == 1 else cosine.max(1).values
 
     def with_margin(self, cosines: Tensor) -> Tensor:
-        """Put the margin into (n,) cosines of rows with their target classes; for heads that have one."""
+        """Put the margin into (n,) cosines of rows with their target classes, for heads that have one."""
         raise NotImplementedError
 
     @property
@@ -180,7 +179,7 @@ class Head:
         return bool(self._loss.collect_stats)
 
     def angle_sum(self, count: int) -> float:
-        """Return the sum of the angles, in degrees, between ``count`` rows and their targets; 0 unless the loss collects statistics."""
+        """Return the sum of the angles, in degrees, between ``count`` rows and their targets. 0 unless the loss collects statistics."""
         if not self._loss.collect_stats or not count:
             return 0.0
         # PML keeps the mean of what ``with_margin`` was given last
@@ -240,7 +239,7 @@ class LargeMarginHead(SphereFaceHead):
 
 
 class NormalizedSoftmaxHead(Head):
-    """A temperature in place of a scale; weight rows have length one whatever the distance does."""
+    """A temperature in place of a scale. Weight rows have length one for any distance."""
 
     _always_normalizes = True
 
@@ -255,7 +254,7 @@ class NormalizedSoftmaxHead(Head):
 
 
 class ProxyHead(Head):
-    """ProxyNCA: one proxy a class, row by row in memory; PML shows products without their scale."""
+    """ProxyNCA: one proxy a class, row by row in memory. PML shows products without their scale."""
 
     weight_name = "proxies"
     class_dim = 0
@@ -270,7 +269,7 @@ class ProxyHead(Head):
 
 
 class SoftTripleHead(Head):
-    """Several centers a class, of which a softmax makes the mean; a margin that is a constant."""
+    """Several centers a class, averaged by a softmax, and a constant margin."""
 
     weight_name = "fc"
     _centers_option = "centers_per_class"
@@ -318,7 +317,7 @@ def head_of(loss: Any) -> Head:
 
 
 def _sign(distance: Any) -> float:
-    """Return 1 for a similarity, -1 for a distance: the smaller, the more alike."""
+    """Return 1 for a similarity, -1 for a distance."""
     return 1.0 if distance.is_inverted else -1.0
 
 
@@ -326,7 +325,7 @@ def _sign(distance: Any) -> float:
 
 
 def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
-    """Return the weight regulariser of a loss; None without one.
+    """Return the weight regulariser of a loss. None without one.
 
     Raises:
         ConfigurationError: for one that compares classes with each other, which lie on different ranks.
@@ -351,7 +350,7 @@ class ClassPenalty:
 
     Args:
         regularizer: PML's.
-        weight: What multiplies it in the loss.
+        weight: Its factor in the loss.
         per_class: K.
     """
 
@@ -359,7 +358,7 @@ class ClassPenalty:
         self._regularizer, self._weight, self._per_class = regularizer, weight, per_class
 
     def __call__(self, block: Tensor) -> tuple[Tensor, float | Tensor]:
-        """Return the summed terms of (c * K, D) weight rows, and what they add to the divisor."""
+        """Return the summed terms of (c * K, D) weight rows, and their part of the divisor."""
         is_of_centers = CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
         elements = evaluate(block)
@@ -400,11 +399,9 @@ def refuse_options(num_classes: int, chunk_size: int | None, sample_rate: float,
         ConfigurationError: with the name of the option.
     """
     is_whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    is_chunk, chunks = (
-        chunk_size is None or (is_whole and 1 <= chunk_size <= num_classes),
-        f"1 to {num_classes} classes, or None",
-    )
-    expect(is_chunk, "ClassShardedLoss: chunk_size", expected=chunks, got=repr(chunk_size))
+    is_chunk = chunk_size is None or (is_whole and 1 <= chunk_size <= num_classes)
+    expected = f"1 to {num_classes} classes, or None"
+    expect(is_chunk, "ClassShardedLoss: chunk_size", expected=expected, got=repr(chunk_size))
     expect(0 < sample_rate <= 1, "ClassShardedLoss: sample_rate", expected="above 0 and at most 1", got=sample_rate)
     expect(
         sample_rate == 1 or not is_regularized,
@@ -437,18 +434,10 @@ def refuse_with_replicas(title: str, loss: Any, sampler: Any) -> None:
         ConfigurationError: on every rank.
     """
     regularizer, fix = getattr(loss, "embedding_regularizer", None), "Divide the classes over all ranks (group=None)."
-    expect(
-        regularizer is None,
-        f"{title}: embedding_regularizer",
-        expected="none where group= is a part of the ranks",
-        got=type(regularizer).__name__,
-        fix=fix,
-    )
-    # parts would draw other classes, and step other rows of equal weights
-    expect(
-        sampler is None,
-        f"{title}: sample_rate",
-        expected="1 where group= is a part of the ranks",
-        got=getattr(sampler, "rate", 1),
-        fix=fix,
-    )
+    # parts that sample would draw other classes, and step other rows of equal weights
+    for option, unfit, allowed, got in (
+        ("embedding_regularizer", regularizer, "none", type(regularizer).__name__),
+        ("sample_rate", sampler, "1", getattr(sampler, "rate", 1)),
+    ):
+        expected = f"{allowed} where group= is a part of the ranks"
+        expect(unfit is None, f"{title}: {option}", expected=expected, got=got, fix=fix)

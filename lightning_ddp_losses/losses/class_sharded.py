@@ -1,10 +1,10 @@
 """`ClassShardedLoss`: a classification loss whose class weight is sharded over the ranks, evaluated chunk by chunk.
 
 A million classes of 128 numbers are half a gigabyte of weight and as much of gradient on every rank, and DDP sends all of it
-at every step. Here each rank holds C / W classes; what travels is embeddings and three numbers per row.
+at every step. Here each rank holds C / W classes. Embeddings and three numbers per row travel.
 
 The loss has its parts: a ``ShardedWeight`` (``sharded_weight``: which classes are here), a head (``class_heads``: PML's logits), a
-``ShardedSoftmax`` each call (``sharded_softmax``; without a gradient ``ClassLogits``), and, with ``sample_rate`` below 1, a
+``ShardedSoftmax`` each call (``sharded_softmax``, and ``ClassLogits`` without a gradient), and, with ``sample_rate`` below 1, a
 ``ClassSampler`` and a ``SampledRowOptimizer`` (``partial_fc``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` embedding size, ``C`` classes, ``c`` classes
@@ -14,7 +14,7 @@ on this rank, ``K`` weight rows per class (sub-centers).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -48,7 +48,7 @@ from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form, tile_budget
+from lightning_ddp_losses.losses.products import Operand, ProductChoice, ProductForm, choose_form, tile_budget
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import (
     LocalClasses,
@@ -61,20 +61,23 @@ from lightning_ddp_losses.losses.sharded_weight import (
 )
 
 _NAMED = "rows named by the miner"  # how often
-_HELD_CLASSES = "held classes"  # what a state dict notes of the weight
-_CHUNK_BYTES = 2 << 20  # of logits at a time: what a core's cache holds
+_HELD_CLASSES = "held classes"  # key in a state dict's metadata
+_CHUNK_BYTES = 2 << 20  # of logits at a time, as a core's cache holds
 _MIN_CHUNK = 16  # classes
 
 
-class _Options(NamedTuple):
-    """Options of a loss, as its constructor takes them."""
+class _Undrawn(NamedTuple):
+    """A loss without a weight, in place of an instance.
 
-    chunk_size: int | None
-    sample_rate: float
-    unbiased: bool
-    products: ProductChoice
-    name: str | None
-    group: Group
+    Attributes:
+        template: A loss with all options and the weight of one class.
+        num_classes: C.
+        seed: Seed of the weight that is still to be drawn.
+    """
+
+    template: Any
+    num_classes: int
+    seed: int
 
 
 class ClassShardedLoss(WithProcessGroup, nn.Module):
@@ -89,41 +92,42 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     ``strategy="ddp_losses"``, or at the first call. In one process it is the chunked evaluation alone.
 
     Args:
-        loss: An instance; its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
-        chunk_size: Classes whose logits are alive at a time; None: as many as fit 2 MiB, on an accelerator 256 MiB.
+        loss: An instance. Its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
+        chunk_size: Classes whose logits are alive at a time. None: as many as fit 2 MiB, on an accelerator 256 MiB.
         sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the rank's classes
-            (PartialFC's sampling). Rows not looked at, or whose gradient was dropped, keep weight and optimizer state: the optimizer must
-            be attached (``attach``; the strategy does it). Its count of steps is the weight's as a whole.
+            (PartialFC's sampling). Rows that were not looked at, or lost their gradient, keep weight and optimizer state: the optimizer
+            must be attached (``attach``, or the strategy). Its count of steps is the weight's as a whole. On an accelerator at least as
+            many classes are looked at as the global batch has rows, since the host does not wait for the number of the batch's own.
         unbiased: Weigh the sampled negatives by one over their probability.
-        products: How embeddings and weight are multiplied, where logits are one number times cosines (ArcFace, CosFace, NormalizedSoftmax
-            with one center a class). ``"float32"``. ``"bf16"``: on tensor cores, into float32; embeddings and weight rows that are not
+        products: Form of the products of embeddings and weight, if logits are one number times cosines (ArcFace, CosFace, NormalizedSoftmax
+            with one center a class). ``"float32"``. ``"bf16"``: on tensor cores, into float32. Embeddings and weight rows that are not
             bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
             In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
             ``predict`` are float32.
-        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
-        group: Process group over which the classes are sharded; None is the world. Where it is a part (the ranks of a node), every part
+        name: Name among losses of its kind, as in ``GlobalBatchLoss``.
+        group: Process group over which the classes are sharded. None is the world. If it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
 
     Attributes:
         loss: PML's loss, without its weight, which is here.
-        sampler: Draws the classes of a step; None: all of them.
+        sampler: Draws the classes of a step. None: all of them.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it needs no ``sync_dist``.
 
     Gradient:
-        The weight's is complete for this rank's rows and must not be averaged (the strategy leaves it alone; outside Lightning keep
-        the loss out of ``DistributedDataParallel``). The encoder's is the one-process gradient after DDP's mean.
+        The weight's is complete for this rank's rows and must not be averaged. The strategy leaves it alone. Outside Lightning keep
+        the loss out of ``DistributedDataParallel``. The encoder's is the one-process gradient after DDP's mean.
 
     Communication:
-        Handshake, gather of the embeddings (of bfloat16 as they are), gather of 3 G numbers; in backward a handshake and one exchange
+        Handshake, gather of the embeddings (of bfloat16 as they are), gather of 3 G numbers. In backward a handshake and one exchange
         of G x D, of float32. Nothing depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of
         the weight's gradient.
 
     Raises:
-        ConfigurationError: a loss, regulariser or distance that cannot be sharded; more ranks than classes; a bad chunk.
+        ConfigurationError: a loss, regulariser or distance that cannot be sharded, more ranks than classes, or a bad chunk.
         InputError: on every rank, for labels out of range or a wrong width on any rank. Where the batch is on an accelerator the range is
-            read at once at the first call only, as that waits for it; from then on one call later, and labels out of it are clamped.
+            read at once at the first call only, as that waits for it. Later calls read it one call later, and clamp labels out of it.
         RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
 
     Example:
@@ -150,9 +154,43 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         name: str | None = None,
         group: Group = None,
     ) -> None:
-        weight = full_weight(loss).detach()
-        options = _Options(chunk_size, sample_rate, unbiased, products, name, group)
-        self._set_up(loss, weight, weight.shape, None, options)
+        inner: Any = loss
+        undrawn = inner if isinstance(inner, _Undrawn) else None
+        if undrawn is not None:
+            inner = undrawn.template
+        head = head_of(inner)
+        penalty = penalty_of(inner, head.per_class)
+        refuse_unfit(inner)
+        super().__init__()
+        weight = full_weight(inner).detach()
+        full_shape = list(weight.shape)
+        if undrawn is not None:
+            full_shape[head.class_dim] = undrawn.num_classes * head.per_class
+            weight = weight.narrow(head.class_dim, 0, 0)
+        # the loss without its weight, and this rank's classes of the weight
+        self.loss = compat.without_parameter(inner, head.weight_name)
+        self._head = head_of(self.loss)
+        self._penalty = penalty
+        seed = None if undrawn is None else undrawn.seed
+        self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
+        self.register_parameter(head.weight_name, self._sharded.parameter(weight))
+        # options
+        refuse_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
+        refuse_products_with(self._title, self._head, products)
+        self.products, self.chunk_size = products, chunk_size
+        self.set_group(group, self._title, name)
+        self._replica_group: Group = None
+        # sampled negatives
+        self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
+        self._sampled_gradient = SampledGradient()
+        self._row_optimizer: SampledRowOptimizer | None = None
+        # compared between ranks
+        self._fingerprint = ""
+        self._upstream_grads = UpstreamGradWatch()
+        self._weights = WeightFingerprints(wanted=True)
+        self.value_reading = inputs.ValueReading()
+        if process_groups.is_distributed():
+            self.shard_classes()
 
     @classmethod
     def build(
@@ -176,65 +214,35 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             loss_class: One of the supported classes.
             num_classes: C.
             embedding_size: D.
-            chunk_size: As in the constructor.
-            sample_rate: As in the constructor.
-            unbiased: As in the constructor.
-            products: As in the constructor.
-            seed: Of the initial weight, which is the same for any number of ranks; None: drawn from torch's generator, rank 0's
-                counts.
-            name: As in the constructor.
-            group: As in the constructor.
+            chunk_size: Option of the constructor.
+            sample_rate: Option of the constructor.
+            unbiased: Option of the constructor.
+            products: Option of the constructor.
+            seed: Seed of the initial weight, which is the same for any number of ranks. None: drawn from torch's generator on
+                rank 0.
+            name: Option of the constructor.
+            group: Option of the constructor.
             **options: Of the loss class (``margin``, ``scale``, ``weight_init_func``, ...).
         """
         # an instance that has all options and hardly a weight
         try:
             template = empty_loss(loss_class, num_classes, embedding_size, options)
-            head = head_of(template)
+            head_of(template)
         except (TypeError, AttributeError) as error:
             shown = getattr(loss_class, "__name__", loss_class)
             raise ConfigurationError(f"ClassShardedLoss.build({shown}): {error}") from None
         refuse_joint_draws(template)
-        # the shape of all classes, and a weight of none
-        shape = [embedding_size, embedding_size]
-        shape[head.class_dim] = num_classes * head.per_class
-        nothing = full_weight(template).detach().narrow(head.class_dim, 0, 0)
-        made = cls.__new__(cls)
         if seed is None:
             seed = int(torch.randint(1 << 62, ()))
-        made._set_up(template, nothing, shape, seed, _Options(chunk_size, sample_rate, unbiased, products, name, group))
-        return made
-
-    def _set_up(
-        self, loss: Any, weight: Tensor, full_shape: Sequence[int], seed: int | None, options: _Options
-    ) -> None:
-        head = head_of(loss)
-        penalty = penalty_of(loss, head.per_class)
-        refuse_unfit(loss)
-        super().__init__()
-        # the loss without its weight, and this rank's classes of the weight
-        self.loss = compat.without_parameter(loss, head.weight_name)
-        self._head = head_of(self.loss)
-        self._penalty = penalty
-        self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
-        self.register_parameter(head.weight_name, self._sharded.parameter(weight))
-        # options
-        sample_rate = options.sample_rate
-        refuse_options(self.num_classes, options.chunk_size, sample_rate, is_regularized=penalty is not None)
-        refuse_products_with(self._title, self._head, options.products)
-        self.products, self.chunk_size = options.products, options.chunk_size
-        self.set_group(options.group, self._title, options.name)
-        self._replica_group: Group = None
-        # sampled negatives
-        self.sampler = ClassSampler(sample_rate, options.unbiased) if sample_rate < 1 else None
-        self._sampled_gradient = SampledGradient()
-        self._row_optimizer: SampledRowOptimizer | None = None
-        # what ranks compare with each other
-        self._fingerprint = ""
-        self._upstream_grads = UpstreamGradWatch()
-        self._weights = WeightFingerprints(wanted=True)
-        self.value_reading = inputs.ValueReading()
-        if process_groups.is_distributed():
-            self.shard_classes()
+        return cls(
+            _Undrawn(template, num_classes, seed),  # type: ignore[arg-type]
+            chunk_size=chunk_size,
+            sample_rate=sample_rate,
+            unbiased=unbiased,
+            products=products,
+            name=name,
+            group=group,
+        )
 
     @property
     def weight(self) -> nn.Parameter:
@@ -272,9 +280,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """Return the global loss.
 
         Args:
-            embeddings: (B, D); halves are computed in float32.
+            embeddings: (B, D). Halves are computed in float32.
             labels: (B,), integers from 0 to C - 1.
-            indices_tuple: A miner's pairs or triplets of local rows; as in PML they weigh the rows.
+            indices_tuple: A miner's pairs or triplets of local rows. They weigh the rows, as in PML.
         """
         try:
             self._check_embeddings(embeddings)
@@ -312,7 +320,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         found = softmax.row_losses(rows, scale, self._sharded.rows(self.weight))
         if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
-        # 3. rows of the other parts of the world; each part has all classes
+        # 3. rows of the other parts of the world. Each part has all classes
         losses = found.losses
         if self._replica_group is not None:
             batches = {"losses": losses, "labels": global_labels}
@@ -335,7 +343,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return self._reduce(losses, found, global_embeddings, global_labels)
 
     def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm) -> GatheredBatch:
-        """Return the rows of all ranks, after comparing with them what must be equal, and what must not."""
+        """Return the rows of all ranks, after comparing settings, which must be equal, and shards, which must not."""
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             batches[_NAMED] = self._times_named(indices_tuple, len(labels))
@@ -360,7 +368,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return batch
 
     def _raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raise on every rank what failed on one, or in one part of the world; what all ranks raise alike passes through."""
+        """Raise on every rank an error of one, or of one part of the world. Errors that all ranks raise pass through."""
         try:
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         except Exception as raised:
@@ -369,7 +377,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 process_groups.internal_groups(replicas).handshakes, raised
             ):
                 raise
-            # all ranks of this part are here; the other parts wait for their replicas, or for what these send
+            # all ranks of this part are here. The other parts wait for their replicas
             handshake.note_on(raised, collective=False)
             handshake.raise_on_all_ranks(raised, self._title, group=replicas)
 
@@ -386,9 +394,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         shard, per_class = self.shard, self._head.per_class
         positions, has_all = positions_in(shard, labels), process_groups.world_size(self._group) == 1
         chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
-        lengths = self._head.lengths(embeddings) if form == "bf16" else None
+        rows = None
+        if form == "bf16":
+            rows = Operand.prepare(embeddings, form, normalize=self._head.normalizes_rows)
         group, replicas = self._group, self._replica_group
-        make = partial(ShardedSoftmax, self._head, group=group, replica_group=replicas, form=form, lengths=lengths)
+        make = partial(ShardedSoftmax, self._head, group=group, replica_group=replicas, embeddings=rows)
         sampler = self._training_sampler()
         if sampler is None:
             return make(LocalClasses(positions, chunk, per_class, has_all=has_all), penalty=self._penalty)
@@ -438,7 +448,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
 
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """Refuse labels out of range, and sampling without an attached optimizer; return the labels."""
+        """Refuse labels out of range, and sampling without an attached optimizer, and return the labels."""
         inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, [self.weight])
         read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
         self.value_reading.raise_late()
@@ -455,9 +465,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ sharding, loading, saving
 
     def shard_classes(self) -> None:
-        """Shard the weight over the ranks of the group, or draw it, if that is not done; all of them must come here.
+        """Shard the weight over the ranks of the group, or draw it, if that is not done. All of them must call it.
 
-        Communication: one handshake; for a loss made from an instance a broadcast of the whole weight.
+        Communication: one handshake, and a broadcast of the whole weight for a loss made from an instance.
         """
         sharded = self._sharded
         world = process_groups.world_size(self._group)
@@ -470,7 +480,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if replica_group is not self._group:
             refuse_with_replicas(self._title, self.loss, self.sampler)
             self._replica_group = replica_group
-        # this rank's classes; of several parts, the first one's count
+        # this rank's classes. Of several parts, the first one counts
         sharded.shard_(self.weight, self.loss.weight_init_func, seed, self._group)
         if self._replica_group is not None:
             raw_collectives.broadcast_([self.weight.data], group=self._replica_group)
@@ -490,7 +500,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._sharded.refuse_equal_shards(everyone)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        """Take the whole weight, of which this rank's part is kept, or that part."""
+        """Load the whole weight and keep this rank's part, or load that part."""
         self.shard_classes()
         key = prefix + self._sharded.name
         given = state_dict.get(key)
@@ -505,19 +515,19 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if not is_drawn:
             self.shard_classes()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # beside the version, so that no other rank takes it for its own
+        # next to the version, so that no other rank takes it for its own
         held = (self.shard.start, self.shard.stop, self.num_classes)
         compat.state_dict_metadata(destination, prefix)[_HELD_CLASSES] = held
 
     def weight_as_dtensor(self, mesh: DeviceMesh | None = None) -> DTensor:
         """Return this rank's classes as its part of a ``DTensor``, for torch's tools: ``distributed.checkpoint``, ``clip_grad_norm_``.
 
-        It is the weight's own memory, and its ``grad`` is the memory of the weight's gradient where there is one: what is loaded into it
-        or scales it, the loss has. Ask anew after a step, which may have made another gradient.
+        It is the weight's own memory, and its ``grad`` is the memory of the weight's gradient if there is one. To load or scale it is to
+        load or scale the loss's weight. Call it again after a step, which may have made another gradient.
 
         Args:
-            mesh: Of the ranks over which the classes are divided, in their order, as ``device_mesh["data_parallel"]``; where those are a
-                part of the world, also of two dimensions: replicas, and such ranks. None: one is made.
+            mesh: Mesh of the ranks over which the classes are divided, in their order, as ``device_mesh["data_parallel"]``. If those
+                are a part of the world, it may have two dimensions: replicas, and such ranks. None: one is made.
 
         Returns:
             (C, D), or (C, K, D) where a class has K weight rows, ``Shard(0)`` whatever the layout of the loss's own weight.
@@ -526,7 +536,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             ConfigurationError: without a process group.
             InputError: on every rank, for a mesh of other ranks.
 
-        Communication: one handshake of the world; every rank must call it.
+        Communication: one handshake of the world. Every rank must call it.
         """
         self.shard_classes()
         weight, rows = self.weight, self._sharded.rows
@@ -539,7 +549,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ sampled negatives
 
     def attach(self, optimizer: Any) -> None:
-        """Let an optimizer step only the rows that were looked at; needed with ``sample_rate`` below 1."""
+        """Let an optimizer step only the rows that were looked at, as needed with ``sample_rate`` below 1."""
         inner = compat.unwrapped_optimizer(optimizer)
         parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
         if self.sampler is None or all(parameter is not self.weight for parameter in parameters):
@@ -573,7 +583,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
         Args:
             embeddings: (B, D).
-            k: At most C; the same on every rank.
+            k: Number of classes, at most C, the same on every rank.
 
         Returns:
             Their logits (B, k) and their labels (B, k), for this rank's rows.
@@ -583,7 +593,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return self._class_logits(embeddings, k).best(k)
 
     def _class_logits(self, embeddings: Tensor, k: int | None = None) -> ClassLogits:
-        """Gather the embeddings of all ranks, for their logits with this rank's classes; ``k`` must be equal on all ranks."""
+        """Gather the embeddings of all ranks, for their logits with this rank's classes. ``k`` must be equal on all ranks."""
         try:
             is_number = k is None or (isinstance(k, int) and 1 <= k <= self.num_classes)
             expect(is_number, f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k), error=InputError)

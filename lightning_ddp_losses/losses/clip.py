@@ -9,6 +9,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -20,8 +21,8 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
-from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp
-from lightning_ddp_losses.losses.two_towers import ColumnBlock, ColumnBlocks, TwoTowerLoss
+from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp, max_and_sum_exp
+from lightning_ddp_losses.losses.two_towers import BlockProducts, ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
 class ClipLoss(TwoTowerLoss):
@@ -37,12 +38,14 @@ class ClipLoss(TwoTowerLoss):
         max_scale: The own scale is clamped to this; None: not at all.
         label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
         normalize: Divide embeddings by their length; False where the model has done so.
-        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
+        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied. ``"float32"``. ``"bf16"``: on tensor cores, into float32; exact but for the order of summation
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
             bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
+        compile_tiles: Compile what a tile computes next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
+            none. It takes seconds at the first call.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
@@ -92,14 +95,14 @@ class ClipLoss(TwoTowerLoss):
         normalize: bool = True,
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
-        products: ProductChoice = "float32",
+        products: ProductChoice = "auto",
+        compile_tiles: bool = False,
         name: str | None = None,
         check_weights: bool = True,
         group: Group = None,
     ) -> None:
-        super().__init__(
-            init_temperature, max_scale, normalize, tile_bytes, gather, products, name, check_weights, group
-        )
+        towers = init_temperature, max_scale, normalize, tile_bytes, gather
+        super().__init__(*towers, products, compile_tiles, name, check_weights, group)
         expect(
             0 <= label_smoothing < 1, "ClipLoss: label_smoothing", expected="at least 0, below 1", got=label_smoothing
         )
@@ -110,9 +113,59 @@ class ClipLoss(TwoTowerLoss):
         numbers = f"max_scale={self.max_scale}, label_smoothing={self.label_smoothing}"
         return f"{numbers}, normalize={self.normalize}, products={self.products}"
 
-    def _evaluate(self, columns: ColumnBlocks, *tensors: Any) -> Tensor:
-        value: Tensor = _Clip.apply(columns, self.label_smoothing, *tensors)  # type: ignore[no-untyped-call]
+    def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
+        value: Tensor = _Clip.apply(call, self.label_smoothing, *tensors)  # type: ignore[no-untyped-call]
         return value
+
+    def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
+        run(clip_stats, products, factors, products.shape[1], False)
+        if call.trained:
+            of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
+            run(clip_terms, products, factors, of_rows, of_columns, of_rows, call.splits, False)
+
+
+def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) -> Any:
+    """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its first columns; own pairs do not count.
+
+    Args:
+        products: (T, C); overwritten with the logits, or with less unless ``keep``.
+        factors: Factors of the products.
+        text_count: The number of columns that are texts.
+        keep: Whether the logits are needed again.
+    """
+    logits = factors.logits(products)
+    logits = factors.put_own_(logits, torch.finfo(logits.dtype).min)
+    of_columns = None
+    if text_count:
+        of_columns = max_and_sum_exp(logits[:, :text_count].t(), keep=True)
+    return max_and_sum_exp(logits, keep=keep), of_columns
+
+
+def clip_terms(
+    products: Tensor,
+    factors: Factors,
+    row_lse: Tensor,
+    column_lse: Tensor | None,
+    own: Tensor,
+    device_splits: bool,
+    are_logits: bool,
+) -> Tensor:
+    """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus that of the columns.
+
+    Args:
+        products: (T, C); overwritten.
+        factors: Factors of the products.
+        row_lse: (T,), log-sum-exp of the images' rows.
+        column_lse: (C,), that of the texts' columns; infinite for other columns. None: there are no texts.
+        own: (T,), the gradient at own pairs.
+        device_splits: As for ``Factors.terms``.
+        are_logits: Whether the products are logits already.
+    """
+    logits = products if are_logits else factors.logits(products)
+    grad = (logits - row_lse.unsqueeze(1)).exp_()
+    if column_lse is not None:
+        grad.add_(logits.sub_(column_lse).exp_())
+    return factors.terms(factors.put_own_(grad, own), device_splits)
 
 
 class _Clip(torch.autograd.Function):
@@ -120,94 +173,83 @@ class _Clip(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, columns: ColumnBlocks, smoothing: float, images: Tensor, texts: Tensor, paired: Tensor, scale: Tensor
+        ctx: Any, call: TowerCall, smoothing: float, images: Tensor, texts: Tensor, paired: Tensor, scale: Tensor
     ) -> Tensor:
-        own_texts, paired_logits = columns.own_texts, paired * scale
-        row_lse = RunningLogSumExp.empty(len(images), images)
-        mean_column = images.new_zeros(images.shape[1]) if smoothing else None
+        own_texts, paired_logits, rows = call.own_texts, paired * scale, len(images)
+        row_lse = RunningLogSumExp.empty(rows, scale)
+        mean_column = scale.new_zeros(images.shape[1]) if smoothing else None
 
         def visit(block: ColumnBlock) -> Tensor:
-            column_lse = RunningLogSumExp.empty(block.text_count, images)
-            products = columns.products(block, images, scale)
-            for tile in block.tiles(images, columns.tile_bytes):
-                # logits, in which the own pair counts as nothing
-                logits = products.compute(tile)
-                if tile.has_own_pairs:
-                    tile.own_pairs(logits).fill_(torch.finfo(logits.dtype).min)
-                is_kept = columns.keep(logits, len(images))
-                # texts: max and sum-exp of their columns
-                if tile.text_count:
-                    column_lse.accumulate_(logits[:, : tile.text_count].t(), rows=tile.texts, keep=True)
-                # images: of their rows, likewise
-                row_lse.accumulate_(logits, rows=tile.rows, keep=is_kept)
+            column_lse = RunningLogSumExp.empty(block.text_count, scale)
+            for tile, products in BlockProducts(call, block, scale):
+                keeps = call.keep(products, rows)
+                of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
+                row_lse.add_piece(of_rows, tile.rows.start)
+                if of_columns is not None:
+                    column_lse.add_piece(of_columns, tile.columns.start)
             if mean_column is not None:
-                rows = block.columns[:, : images.shape[1]]
-                mean_column.add_(rows.sum(0) / columns.width)
-                mean_column.add_(rows[: block.text_count].sum(0) / columns.total)
+                mean_column.add_(block.columns.total() / call.width)
+                mean_column.add_(block.columns.part(slice(0, block.text_count)).total() / call.total)
             return _packed_stats(column_lse)
 
         # columns joined over ranks, where they travel; rows are complete
-        column_stats = columns.collect(visit, texts, join=_join_stats, counts=columns.text_counts)
+        column_stats = call.collect(visit, join=_join_stats, counts=call.text_counts)
         assert column_stats is not None
         row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])
         total = row_log_probs.sum()
         if mean_column is not None:  # both are means over all targets of (z_ii - z_ij), in closed form
-            pulled = 2 * paired_logits[own_texts].sum() - scale * (images.sum(0) @ mean_column)
+            pulled = 2 * paired_logits[own_texts].sum() - scale * (call.images.total() @ mean_column)
             total -= smoothing * pulled
         # texts' log-probabilities and the sum over ranks
-        column_log_probs, value = _columns_and_value(columns, column_stats, paired_logits, total)
-        ctx.columns, ctx.smoothing = columns, smoothing
+        column_log_probs, value = _columns_and_value(call, column_stats, paired_logits, total)
+        ctx.call, ctx.smoothing = call, smoothing
         ctx.save_for_backward(images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column)
         return value
 
     @staticmethod
     @once_differentiable_strict("ClipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        columns, smoothing = ctx.columns, ctx.smoothing
+        call: TowerCall = ctx.call
+        smoothing = ctx.smoothing
         images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column = ctx.saved_tensors
-        own_texts, texts_wanted = columns.own_texts, ctx.needs_input_grad[3]
-        d_images = torch.zeros_like(images)
+        own_texts = call.own_texts
+        sums: list[Any] = [call.zero_sums(call.images)]
         # log-sum-exps, own pair included
         row_lse, column_lses = paired_logits[own_texts] - row_log_probs, paired_logits - column_log_probs
         # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
         d_own_pairs = torch.expm1(row_log_probs).add_(torch.expm1(column_log_probs[own_texts]))
         if smoothing:
             d_own_pairs += 2 * smoothing
-            d_images -= smoothing * mean_column
+            sums[0] -= call.images.spread(smoothing * mean_column)
 
-        def visit(block: ColumnBlock) -> Tensor:
-            d_block = torch.zeros_like(block.columns)
-            d_columns = d_block[:, : images.shape[1]]
-            products = columns.products(block, images, scale)
-            for tile in block.tiles(images, columns.tile_bytes):
-                logits = columns.take_kept()
-                if logits is None:
-                    logits = products.compute(tile)
-                # softmax of the images' rows
-                d_logits = (logits - row_lse[tile.rows].unsqueeze(1)).exp_()
-                # plus that of the texts' columns
-                if tile.text_count:
-                    of_columns = logits[:, : tile.text_count].sub_(block.column_stats[tile.texts]).exp_()
-                    d_logits[:, : tile.text_count].add_(of_columns)
-                    del of_columns
-                if tile.has_own_pairs:
-                    tile.own_pairs(d_logits).copy_(d_own_pairs[tile.rows][tile.own_rows])
+        def visit(block: ColumnBlock) -> Tensor | None:
+            column_sums = call.zero_sums(block.columns) if call.columns_trained and block.trained else None
+            column_lse = None
+            if block.column_stats is not None:
+                negatives = len(block.columns.rows) - block.text_count
+                column_lse = nn.functional.pad(block.column_stats, (0, negatives), value=torch.inf)
+            products = BlockProducts(call, block, scale, kept=call.take_kept())
+            for tile, computed in products:
+                texts_lse = column_lse[tile.columns] if column_lse is not None and tile.text_count else None
+                options = row_lse[tile.rows], texts_lse, d_own_pairs[tile.rows], call.splits, products.are_logits
+                terms = call.run(clip_terms, computed, tile.factors, *options)
                 # back to both towers
-                is_wanted = texts_wanted and block.trained
-                products.add_grads_(d_logits, tile, d_images, d_columns if is_wanted else None)
-                del logits, d_logits  # else they are there next to the next tile
-            if smoothing:
-                d_columns -= smoothing * images.sum(0) / columns.width
-                d_columns[: block.text_count] -= smoothing * images.sum(0) / columns.total
-            return d_block
+                tile.add_grads_(terms, sums[0], column_sums)
+                del terms  # else it would be there next to the next tile
+            if smoothing and column_sums is not None:
+                pull = smoothing * call.images.total()
+                texts = slice(0, block.text_count)
+                column_sums -= block.columns.spread(pull / call.width)
+                column_sums[texts] -= block.columns.part(texts).spread(pull / call.total)
+            return column_sums
 
-        d_texts = columns.collect_grad(visit, texts, column_lses, wanted=texts_wanted)
-        d_scale = (d_images * images).sum()  # z is linear in the scale and in this rank's images
-        factor = for_mean_over_ranks(grad / (2 * columns.total), columns.group)
-        row_factor = factor * scale
-        if d_texts is not None:
-            d_texts.mul_(row_factor)
-        return None, None, d_images.mul_(row_factor), d_texts, None, d_scale * factor
+        if call.in_ring:
+            call.exchange.open()
+        counts = call.column_counts if call.columns_trained else None
+        sums.append(call.collect(visit, column_lses, counts=counts))
+        factor = for_mean_over_ranks(grad / (2 * call.total), call.group)
+        d_images, d_texts, d_scale = call.gradients(sums, factor * scale, images, texts)
+        return None, None, d_images, d_texts, None, d_scale * factor
 
 
 def _own_log_probs(others: RunningLogSumExp, own_logits: Tensor) -> Tensor:
@@ -226,23 +268,23 @@ def _join_stats(own: Tensor, others: Tensor) -> Tensor:
 
 
 def _columns_and_value(
-    columns: ColumnBlocks, column_stats: Tensor, paired_logits: Tensor, rows_total: Tensor
+    call: TowerCall, column_stats: Tensor, paired_logits: Tensor, rows_total: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of the texts with known statistics, and the global loss.
 
     Args:
-        columns: The second tower.
+        call: The call.
         column_stats: (t, 2), packed: complete in a ring, this rank's part else.
         paired_logits: (t,), of each of these texts with its own image.
         rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
 
     Communication: one gather of 2 G + 1 numbers; in a ring as ``global_quotient``.
     """
-    group, world = columns.group, process_groups.world_size(columns.group)
+    group, world = call.group, process_groups.world_size(call.group)
     column_lse = RunningLogSumExp(*column_stats.unbind(1))
-    if columns.ring is not None:  # each rank knows its own texts' part
+    if call.in_ring:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
-        return log_probs, columns.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
+        return log_probs, call.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
@@ -251,4 +293,4 @@ def _columns_and_value(
         column_lse = RunningLogSumExp.merged(*gathered[:, :-1].view(world, -1, 2).unbind(2))
         rows_total = gathered[:, -1].sum()
     log_probs = _own_log_probs(column_lse, paired_logits)
-    return log_probs, (rows_total + log_probs.sum()) / (-2 * columns.total)
+    return log_probs, (rows_total + log_probs.sum()) / (-2 * call.total)

@@ -1,4 +1,4 @@
-"""Element losses as partial sums: pytorch-metric-learning's (PML) with its reducers, torch.nn's with their reduction; PML's statistics.
+"""Element losses as partial sums: pytorch-metric-learning's (PML) with its reducers, torch.nn's with their reduction, and PML's statistics.
 
 Uneven ranks then give the mean of one process, not a mean of means.
 
@@ -29,7 +29,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, PartialSum, host_number
 from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
-# divided by the weights of the targets that count; LinearCrossEntropyLoss is new in torch 2.13
+# divided by the weights of the targets that count. LinearCrossEntropyLoss is new in torch 2.13
 _CLASS_INDEX = (nn.CrossEntropyLoss, nn.NLLLoss, getattr(nn, "LinearCrossEntropyLoss", nn.CrossEntropyLoss))
 
 
@@ -49,7 +49,7 @@ def element_losses(
         loss: PML's.
         embeddings: (B, D), the rows or anchors.
         labels: (B,).
-        tuples: From ``anchor_tuples``: local anchors, global others.
+        tuples: Local anchors and global others, from ``anchor_tuples``.
         references: (G, D) rows and their (G,) labels. None: the rows themselves.
     """
     loss.reset_stats()
@@ -63,8 +63,8 @@ def partial_sums_of(
 
     Args:
         reducer: The loss's reducer, which ``pml_registry.can_split``.
-        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them; under ``kept`` a mask of those that there are,
-            if to select them would wait for an accelerator.
+        loss_dict: Element losses by sub-loss, as PML's ``compute_loss`` returns them. Under ``kept`` a mask of those that there are,
+            if a selection would wait for an accelerator.
         embeddings: (B, D), the rows of these losses.
         labels: (B,), their labels.
     """
@@ -105,7 +105,7 @@ def _partial_sum(
         given = info["divisor"]
         divisor = given if isinstance(given, Tensor) else host_number(given)
     partial = PartialSum(total, divisor, name=name, counts=ElementCounts(elements, divisor, above_low, pairs))
-    # a NaN passes no limit: where nothing passes it would be lost
+    # a NaN passes no limit: it would be lost if no element passes
     if reduction.selects and partial.may_count_nothing:
         return replace(partial, total=total + no_loss(embeddings.detach()))
     return partial
@@ -121,7 +121,7 @@ def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
 
 
 def no_loss(embeddings: Tensor) -> Tensor:
-    """Return 0, with the embeddings in its graph; as PML's own zero loss, NaN where they hold NaN or an infinity."""
+    """Return 0, with the embeddings in its graph. It is NaN, as PML's own zero loss, if they hold NaN or an infinity."""
     return torch.sum(embeddings * 0)
 
 
@@ -136,12 +136,12 @@ def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -
     if losses.device.type == "cpu":
         selected = losses[passes]
         return selected, host_number(selected.numel())
-    # to select them would wait for their number
+    # a selection would wait for its size
     return torch.where(passes, losses, 0), passes.sum()
 
 
 def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
-    """Return the mean of each anchor's pair losses, (rows,); 0 for an anchor without pairs."""
+    """Return the mean of each anchor's pair losses, (rows,), and 0 for an anchor without pairs."""
     total = losses.new_zeros(rows).index_add(0, anchors, losses)
     count = losses.new_zeros(rows).index_add(0, anchors, torch.ones_like(losses))
     return total / count.clamp(min=1)
@@ -151,7 +151,7 @@ def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
 
 
 def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartialSum:
-    """Return the sum of this rank's elements, and its part of what the global sum is to be divided by.
+    """Return the sum of this rank's elements, and its part of the global divisor.
 
     Args:
         loss: A loss of torch.nn with ``reduction`` "mean", "batchmean" or "sum".
@@ -174,7 +174,7 @@ def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return torch's divisor of the sum of these elements; None for a sum."""
+    """Return torch's divisor of the sum of these elements. None for a sum."""
     if loss.reduction == "sum":
         return None
     if loss.reduction == "batchmean":
@@ -187,7 +187,7 @@ def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dic
 
 
 def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
-    """Refuse (n, 1) beside (n,): it makes n x n differences in one process, of which a rank sees its own rows' alone."""
+    """Refuse (n, 1) with (n,): it makes n x n differences in one process, and a rank would see those of its own rows alone."""
     if not batches or losses.numel() <= max(batch.numel() for batch in batches):
         return
     dimensions = {batch.ndim for batch in batches if batch.shape[0] == batches[0].shape[0]}
@@ -201,7 +201,7 @@ def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
 
 
 def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) -> Tensor:
-    """Return the sum of the class weights of the targets that count; to select them would wait for their number."""
+    """Return the sum of the class weights of the targets that count. A selection would wait for its size."""
     counts = target != (-100 if ignore_index is None else ignore_index)  # torch's default
     if weight is None:
         return counts.sum()
@@ -223,13 +223,13 @@ def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
 
 def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
     """Record the numbers of elements of one sub-loss over all ranks, on its reducers."""
-    # reducers that average per anchor got the pairs, the last one what is left of them
+    # reducers that average per anchor got the pairs, the last one the averages
     *per_anchor, last = reducer_chain(loss.reducer, name)
     for reducer, size in (*((each, counts.pairs) for each in per_anchor), (last, counts.elements)):
         reducer.reset_stats()
         if reducer.collect_stats:
-            reducer.losses_size = max(int(size), 1)  # what has no elements is the number 0
-    # what passed the limits, or the divisor, in the attributes that PML 2.9 gives a reducer
+            reducer.losses_size = max(int(size), 1)  # a sub-loss without elements is the number 0
+    # elements that passed the limits, or the divisor, in the attributes of PML 2.9
     reduction = reduction_of(last)
     if reduction is None or not last.collect_stats:
         return
@@ -244,5 +244,5 @@ def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
 
 
 def collects_counts(loss: Any) -> bool:
-    """Say whether a reducer of the loss records anything; its numbers then travel through the hosts."""
+    """Return whether a reducer of the loss records anything. Its numbers then travel through the hosts."""
     return any(module.collect_stats for module in loss.modules() if isinstance(module, BaseReducer))

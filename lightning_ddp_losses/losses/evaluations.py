@@ -1,4 +1,4 @@
-"""The five ways to evaluate a loss over the global batch, each an object with ``run(call)``; ``global_batch`` chooses one per call.
+"""The five ways to evaluate a loss over the global batch, each an object with ``run(call)``. ``global_batch`` chooses one per call.
 
 | evaluation | this rank computes | ranks exchange |
 |---|---|---|
@@ -8,7 +8,7 @@
 | ``Tiled`` | the same in tiles of our own (``tiled``) | sums, divisors and, where symmetric, one statistic per row |
 | ``Replicated`` | the full loss on all rows | nothing more |
 
-``Rows`` works on chunks (``RowChunks``), each of which backward computes again. If all anchors of this rank make one chunk of ordinary
+``Rows`` works on chunks (``RowChunks``). Backward computes each again. If all anchors of this rank make one chunk of ordinary
 size, that chunk is computed once and keeps its graph.
 
 All give the same value and gradient. What ranks exchange opens with a handshake, so that ranks that disagree get the same error.
@@ -57,11 +57,11 @@ from lightning_ddp_losses.losses.tiled import TiledCall
 
 @dataclass(frozen=True)
 class LocalCall:
-    """A call's arguments on this rank; nothing is gathered.
+    """A call's arguments on this rank, which are not gathered.
 
     Attributes:
-        args: By position; none for PML's losses, whose arguments all have names.
-        kwargs: By name.
+        args: Positional arguments. PML's losses have none.
+        kwargs: Arguments by name.
     """
 
     args: tuple[Any, ...]
@@ -122,8 +122,8 @@ class Rows:
 
     Attributes:
         loss: PML's.
-        exchange: How ranks exchange.
-        chunk_bytes: The most that a chunk of anchors may take, roughly; None: a default.
+        exchange: Exchange of sums between the ranks.
+        chunk_bytes: The most that a chunk of anchors may take, roughly. None: a default.
     """
 
     loss: Any
@@ -160,7 +160,7 @@ class Tiled:
 
     Attributes:
         tiled: The call and its options.
-        exchange: How ranks exchange.
+        exchange: Exchange of sums between the ranks.
     """
 
     tiled: TiledCall
@@ -170,7 +170,7 @@ class Tiled:
         """Return the global loss."""
         tiled, exchange, loss, rows = self.tiled, self.exchange, self.tiled.loss, call.given["embeddings"]
         tiled.rehearse(exchange.title)
-        # this rank's sums, divisors and statistics; peers wait for as many bytes if it fails
+        # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
         handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
         try:
             forward = tiled.forward()
@@ -199,7 +199,7 @@ class Tiled:
         return value_with_grad(value + regularizer.detach(), graph + regularizer)
 
     def _rows_with_grad(self, call: PMLCall) -> Tensor:
-        """Return all ranks' rows in the graph of this rank's; symmetric tiles leave the gathered ones without."""
+        """Return all ranks' rows in the graph of this rank's. Symmetric tiles leave the gathered ones without."""
         everywhere: Tensor = call.arguments["embeddings"]
         if not self.tiled.symmetric:
             return everywhere
@@ -216,7 +216,7 @@ class Replicated:
     loss: nn.Module
 
     def run(self, call: PMLCall | TensorCall) -> Any:
-        """Return the loss itself, on the rows of all ranks; random numbers are rank 0's on every rank."""
+        """Return the loss itself, on the rows of all ranks, with rank 0's random numbers."""
         with (
             autograd_graph.inside_global_batch(),
             same_draws(self.loss, call.seed, call.batches),
@@ -265,16 +265,16 @@ def _embedding_term(loss: Any, embeddings: Tensor) -> Tensor:
 
 
 CHUNK_BYTES = 64 << 20
-"""What a chunk may take where nobody says. Computing twice is only worth it where the batch in one go would be large."""
+"""Default limit of a chunk. Computing twice is worth it only if the batch in one go would be large."""
 
 
 def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[slice]:
-    """Return this rank's rows in chunks, each of which is ordinary input: with too few pairs PML returns a zero for all of it.
+    """Return this rank's rows in chunks of ordinary input: with too few pairs PML returns a zero for the whole chunk.
 
     Args:
-        loss: What will run on the chunks.
+        loss: The loss that runs on the chunks.
         call: Its arguments.
-        chunk_bytes: The most that a chunk may take, roughly; None: a default.
+        chunk_bytes: The most that a chunk may take, roughly. None: a default.
     """
     positives, negatives = call.local_pair_counts()
     mined = "indices_tuple" in call.arguments
@@ -288,7 +288,7 @@ def chunks_of(loss: nn.Module, call: PMLCall, chunk_bytes: int | None) -> list[s
             stop = min(stop + size, rows)
         chunks.append(slice(start, stop))
         start = stop
-    # what is left over at the end goes with the chunk before it
+    # a rest at the end goes with the chunk before it
     if len(chunks) > 1 and not enough_pairs(positives[chunks[-1]], negatives[chunks[-1]], mined=mined):
         last = chunks.pop()
         chunks[-1] = slice(chunks[-1].start, last.stop)
@@ -318,7 +318,7 @@ class RowChunks:
     Args:
         loss: A loss that is a sum over anchors.
         call: Its arguments over all ranks.
-        chunks: From ``chunks_of``.
+        chunks: Rows of each chunk, from ``chunks_of``.
     """
 
     def __init__(self, loss: Any, call: PMLCall, chunks: list[slice]) -> None:
@@ -327,11 +327,11 @@ class RowChunks:
 
     @property
     def recomputes(self) -> bool:
-        """Whether backward computes the chunks once more; else the one chunk has kept its graph."""
+        """Whether backward computes the chunks once more. Else the one chunk has kept its graph."""
         return len(self._chunks) > 1
 
     def partial_sums(self) -> list[PartialSum]:
-        """Return this rank's partial sums; without a graph where backward recomputes them."""
+        """Return this rank's partial sums, without a graph if backward recomputes them."""
         embeddings, references = self._call.given["embeddings"], self._call.references
         if not self.recomputes:
             return self._partials(None, embeddings, references)
@@ -339,7 +339,7 @@ class RowChunks:
             embeddings, references = embeddings.detach(), references.detach()
             by_chunk = [self._partials(chunk, embeddings[chunk], references) for chunk in self._chunks]
         by_sub_loss = list(zip(*by_chunk, strict=True))
-        # what every chunk computes in full counts once, in the first chunk that has it
+        # a full term counts once, in the first chunk that has it
         for partials in by_sub_loss:
             owners = (number for number, partial in enumerate(partials) if partial.full)
             self._owner_of_full.append(next(owners, None))
@@ -347,10 +347,10 @@ class RowChunks:
         return [sum_of(partials) if owner is None else partials[owner] for partials, owner in found]
 
     def value(self, factors: list[Tensor], value: Tensor) -> Tensor:
-        """Return the loss, whose gradient is computed chunk by chunk in backward.
+        """Return the loss. Its gradient is computed chunk by chunk in backward.
 
         Args:
-            factors: What each sub-loss is multiplied with.
+            factors: Factor of each sub-loss.
             value: Its number.
         """
         parameters = [p for p in self._loss.parameters() if p.requires_grad]
@@ -386,7 +386,7 @@ class RowChunks:
         return gradients
 
     def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[Tensor]) -> Tensor:
-        """Return what one chunk adds to the global loss, with its graph."""
+        """Return one chunk's share of the global loss, with its graph."""
         partials = self._partials(self._chunks[number], anchors, references)
         total = anchors.new_zeros(())
         for partial, factor, owner in zip(partials, factors, self._owner_of_full, strict=True):
@@ -395,7 +395,7 @@ class RowChunks:
         return total
 
     def _partials(self, chunk: slice | None, anchors: Tensor, references: Tensor) -> list[PartialSum]:
-        """Return the partial sums of one chunk's anchors; None: of all."""
+        """Return the partial sums of one chunk's anchors. None: of all."""
         call, labels = self._call, self._call.local_labels
         if labels is not None and chunk is not None:
             labels = labels[chunk]

@@ -1,7 +1,7 @@
-"""The arguments of one call over all ranks: gathered, checked, with one seed and one numbering of rows for everybody.
+"""The arguments of one call over all ranks: gathered, checked, with one seed and one numbering of rows for all.
 
-``PMLCall`` is a call of a pytorch-metric-learning (PML) loss or miner, whose arguments have meanings: labels, references, a miner's
-tuples. ``TensorCall`` is one of any other loss, every tensor of which is a batch. With them come the random numbers that are the same
+``PMLCall`` is a call of a pytorch-metric-learning (PML) loss or miner. Its arguments have meanings: labels, references, a miner's
+tuples. ``TensorCall`` is one of any other loss: every tensor is a batch. With them come the random numbers that are the same
 on every rank (``SeedCounter``, ``shared_seed``, ``same_draws``).
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves where there
@@ -38,7 +38,7 @@ _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
 
 
 class PMLCall:
-    """Gathers the arguments of a call and keeps apart what one process would have kept apart.
+    """Gathers the arguments of a call, and keeps the tensors apart that one process keeps apart.
 
     Args:
         inner: The loss or miner.
@@ -48,12 +48,12 @@ class PMLCall:
         two_views: The embeddings are both views of each sample, the first view's rows before the second's.
 
     Attributes:
-        given: What this rank gave.
+        given: Arguments of this rank.
         arguments: The arguments over all ranks, for ``inner(**arguments)``.
         args: Those without a name: none.
         counts: Rows of each rank, per gathered tensor.
-        local_labels: This rank's labels; its own identities where none were given.
-        seed: For random draws, the same on every rank.
+        local_labels: This rank's labels, or its identities if no labels were given.
+        seed: Seed of random draws, the same on every rank.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PMLCall:
             got="ref_labels only",
             error=InputError,
         )
-        # what travels: each tensor once, and each index tensor of this rank's own tuples
+        # each tensor travels once, and each index tensor of this rank's own tuples
         aliases = {name: own for name, own in _REFERENCES if _is_same_tensor(given, name, own)}
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
         tuples = given.get("indices_tuple")
@@ -89,12 +89,13 @@ class PMLCall:
         self.seed = shared_seed(gathered)
         names = [*batches, *indices]
         self.counts = dict(zip(names, gathered.counts, strict=True))
+        self.narrow_dtypes = dict(zip(names, gathered.narrow_dtypes, strict=True))
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         if isinstance(tuples, GlobalTuples):
             references = None if facts_of(inner).own_references else self.total_references
             tuples.check(type(inner).__name__, self.total_rows, references)
-        # what the loss gets: rows of all ranks, with tuples that count them
+        # the loss gets the rows of all ranks, with tuples that count them
         arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
         if indices:
             tuples = self._renumbered([arguments.pop(name) for name in indices])
@@ -105,7 +106,7 @@ class PMLCall:
             arguments[name] = arguments[own]
         if tuples is not None and not isinstance(tuples, Tensor):
             arguments["indices_tuple"] = tuple(_on_device_of(rows, index) for index in tuples)
-        # what is no tensor travels nowhere: a flag, a number
+        # other arguments (a flag, a number) do not travel
         for name, value in given.items():
             arguments.setdefault(name, value)
         self.arguments = arguments
@@ -122,8 +123,13 @@ class PMLCall:
 
     @property
     def batches(self) -> Iterable[Any]:
-        """What was gathered, and what else was given."""
+        """Gathered tensors, and the other arguments."""
         return self.arguments.values()
+
+    def is_bf16_on_all_ranks(self) -> bool:
+        """Return whether every rank gave its rows in bfloat16; known where several ranks have gathered them."""
+        of_rows = [dtypes for name, dtypes in self.narrow_dtypes.items() if name in ("embeddings", "ref_emb")]
+        return all(len(dtypes) == 1 or {*dtypes} == {torch.bfloat16} for dtypes in of_rows)
 
     @property
     def total_rows(self) -> int:
@@ -142,12 +148,12 @@ class PMLCall:
 
     @property
     def references(self) -> Tensor:
-        """Rows of the references over all ranks; the anchors where there are no others."""
+        """Rows of the references over all ranks, or the anchors."""
         return self.arguments.get("ref_emb", self.arguments["embeddings"])  # type: ignore[no-any-return]
 
     @property
     def ref_labels(self) -> Tensor | None:
-        """Labels of the references; of the anchors where there are no others."""
+        """Labels of the references, or of the anchors if there are no others."""
         labels = self.arguments.get("labels")
         if "ref_emb" in self.arguments:
             return self.arguments.get("ref_labels", labels)
@@ -159,7 +165,7 @@ class PMLCall:
         return [(stop - rows, stop) for rows, stop in zip(self.counts[name], stops, strict=True)]
 
     def rows_possible(self) -> bool:
-        """Say whether each rank may evaluate its own anchors; the same answer on every rank."""
+        """Return whether each rank may evaluate its own anchors. All ranks get the same answer."""
         labels, ref_labels = self.arguments.get("labels"), self.ref_labels
         if labels is None or ref_labels is None:
             return False
@@ -208,7 +214,7 @@ class PMLCall:
         return sum(_counts_from_zero(labels[start:stop]) for start, stop in self.bounds("labels"))
 
     def moves_pairs(self) -> bool:
-        """Say whether rows are paired by their place, and a rank's other number of references moves those of the ranks after it."""
+        """Return whether rows are paired by their place, and a rank's other number of references moves those of the ranks after it."""
         if not facts_of(self._inner).pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
             return False
         starts = [start for start, _ in self.bounds()]
@@ -231,7 +237,7 @@ class PMLCall:
         return self.arguments["labels"], ref_labels
 
     def _refuse_lengths(self) -> None:
-        """Refuse labels or a mask of another length than the rows they belong to; every rank sees every rank's numbers."""
+        """Refuse labels or a mask of another length than their rows. Every rank sees every rank's numbers."""
         pairs_of_names = [("labels", "embeddings"), ("ref_labels", "ref_emb"), ("enqueue_mask", "embeddings")]
         if self._identities_wanted:
             pairs_of_names.append(("ref_emb", "embeddings"))
@@ -335,23 +341,23 @@ def _counts_from_zero(labels: Tensor) -> bool:
 
 
 class TensorCall:
-    """Gathers the arguments of a call, also in lists, tuples and dicts; 0-dim tensors and what is no tensor stay as they are.
+    """Gathers the arguments of a call, also in lists, tuples and dicts. 0-dim tensors and other values stay as they are.
 
     Args:
-        title: How messages name the loss.
-        args: What this rank gave, by position.
+        title: Name of the loss in messages.
+        args: Positional arguments of this rank.
         kwargs: The same by name.
-        batch_dims: By position or name, which dimension counts samples (0 where nothing is said); None: no batch.
+        batch_dims: Dimension that counts samples, by position or name (default 0). None: no batch.
         gather: Gathers named batches along dim 0.
 
     Attributes:
         args: The arguments over all ranks.
         kwargs: The same by name.
         batches: Those that were gathered.
-        seed: For random draws, the same on every rank.
+        seed: Seed of random draws, the same on every rank.
 
     Raises:
-        InputError: for a batch inside what is no plain list, tuple or dict.
+        InputError: for a batch in a container that is no plain list, tuple or dict.
     """
 
     def __init__(
@@ -396,7 +402,7 @@ class TensorCall:
 
 
 def _next_of(everyone: Iterator[Tensor], dim: int, own: Tensor) -> Tensor:
-    """Return the next gathered tensor in place of this rank's; a 0-dim tensor was not gathered."""
+    """Return the next gathered tensor in place of this rank's. A 0-dim tensor was not gathered."""
     return next(everyone).movedim(0, dim) if own.ndim else own
 
 
@@ -420,12 +426,12 @@ def shared_seed(gathered: GatheredBatch) -> int:
 
 @contextlib.contextmanager
 def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
-    """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator; restore them afterwards.
+    """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them afterwards.
 
     Args:
-        inner: What is called; generators are left alone where it never draws.
+        inner: The called module. Generators are left alone if it never draws.
         seed: The same on every rank.
-        tensors: The call's inputs; their devices' generators are seeded too.
+        tensors: Inputs of the call. Generators of their devices are seeded too.
     """
     if not may_draw(inner):
         yield

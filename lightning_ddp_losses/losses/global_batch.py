@@ -1,4 +1,4 @@
-"""`GlobalBatchLoss`: any loss, evaluated as if on the concatenated global batch, with the exact gradient; `GlobalBatchMiner` likewise.
+"""`GlobalBatchLoss`: any loss, as if on the concatenated global batch, with the exact gradient. `GlobalBatchMiner`: any miner.
 
 A call is validated, an evaluation that is exact for it is chosen (``evaluations``), and that runs.
 
@@ -38,18 +38,19 @@ from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_o
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
-from lightning_ddp_losses.losses.tiled import TileCompiler, TiledCall, tiled_plan
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
 
-_WATCHED_CALLS = 3  # in which labels that count a rank's own rows are looked for
+_WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own rows
 
 
 class RowsAsGiven(NamedTuple):
     """What the rows of one call were before they are made wider.
 
     Attributes:
-        narrow_dtype: bfloat16 or float16 if all of them are that; they travel in it.
-        form: How they are multiplied.
-        weights: A fingerprint of a part of the loss's weights; empty: nothing is compared.
+        narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
+        form: Form of their products.
+        weights: A fingerprint of a part of the loss's weights. Empty: it is not compared.
     """
 
     narrow_dtype: torch.dtype | None
@@ -64,34 +65,35 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     Args:
         loss: Any loss module: pytorch-metric-learning's (PML), lightly's, torch.nn's, your own.
-        mode: ``"replicated"``: gather all rows, every rank computes the full loss; exact for every deterministic loss.
-            ``"rows"``: each rank computes its own anchors against all rows; for losses that are a sum over anchors.
-            ``"elements"``: nothing is gathered; for losses that are a sum over samples. ``"moments"``: sums of D x D products travel; for
+        mode: ``"replicated"``: gather all rows, every rank computes the full loss. Exact for every deterministic loss.
+            ``"rows"``: each rank computes its own anchors against all rows, for losses that are a sum over anchors.
+            ``"elements"``: no rows are gathered, for losses that are a sum over samples. ``"moments"``: sums of D x D products travel, for
             lightly's ``BarlowTwinsLoss`` and ``VICRegLoss``. ``"auto"``: the cheapest that
             is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed in full).
         backward: ``"own_slice"``: every rank multiplies the returned loss by the same coefficient (else a wrong
-            gradient). ``"sum"``: coefficients may differ by rank; costs a collective in backward.
-        batch_dims: For losses that are not PML's: by argument position or name, which dimension counts samples (default
-            0), or None for a tensor that is no batch.
-        tile_bytes: In ``rows``, the most that one tile of distances may take. None: what is fast on the device. Rows are evaluated
+            gradient). ``"sum"``: coefficients may differ by rank, at the cost of a collective in backward.
+        batch_dims: Dimension that counts samples, by argument position or name, for losses that are not PML's (default
+            0). None marks a tensor that is no batch.
+        tile_bytes: The most that one tile of distances may take, in ``rows``. None: a size that is fast on the device. Rows are evaluated
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also know ``"ring"``.
-        compile_tiles: In ``rows``, ``torch.compile`` fuses what is elementwise in a tile (not with a miner's tuples or smooth triplets).
-            All ranks compile at the first call; where it fails on any, all compute eagerly, with a warning.
-        products: How rows are multiplied in tiles whose distance is a product (cosine similarity, dot product), as in ``ClipLoss``:
-            ``"float32"``, ``"bf16"`` or ``"auto"``. What is not evaluated in such tiles (few rows) is float32.
-        name: Tells this loss from others of its kind, which every rank must call in one order; None: its path in the module that a
-            strategy trains, else the order in which they are made.
+        compile_tiles: Let ``torch.compile`` fuse the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets).
+            All ranks compile at the first call. If it fails on any, all compute eagerly, with a warning.
+        products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
+            ``"float32"``, ``"bf16"`` or ``"auto"``. All else (few rows) is float32.
+        name: Name that tells this loss from others of its kind, which every rank must call in one order. None: its path in the module
+            that a strategy trains, else the order in which they are made.
         check_weights: Compare the loss's weights between the ranks, a sixteenth of them in each call: the loss belongs into the model
-            that ``DistributedDataParallel`` wraps, or into one of its own. ``False`` where ranks average weights every few steps.
-        group: Process group; None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
+            that ``DistributedDataParallel`` wraps, or into one of its own. ``False`` if ranks average weights every few steps.
+        group: Process group. None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank, unscaled; logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank, unscaled. Logging it needs no ``sync_dist``.
 
     Gradient:
         After DDP's mean over ranks, every parameter (of encoder and loss) holds the one-process gradient. Outside Lightning a loss with
-        weights is wrapped like the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``.
+        weights is wrapped like the model: ``DistributedDataParallel(GlobalBatchLoss(loss))``. A second derivative over several ranks
+        is an error.
 
     Communication:
         ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
@@ -99,13 +101,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
         an accelerator sums and statistics do not: one gather more (two where symmetric). The host waits once a call
-        if it has to know the pairs: for a matrix of them over 64 MiB (SupCon: at no size), smooth triplets and row tiles; for a miner's
-        tuples up to five times; and for ``collect_stats``, whose numbers are the host's.
+        if it has to know the pairs: for a matrix of them over 64 MiB (SupCon: at no size), smooth triplets and row tiles. It waits up to
+        five times for a miner's tuples, and for the statistics of ``collect_stats``.
 
     Raises:
-        ConfigurationError: a mode that is not exact for the loss; a reduction that cannot be made global.
-        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank; where the batch is on an accelerator
-            from the second call on one call later, naming it (such labels are clamped, so that the device survives them).
+        ConfigurationError: a mode that is not exact for the loss, and a reduction that cannot be made global.
+        InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank. For a batch on an accelerator
+            it comes one call later, from the second call on, and names that call (such labels are clamped, so that the device survives).
         RankMismatchError: on every rank, when widths, dtypes, arguments or configurations differ.
 
     Example:
@@ -127,7 +129,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tile_bytes: int | None = None,
         gather: Literal["all"] = "all",
         compile_tiles: bool = False,
-        products: ProductChoice = "float32",
+        products: ProductChoice = "auto",
         name: str | None = None,
         check_weights: bool = True,
         group: Group = None,
@@ -144,7 +146,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self._tile_compiler = TileCompiler() if compile_tiles else None
         self.products = products
         self.set_group(group, self._title, name)
-        # what calls leave behind
+        # state of the calls
         self._fingerprint = ""
         self._seeds = SeedCounter()
         self._warned = False
@@ -168,9 +170,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     @property
     def evaluation(self) -> Literal["tiled, symmetric", "tiled", "row tiles"]:
-        """How ``mode="rows"`` evaluates the loss as it is configured now; equal in value, different in memory.
+        """How ``mode="rows"`` evaluates the loss as it is configured now. All are equal in value, and differ in memory.
 
-        ``"tiled, symmetric"``: tiles of our own; no collective in backward where the rows of one batch are compared without a miner's
+        ``"tiled, symmetric"``: tiles of our own, and no collective in backward if the rows of one batch are compared without a miner's
         tuples. ``"tiled"``: the same with one. ``"row tiles"``: pytorch-metric-learning's own formula on a few anchors at a time.
         """
         plan = tiled_plan(labelled_loss(self.loss))
@@ -194,8 +196,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Compute the global loss.
 
         Args:
-            args: For PML losses: embeddings (B, D), labels (B,) or None (with ``ref_emb``: each row its own identity,
-                unique over all ranks; ``DynamicSoftMarginLoss`` and ``VICRegLoss`` pair row i of both by themselves),
+            args: Arguments of the loss. PML's take embeddings (B, D), labels (B,) or None (with ``ref_emb``: each row its own identity,
+                unique over all ranks, and ``DynamicSoftMarginLoss`` and ``VICRegLoss`` pair row i of both by themselves),
                 indices_tuple (local or from ``GlobalBatchMiner``), ref_emb, ref_labels,
                 enqueue_mask. For PML's ``SelfSupervisedLoss``: two views, (B, D) each. For others: their own arguments;
                 tensors are batches along dim 0, 0-dim tensors are not.
@@ -213,7 +215,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors, RowsAsGiven]:
-        """Refuse inputs that this rank cannot take, together with the peers; return them as they may be used.
+        """Refuse inputs that this rank cannot take, together with the peers, and return them as they may be used.
 
         One walk over the arguments and the loss serves all questions: device, shape, labels, dtype.
         """
@@ -238,7 +240,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return args, kwargs, tensors, RowsAsGiven(precision.narrow_dtype(tensors.given), form, weights)
 
     def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse tensors on several devices; class weights of torch's own losses must lie there too."""
+        """Refuse tensors on several devices, class weights of torch's own losses among them."""
         buffers: list[Tensor] = []
         if isinstance(self.loss, TORCH_LOSS_TYPES):
             buffers = [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
@@ -258,7 +260,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             else:
                 evaluation, call = self._choose_torch(mode, rows, args, kwargs)
             value = evaluation.run(call)
-        except Exception as error:  # what all ranks raise alike passes through
+        except Exception as error:  # errors that all ranks raise pass through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if self.queue_position is not None:
             self.queue_position.update_()
@@ -269,7 +271,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _choose_torch(
         self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Return how a loss that is not PML's is evaluated, and its call."""
+        """Return the evaluation of a loss that is not PML's, and its call."""
         if mode == "elements":
             return Elements(self.loss, self._exchange(rows)), LocalCall(args, kwargs)
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in (*args, *kwargs.values())):
@@ -281,12 +283,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _choose_pml(
         self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Return how a PML loss is evaluated, and its call; the same evaluation on every rank."""
+        """Return the evaluation of a PML loss, the same on every rank, and its call."""
         given = call_arguments.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
-        # what compares two views makes labels; the loss inside it compares rows by them
+        # a loss of two views makes labels, and the loss inside it compares rows by them
         loss, two_views = labelled_loss(self.loss), call_arguments.stacks_views(self.loss)
         given = call_arguments.labelled_arguments(self.loss, self._title, given)
-        # a sum over samples needs nobody else's rows
+        # a sum over samples needs no other rank's rows
         if (
             mode == "elements"
             and loss is self.loss
@@ -294,8 +296,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             and isinstance(given.get("embeddings"), Tensor)
         ):
             return Elements(self.loss, self._exchange(rows)), LocalCall((), given)
-        # all else needs the rows of all ranks
-        call = self._gather_pml(mode, rows, given)
+
+        # all else needs the rows of all ranks; if each rank computes its own anchors, all ranks have gradients for a row
+        def backward(counts: dict[str, list[int]]) -> Backward:
+            return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
+
+        gather = partial(self._gather, rows, backward)
+        call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
         self._warn_identities(call)
         self._warn_moved_pairs(call)
         # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
@@ -303,7 +310,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
                 symmetric = plan.is_symmetric(given, two_views=two_views)
-                tile_options = self.tile_bytes, self._tile_compiler, rows.form
+                form = rows.form
+                if self.products == "auto" and not call.is_bf16_on_all_ranks():
+                    form = "float32"
+                tile_options = self.tile_bytes, self._tile_compiler, form
                 tiled = TiledCall(loss, plan, call, symmetric, self._group, *tile_options)
                 return Tiled(tiled, self._exchange(rows)), call
             if call.rows_possible():
@@ -319,41 +329,30 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return Replicated(loss), call
 
     def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Return positional arguments by what messages call them."""
+        """Return positional arguments by their names in messages."""
         if is_pml_loss(self.loss):
             return dict(zip(self._argument_names(args), args, strict=False))
         return {f"argument {position}": value for position, value in enumerate(args)}
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """Return what PML calls the positional arguments; a memory also takes as many as a plain loss does."""
+        """Return PML's names of the positional arguments. A memory also takes as many as a plain loss does."""
         facts = facts_of(self.loss)
         if facts.own_references and len(args) > len(facts.arguments):
             return PML_NAMES
         return facts.arguments
 
-    def _gather_pml(self, mode: str, rows: RowsAsGiven, given: dict[str, Any]) -> PMLCall:
-        """Gather the rows of all ranks."""
-        loss, two_views = labelled_loss(self.loss), call_arguments.stacks_views(self.loss)
-
-        def backward(counts: dict[str, list[int]]) -> Backward:
-            # where each rank computes its own anchors, the gradients of a row come from all ranks
-            return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
-
-        gather = partial(self._gather, rows, backward)
-        return PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
-
     def _are_few(self, counts: dict[str, list[int]]) -> bool:
-        """Say whether there are so few rows that every rank computes the full loss faster; the same answer on every rank."""
-        if self.mode == "rows":  # only what all ranks have agreed on; not tile_bytes
+        """Return whether there are so few rows that every rank computes the full loss faster. All ranks get the same answer."""
+        if self.mode == "rows":  # decided by what all ranks have agreed on, so not by tile_bytes
             return False
         return sum(counts.get("embeddings", ())) <= facts_of(labelled_loss(self.loss)).few_rows
 
     def _tuples_fit(self, given: dict[str, Any]) -> bool:
-        """Say whether a miner's tuples may be split: per anchor, PML counts a pair that a miner names twice once."""
+        """Return whether a miner's tuples may be split: per anchor, PML counts a pair that a miner names twice once."""
         return "indices_tuple" not in given or not pml_registry.has_per_anchor(labelled_loss(self.loss).reducer)
 
     def _warn_identities(self, call: PMLCall) -> None:
-        """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks; all ranks see it."""
+        """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks. All ranks see it."""
         labels = call.given.get("labels")
         if labels is None or self._warned:
             return
@@ -368,7 +367,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             )
 
     def _warn_moved_pairs(self, call: PMLCall) -> None:
-        """Warn once, on rank 0, that row i of all ranks' references is not of the rank that holds row i; all ranks see it."""
+        """Warn once, on rank 0, that row i of all ranks' references is not of the rank that holds row i. All ranks see it."""
         if self._warned or not call.moves_pairs():
             return
         counts = zip(call.counts["embeddings"], call.counts["ref_emb"], strict=True)
@@ -401,29 +400,32 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         )
 
     def _exchange(self, rows: RowsAsGiven) -> SumExchange:
-        return SumExchange(self._title, partial(self._take_must_match_of, rows), self._group)
+        def must_match(like: Tensor) -> dict[str, object]:
+            form = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
+            gradients = "on" if torch.is_grad_enabled() else "off"
+            return {**self._take_must_match(rows), "rows of embeddings": form, "gradients": gradients}
 
-    def _take_must_match_of(self, rows: RowsAsGiven, like: Tensor) -> dict[str, object]:
-        form = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
-        gradients = "on" if torch.is_grad_enabled() else "off"
-        return {**self._take_must_match(rows), "rows of embeddings": form, "gradients": gradients}
+        return SumExchange(self._title, must_match, self._group)
 
     def _take_must_match(self, rows: RowsAsGiven) -> dict[str, object]:
-        """Return what must be equal on all ranks; takes what was noted of the last backward."""
+        """Return values that must be equal on all ranks, and take the notes of the last backward."""
         if not self._fingerprint:
             self._fingerprint = configuration_digest(self.loss)
-        must_match: dict[str, object] = {"mode": self.mode, "backward": self.backward, "gather": self.gather}
-        must_match["configuration"] = self._fingerprint
+        must_match: dict[str, object] = {
+            "mode": self.mode,
+            "backward": self.backward,
+            "configuration": self._fingerprint,
+            "products": self.products,
+            "which": self._instance,
+            **micro_batch_to_match(),
+        }
         if self.compile_tiles:
             must_match["compile_tiles"] = True
         if rows.weights:
             must_match["weights"] = rows.weights
-        must_match["products"] = rows.form
-        must_match |= micro_batch_to_match()
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
-        must_match["which"] = self._instance
         return must_match
 
     @property
@@ -439,12 +441,12 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     Args:
         miner: Any miner of pytorch-metric-learning. A random one draws the same tuples on all ranks.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
 
     Returns:
         From ``forward``: tuples of global row numbers, equal on every rank, for ``GlobalBatchLoss(..., indices_tuple=...)``.
 
-    Communication: one handshake, and one gather of rows that are too many for it (``handshake.inline_capacity``); none in backward.
+    Communication: one handshake, and one gather of rows that are too many for it (``handshake.inline_capacity``). None in backward.
 
     Example:
         >>> import torch
@@ -476,7 +478,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             inputs.check_devices(title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, title, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
-        except Exception as error:  # what all ranks raise alike passes through
+        except Exception as error:  # errors that all ranks raise pass through
             handshake.raise_on_all_ranks(error, title, group=self._group)
 
     def _mine(self, title: str, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
@@ -501,10 +503,10 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
 
 class QueuePosition(nn.Module):
-    """Where the next row of a ``CrossBatchMemory`` goes; PML keeps it in plain attributes, which no checkpoint saves.
+    """The place of the next row of a ``CrossBatchMemory``. PML keeps it in plain attributes, which no checkpoint saves.
 
     Args:
-        memories: Of one loss, in the order of its modules.
+        memories: Memories of one loss, in the order of its modules.
     """
 
     position: Tensor
@@ -512,7 +514,7 @@ class QueuePosition(nn.Module):
 
     def __init__(self, memories: list[CrossBatchMemory]) -> None:
         super().__init__()
-        self.__dict__["memories"] = memories  # no submodules: they are registered beside this one
+        self.__dict__["memories"] = memories  # no submodules: they are registered in the loss
         self.register_buffer("position", torch.zeros(2 * len(memories), dtype=torch.int64))
         self.register_load_state_dict_post_hook(_restore)  # type: ignore[no-untyped-call]
 

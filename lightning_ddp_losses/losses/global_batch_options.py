@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pytorch_metric_learning.miners import BaseMiner
 from torch import nn
 
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, torchmetrics_states
+from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option, explained_by
 from lightning_ddp_losses.losses.call_arguments import labelled_loss
 from lightning_ddp_losses.losses.pml_registry import (
     MODES,
@@ -58,7 +59,7 @@ def refuse_options(
 
 def refuse_unfit(loss: nn.Module) -> None:
     """Refuse a loss that cannot be made global."""
-    expect(isinstance(loss, nn.Module), "GlobalBatchLoss: loss", expected="a torch.nn.Module", got=repr(loss))
+    _refuse_no_loss(loss)
     title = f"GlobalBatchLoss({type(loss).__name__})"
     # a loss that is reduced later cannot be made global here
     expect(
@@ -92,6 +93,37 @@ def refuse_unfit(loss: nn.Module) -> None:
         expected="'mean' or 'sum'",
         got="'none'",
         fix="What is reduced later cannot be made global here; let the loss reduce.",
+    )
+
+
+def _refuse_no_loss(loss: object) -> None:
+    """Refuse what is not a loss module, and a loss that takes texts in place of embeddings."""
+    name = type(loss).__name__
+    if isinstance(loss, type):
+        got = f"the class {loss.__name__}"
+        fix = f"Make an instance: GlobalBatchLoss({loss.__name__}(...))."
+    elif not isinstance(loss, nn.Module):
+        got = repr(loss)
+        fix = (
+            "Put the computation into the forward of a torch.nn.Module. A sum over rows goes to global_mean(sum, rows)."
+        )
+    elif isinstance(loss, BaseMiner):
+        got = f"the miner {name}"
+        fix = f"Mine with GlobalBatchMiner({name}(...)), and pass its tuples to the loss as indices_tuple."
+    elif torchmetrics_states(loss) is not None:
+        got = f"the metric {name}"
+        fix = f"Train with differentiable({name}(...)). Evaluate with synced({name}(...))."
+    elif type(loss).__module__.startswith("sentence_transformers."):
+        got = f"{name}, which embeds texts itself, so that every rank would embed those of all ranks"
+        fix = (
+            "Embed this rank's texts first: first, second = model(torch.cat([queries, answers])).chunk(2). Then call "
+            "GlobalBatchLoss(SelfSupervisedLoss(NTXentLoss(temperature=1 / 20), symmetric=False))(first, second). "
+            + explained_by("sentence_transformers")
+        )
+    else:
+        return
+    raise ConfigurationError(
+        "GlobalBatchLoss: loss", expected="a torch.nn.Module, a loss of embeddings", got=got, fix=fix
     )
 
 

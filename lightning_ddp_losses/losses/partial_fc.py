@@ -1,8 +1,8 @@
 """Sampled negatives for a class-sharded softmax, and an optimizer that steps only the rows that were sampled.
 
 As in PartialFC (An et al. 2021, arXiv:2010.05222): each rank looks at the classes of the batch's rows that it holds, filled up with random
-others. A dense optimizer would let momentum and weight decay move the other rows too; so it is handed the sampled rows of
-weight and state for the length of its step, or nothing where no row has a gradient.
+others. A dense optimizer would let momentum and weight decay move the other rows too. So it gets the sampled rows of
+weight and state for the length of its step, or no gradient if no row has one.
 
 Legend: ``c`` classes on this rank, ``K`` weight rows per class, ``G`` rows of the batch.
 """
@@ -23,7 +23,7 @@ from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
 
-_ROWS_AT_A_TIME = 4096  # looked at for a number that is not zero; the first ones nearly always have it
+_ROWS_AT_A_TIME = 4096  # searched at a time for a number that is not zero. The first ones nearly always have it
 
 
 class SampledClasses(NamedTuple):
@@ -32,7 +32,7 @@ class SampledClasses(NamedTuple):
     Attributes:
         classes: (c',) positions among this rank's classes, ascending.
         labels: (G,) the labels as positions among the sampled classes, -1 for those of other ranks.
-        log_weight: (c',) what to add to each class's logit in the sum; None: nothing.
+        log_weight: (c',), added to each class's logit in the sum. None: not wanted.
     """
 
     classes: Tensor
@@ -44,12 +44,12 @@ class ClassSampler(CountedDraws):
     """Draws the classes of a call.
 
     Args:
-        rate: Share of this rank's classes that a call looks at; never fewer than the batch's own.
+        rate: Share of this rank's classes that a call looks at, and never fewer than the batch's own.
         unbiased: Weigh each sampled negative by one over the probability with which it was drawn, so that the sum of
             exponentials is right in expectation.
 
     Attributes:
-        sampled: Classes of the last call, as positions among this rank's, ascending; None before the first one.
+        sampled: Classes of the last call, as positions among this rank's, ascending. None before the first one.
     """
 
     def __init__(self, rate: float, unbiased: bool) -> None:
@@ -63,54 +63,59 @@ class ClassSampler(CountedDraws):
         Args:
             labels: (G,) positions among this rank's classes, -1 for others.
             shard: This rank's classes.
-            dtype: Of the logits.
+            dtype: Dtype of the logits.
         """
         self.number += 1
         text = f"{torch.initial_seed()} {shard.start} {self.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-        classes = shard.classes
-        is_local = labels >= 0
-        # the batch's own classes come first, others in random order
-        is_target = torch.zeros(classes, dtype=torch.bool, device=labels.device)
-        is_target[labels[is_local]] = True
-        generator = torch.Generator().manual_seed(seed)
-        keys = torch.rand(classes, generator=generator).to(labels.device)
-        keys[is_target] = 2.0
-        # as many as the rate says, and never fewer than the batch's own
-        targets = int(is_target.sum())
-        wanted = min(classes, max(math.ceil(self.rate * classes), targets))
+        classes, device = shard.classes, labels.device
+        # the batch's own classes. Rows of other ranks' classes mark a place behind the last one
+        places = torch.where(labels >= 0, labels, classes)
+        is_target = torch.zeros(classes + 1, dtype=torch.bool, device=device).index_fill_(0, places, True)[:classes]
+        targets = is_target.sum()
+        # as many as the rate says, and never fewer than the batch's own. On an accelerator the host does not wait for their number
+        at_least = int(targets) if device.type == "cpu" else min(classes, len(labels))
+        wanted = min(classes, max(math.ceil(self.rate * classes), at_least))
+        # these come first, others in random order
+        keys = _random_keys(classes, seed, device).masked_fill_(is_target, torch.iinfo(torch.int64).max)
         sampled = torch.topk(keys, wanted).indices.sort().values
         self.sampled = sampled
         # the labels' places among them
-        place = torch.full((classes,), -1, dtype=torch.long, device=labels.device)
-        place[sampled] = torch.arange(wanted, device=labels.device)
-        positions = torch.full_like(labels, -1)
-        positions[is_local] = place[labels[is_local]]
-        # one over the probability of a negative
+        place = torch.full((classes + 1,), -1, device=device)
+        place.index_copy_(0, sampled, torch.arange(wanted, device=device))
         log_weight = None
-        if self.unbiased and wanted > targets:
-            correction = math.log((classes - targets) / (wanted - targets))
-            log_weight = torch.full((wanted,), correction, dtype=dtype, device=labels.device)
-            log_weight.masked_fill_(is_target[sampled], 0.0)
-        return SampledClasses(sampled, positions, log_weight)
+        if self.unbiased:
+            # one over the probability of a negative
+            negatives = (wanted - targets).clamp(min=1)
+            correction = ((classes - targets).to(dtype) / negatives).log()
+            log_weight = torch.where(is_target[sampled], 0.0, correction)
+        return SampledClasses(sampled, place[places], log_weight)
+
+
+def _random_keys(number: int, seed: int, device: torch.device) -> Tensor:
+    """Return random int64, (number,), the same on every device: the finalizer of splitmix64 on consecutive counts."""
+    keys = torch.arange(number, device=device) * -0x61C8864680B583EB + seed
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+        keys = torch.bitwise_xor(keys, torch.bitwise_right_shift(keys, shift)) * factor
+    return keys
 
 
 class SampledGradient:
     """Remembers which classes of a weight have a gradient that no step has used.
 
-    A gradient that was set to zeros in place (``zero_grad(set_to_none=False)``) is told from one that is zero by what backward gave: where
-    that was a number other than zero and now there is none, it was dropped.
+    A gradient that was set to zeros in place (``zero_grad(set_to_none=False)``) differs from a gradient of zeros: backward gave it a number
+    other than zero, and now there is none. Such a gradient was dropped.
     """
 
     def __init__(self) -> None:
-        self._mask: Tensor | None = None
+        self._sampled: list[Tensor] = []  # by call
         self._backward = -1
-        self._had_nonzero = False
+        self._had_nonzero: bool | Tensor = False
 
     def add_(self, sampled: Tensor, grad_rows: Tensor, weight: Tensor, shard: ClassShard) -> None:
         """Note that the backward that runs gives these classes a gradient.
 
-        What earlier ones gave counts until the gradient is dropped.
+        Gradients of earlier ones count until they are dropped.
 
         Args:
             sampled: Positions among this rank's classes.
@@ -119,34 +124,38 @@ class SampledGradient:
             shard: This rank's classes.
         """
         backward = compat.graph_task_id()
-        is_new_backward = backward != self._backward
-        if self._mask is None or (is_new_backward and self._is_dropped(weight, shard)):
-            self._mask = torch.zeros(shard.classes, dtype=torch.bool, device=sampled.device)
-            self._had_nonzero = False
-        self._mask[sampled] = True
+        if backward != self._backward and self._is_dropped(weight, shard):
+            self._sampled, self._had_nonzero = [], False
+        self._sampled.append(sampled)
         self._backward = backward
-        self._had_nonzero = self._had_nonzero or _has_nonzero(grad_rows, 0, rows_of_classes(sampled, shard.per_class))
+        self._had_nonzero |= _any_nonzero(grad_rows, 0, rows_of_classes(sampled, shard.per_class))
 
     def clear_(self) -> None:
         """Forget them: a step has used the gradient."""
-        self._mask = None
+        self._sampled, self._had_nonzero = [], False
 
     def rows(self, weight: Tensor, shard: ClassShard) -> Tensor | None:
-        """Return the indices of their weight rows; None where no class has a gradient."""
-        if self._mask is None or self._is_dropped(weight, shard):
-            return None
-        return rows_of_classes(self._mask.nonzero().squeeze(1), shard.per_class)
+        """Return the indices of their weight rows; None if no class has a gradient. The host waits for an accelerator once."""
+        return None if not self._sampled or self._is_dropped(weight, shard) else self._rows(shard)
+
+    def _rows(self, shard: ClassShard) -> Tensor:
+        # several calls may have sampled the same classes
+        several = len(self._sampled) > 1
+        sampled = torch.unique(torch.cat(self._sampled)) if several else self._sampled[0]
+        return rows_of_classes(sampled, shard.per_class)
 
     def _is_dropped(self, weight: Tensor, shard: ClassShard) -> bool:
         if weight.grad is None:
             return True
-        assert self._mask is not None
-        earlier = rows_of_classes(self._mask.nonzero().squeeze(1), shard.per_class)
-        return self._had_nonzero and not _has_nonzero(weight.grad, shard.dim, earlier)
+        if not self._sampled or bool(_any_nonzero(weight.grad, shard.dim, self._rows(shard))):
+            return False
+        return bool(self._had_nonzero)
 
 
-def _has_nonzero(tensor: Tensor, dim: int, rows: Tensor) -> bool:
-    """Say whether any of these rows has a number other than zero."""
+def _any_nonzero(tensor: Tensor, dim: int, rows: Tensor) -> bool | Tensor:
+    """Return whether any of these rows has a number other than zero: 0-dim on an accelerator, for which no host waits."""
+    if tensor.device.type != "cpu":
+        return tensor.index_select(dim, rows).any()
     pieces = torch.split(rows, _ROWS_AT_A_TIME)
     return any(bool(tensor.index_select(dim, piece).any()) for piece in pieces)
 
@@ -164,7 +173,7 @@ class SampledRowOptimizer:
         self._weight, self._gradient = weight, gradient
         self.optimizer = weakref.ref(optimizer)
         # while a step runs
-        self._part: nn.Parameter | None = None  # the sampled rows; in a first step, a resting row after them
+        self._part: nn.Parameter | None = None  # the sampled rows, and in a first step a resting row after them
         self._set_aside: Tensor | None = None  # the gradient, where no row has one
         self._rows = torch.empty(0, dtype=torch.long)
         optimizer.register_step_pre_hook(self._before_step)
@@ -174,7 +183,7 @@ class SampledRowOptimizer:
         return type(None), ()  # a copy of the loss has other parameters, which no optimizer holds yet
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Hand over the rows; where forward and backward are yet to come, in a closure, after that."""
+        """Hand over the rows. If forward and backward are still to run, in a closure, do it after them."""
         is_positional = len(args) > 1
         closure = args[1] if is_positional else kwargs.get("closure")
         if closure is None:
@@ -202,7 +211,7 @@ class SampledRowOptimizer:
             return
         values, grad = weight.detach().index_select(dim, rows), weight.grad.index_select(dim, rows)
         state = optimizer.state.get(weight, {})
-        # what state a row starts from, the optimizer alone knows: a row of zeros without gradient comes out of the first step with it
+        # the optimizer alone knows the first state of a row: a row of zeros without gradient has it after the first step
         if not state:
             shape = list(weight.shape)
             shape[dim] = 1
@@ -256,7 +265,7 @@ def _replace_(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.Param
 
 
 def _is_per_number(value: Any, parameter: Tensor) -> bool:
-    """Say whether state has one number per number of the parameter."""
+    """Return whether state has one number per number of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
 

@@ -10,20 +10,20 @@ computes in full (a regulariser of the replicated weight) back-propagates as it 
 3. ``GlobalSums.reduce`` makes the value and the factors of that table, in the same way on every device.
 4. ``global_loss`` joins the value with its gradient.
 
-``global_mean`` is the same for any hand-written sum over any count. It replaces what detection and language models write by hand:
+``global_mean`` is the same for any hand-written sum over any count. It replaces these hand-written means of detection and language models:
 ``num_boxes = all_reduce(n) / world_size``, ``num_items_in_batch``, the mean over the tokens of a rank. A token mean::
 
     total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=-100, reduction="sum")
     loss = global_mean(total, (tokens != -100).sum())
 
-Boxes; a rank without boxes comes with sums that went through the model, and 0. Two means, one exchange::
+Boxes. A rank without boxes passes sums that went through the model, and 0. Two means, one exchange::
 
     corners = (boxes - targets).abs().sum()
     overlaps = (1 - giou(boxes, targets)).sum()
     corners, overlaps = global_mean(torch.stack([corners, overlaps]), len(targets))
     loss = 5 * corners + 2 * overlaps
 
-A weighted error; the divisor is any number without a gradient::
+A weighted error. The divisor is any number without a gradient::
 
     loss = global_mean((weights * error.square()).sum(), weights.sum(), name="error")
 
@@ -47,7 +47,7 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match
-from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
+from lightning_ddp_losses.distributed.collectives import forbid_second_derivative, once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
     all_gather_rows,
@@ -115,7 +115,7 @@ class PartialSum:
         return self.divisor.device.type != "cpu" or not self.divisor
 
     def share_of(self, world: int) -> Any:
-        """Return this rank's part of the divisor in a world of so many ranks. A sum is divided by 1, of which each has its share."""
+        """Return this rank's part of the divisor in such a world. A sum is divided by 1, of equal shares."""
         if self.full:
             return 1.0
         return 1.0 / world if self.divisor is None else self.divisor
@@ -194,7 +194,7 @@ class GlobalSums:
             values = totals / divisors
         else:
             is_empty = divisors == 0
-            divisors = divisors.masked_fill(is_empty, torch.inf)  # of which a share is 0, but for a NaN
+            divisors = divisors.masked_fill(is_empty, torch.inf)  # a share of it is 0, or NaN for a NaN
             values = totals / divisors
             if empty:
                 values = values.masked_fill(is_empty, empty)
@@ -231,7 +231,7 @@ class SumExchange:
 
     Attributes:
         title: Name of the loss in messages.
-        must_match: For a tensor of the call, values that must be equal on all ranks.
+        must_match: Function of a tensor of the call that returns the values that must be equal on all ranks.
         group: Process group.
     """
 
@@ -261,7 +261,7 @@ class SumExchange:
             partials: This rank's.
             like: Rows of the call. The numbers stay on their device where ranks can exchange them there.
             with_counts: The counts are wanted too. They go through the hosts.
-            present: 0-dim; 0 if the loss is a zero, else 1. None: 1.
+            present: 0-dim, 0 if the loss is a zero, else 1. None: 1.
             row_stats: (B, k), numbers of this rank's rows. None: there are none.
             rows_by_rank: B of each rank.
             handshake_bytes: Size of the handshake that all ranks have agreed on. None: that of the channel.
@@ -324,7 +324,7 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
 
     Args:
         sums: The sums of all ranks.
-        empty: As in ``GlobalSums.reduce``.
+        empty: Value of a mean over nothing, as in ``GlobalSums.reduce``.
         window_source: The loss and its title, if an accumulation window may bring its micro-batches together.
 
     Returns:
@@ -335,18 +335,20 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
     dtype = sums.partials[0].total.dtype
     factors = [factor.to(dtype) for factor in factors]
     totals = [each.total for each in sums.partials]
+    # sums of one rank hold all rows, which an exchange has gathered if there are more ranks
+    once = "GlobalBatchLoss" if len(sums.table) > 1 else None
     if window_source is None:
-        return value_with_grad(value, *totals, factors=factors)
+        return value_with_grad(value, *totals, factors=factors, once=once)
     parts, window = sums.window_parts(), current_window()
     if window is None:
-        result = value_with_grad(value, *totals, factors=factors)
+        result = value_with_grad(value, *totals, factors=factors, once=once)
         note_parts(result, parts)
         return result
     # in an accumulation window: each sub-loss as a part of that in all its micro-batches
     call = window.enter(*window_source, parts)
     marked = []
     for index, (each, total, factor) in enumerate(zip(values, totals, factors, strict=True)):
-        marked.append(call.mark(value_with_grad(each, total, factors=[factor]), index))
+        marked.append(call.mark(value_with_grad(each, total, factors=[factor], once=once), index))
     return marked[0] if len(marked) == 1 else torch.stack(marked).sum()
 
 
@@ -361,7 +363,7 @@ def global_quotient(
         handshake: Exchanges payloads. Ranks that disagree learn it there.
         group: Process group.
 
-    Communication: one handshake; one gather on the device.
+    Communication: one handshake, and one gather on the device.
     """
     share = for_mean_over_ranks(total / divisor, group)
     own = total.detach().to(wide_float(total.device))
@@ -387,22 +389,24 @@ def value_with_grad(
     *inputs: Tensor | None,
     factors: Sequence[Tensor] | None = None,
     vjp: Callable[[Sequence[bool]], Gradients] | None = None,
+    once: str | None = None,
 ) -> Tensor:
     """Return a number whose gradient is computed apart from it.
 
     Args:
-        value: The number, 0-dim; or a tensor of them, of the shape of the one input.
-        inputs: Tensors that it depends on; dtype and device are the first's.
+        value: The number, 0-dim. With one input it may be a tensor of its shape.
+        inputs: Tensors that it depends on. The first one sets dtype and device.
         factors: The derivative of the number by each of the inputs. None: there is one input, and it is 1.
         vjp: Computes these derivatives in backward instead: which inputs want a gradient -> the derivative by each of them.
+        once: Name in the error of a second derivative, which would be W times one process's. None: it is exact.
 
     Returns:
         A tensor like ``value``.
     """
-    return _ValueWithGrad.apply(value, factors, vjp, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+    return _ValueWithGrad.apply(value, factors, vjp, once, *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
-_FIXED = 3  # arguments of _ValueWithGrad before the inputs
+_FIXED = 4  # arguments of _ValueWithGrad before the inputs
 
 
 class _ValueWithGrad(torch.autograd.Function):
@@ -412,10 +416,12 @@ class _ValueWithGrad(torch.autograd.Function):
         value: Tensor,
         factors: Sequence[Tensor] | None,
         vjp: Callable[[Sequence[bool]], Gradients] | None,
+        once: str | None,
         *inputs: Tensor | None,
     ) -> Tensor:
         # factors are not saved as tensors: a checkpointed loss would have to meet its peers again to make them
-        ctx.factors, ctx.vjp = factors, vjp
+        ctx.factors, ctx.vjp, ctx.once = factors, vjp, once
+        ctx.depends_on = () if once is None else inputs
         if vjp is not None:
             ctx.save_for_backward(*inputs)
         like = inputs[0]
@@ -428,9 +434,10 @@ class _ValueWithGrad(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.vjp is not None:
             return _scaled_vjp(ctx, grad)
-        if ctx.factors is None:
-            return *[None] * _FIXED, grad
-        return *[None] * _FIXED, *(grad * factor for factor in ctx.factors)
+        found = (grad,) if ctx.factors is None else tuple(grad * factor for factor in ctx.factors)
+        if ctx.once is not None and torch.is_grad_enabled():
+            found = forbid_second_derivative(found, (grad, *ctx.depends_on), ctx.once)
+        return *[None] * _FIXED, *found
 
 
 @once_differentiable_strict("GlobalBatchLoss")
@@ -456,32 +463,33 @@ def global_mean(
     reduces: Literal["auto", "mean", "sum"] | float = "auto",
     module: nn.Module | None = None,
 ) -> Tensor:
-    """Return the mean over all ranks of what each of them has summed.
+    """Return the mean over all ranks of sums that each rank has computed.
 
     Equivalent to: in one process, ``total / count`` of the rows of all ranks (and, in an accumulation window, of all micro-batches).
 
     Args:
-        total: 0-dim, or (k,) for k means at once: this rank's sum, floating, with its graph; halves are added in float32. A rank without
-            rows comes with a sum that went through the model (``model(rows).sum() * 0``), so that DDP's hooks fire there too.
-        count: What it is to be divided by, over all ranks together: a number or 0-dim tensor, or one of as many elements as
-            ``total``, without gradient; 0 where there are no rows. Whole numbers are exact up to 2**53.
-        empty: The value of a mean that counts nothing on any rank; its gradient is zero.
-        name: In messages, and for ``expect_counts`` of an accumulation window; needed there for several calls in one micro-batch.
-        group: Process group; None is the world.
-        mesh: In place of ``group``, the dimensions of a device mesh over which rows differ: ``mesh["dp", "cp"]``.
-        copies: The dimensions whose ranks hold the same rows, which count once: ``mesh["tp"]``.
-        reduces: How gradients end. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the number by which that sum is divided
+        total: 0-dim, or (k,) for k means at once: this rank's sum, floating, with its graph. Halves are added in float32. A rank
+            without rows passes a sum that went through the model (``model(rows).sum() * 0``), so that DDP's hooks fire there too.
+        count: This rank's part of the divisor: a number or 0-dim tensor, or one of as many elements as
+            ``total``, without gradient. 0 if there are no rows. Whole numbers are exact up to 2**53.
+        empty: The value of a mean that counts nothing on any rank. Its gradient is zero.
+        name: Name in messages, and for ``expect_counts`` of an accumulation window. Several calls in one micro-batch need it there.
+        group: Process group. None is the world.
+        mesh: Dimensions of a device mesh over which rows differ, in place of ``group``: ``mesh["dp", "cp"]``.
+        copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
+        reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the number by which that sum is divided
             (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``;
             without these a mean.
         module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.
 
     Returns:
-        The mean, of the shape of ``total``, equal on every rank; logging it needs no ``sync_dist``.
+        The mean, of the shape of ``total``, equal on every rank. Logging it needs no ``sync_dist``.
 
     Gradient: when the model's gradients are reduced, that of ``sum(total) / sum(count)``. Multiply the value by the same factor on every
-        rank (one that differs is an error before gradients are reduced, or at the next call).
+        rank (one that differs is an error before gradients are reduced, or at the next call). A second derivative over several ranks is
+        an error.
 
-    Communication: one handshake, on an accelerator a gather more, which nobody waits for (a ``count`` that lies there is waited for); none
+    Communication: one handshake, and on an accelerator a gather for which the host does not wait (it waits for a ``count`` there). None
         in backward. With ``copies`` one handshake more, and the host waits for ``total``. For a part of the world over several
         dimensions, at first use, the making of its groups: every rank of the world takes part.
 
@@ -499,7 +507,7 @@ def global_mean(
         2.0
     """
     title = "global_mean" if name is None else f"global_mean `{name}`"
-    # 1. what this rank has
+    # 1. the sums of this rank
     try:
         counts = _checked_counts(title, total, count)
         if mesh is not None or copies is not None:
@@ -512,7 +520,7 @@ def global_mean(
     totals = total.to(dtype)
     if copies is not None:
         _refuse_other_copies(title, copies, totals, counts, group)
-    # 2. that of all ranks
+    # 2. the sums of all ranks
     watch = UpstreamGradWatch.of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
@@ -532,7 +540,7 @@ def global_mean(
     payloads = handshake.all_gather(title, must_match, payload, group=group)
     flags, *columns = zip(*map(form.unpack, payloads), strict=True)
     _refuse_partial_graph(title, flags)
-    # 3. the means, and what each rank's sum counts in them
+    # 3. the means, and the weight of each rank's sum in them
     sums = list(map(math.fsum, columns))
     global_totals, global_counts = sums[: len(counts)], sums[len(counts) :]
     if on_device:
@@ -553,7 +561,7 @@ def global_mean(
     # a single number needs no tensor
     share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)
     graph = for_mean_over_ranks(totals, group) * share
-    mean = value_with_grad(value, graph)
+    mean = value_with_grad(value, graph, once=title if process_groups.world_size(group) > 1 else None)
     note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
@@ -585,7 +593,7 @@ def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts:
 
 
 def _divided_on_device(totals: Tensor, counts: Sequence[float], empty: float, group: Group) -> Tensor:
-    """Return the sums of all ranks over what the host has counted, and ``empty`` where that is 0; nobody waits."""
+    """Return the sums of all ranks over counts of the host, and ``empty`` for a count of 0. No host waits."""
     wide = gather_stacked(totals.to(wide_float(totals.device)), group).sum(0)
     quotients = []
     for total, count in zip(wide.reshape(-1), counts, strict=True):
@@ -618,7 +626,7 @@ def _checked_counts(title: str, total: Any, count: Any) -> list[float]:
 
 
 def _refuse_partial_graph(title: str, flags: Sequence[bool]) -> None:
-    """Refuse sums of which only some ranks' have a graph: DDP would wait for the gradients of the others."""
+    """Refuse sums that have a graph on some ranks only: DDP would wait for the gradients of the others."""
     if any(flags) and not all(flags):
         raise InputError(
             f"{title}: total",

@@ -1,12 +1,12 @@
-"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers; and of lightly by name. Everybody
-else asks here.
+"""The one table of pytorch-metric-learning (PML) by class: losses, reducers, distances, regularisers. It knows lightly by name.
+Other files ask here.
 
-A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.py`` if it shall run in tiles. The rows were measured on PML
-2.9 in float64: sums and counts of two unequal halves against one process; ``separable.check_separable`` repeats that for any instance.
+A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.py`` if it runs in tiles. The rows were measured on PML
+2.9 in float64: sums and counts of two unequal halves against one process. ``separable.check_separable`` repeats that for any instance.
 
 | mode | exact for |
 |---|---|
-| ``replicated`` | every deterministic loss; needs no row |
+| ``replicated`` | every deterministic loss, without a row |
 | ``rows`` | losses that are a sum over anchors |
 | ``elements`` | losses that are a sum over samples |
 | ``moments`` | lightly's losses that are a function of mean and covariance |
@@ -51,12 +51,13 @@ class LossFacts:
     """What is known of a loss by its class.
 
     Attributes:
-        mode: The cheapest mode that is exact; ``replicated`` always is.
+        mode: The cheapest mode that is exact. ``replicated`` always is.
         few_rows: Global rows up to which every rank computes the full loss faster than it exchanges once more (measured, W = 2).
-        memory: What PML's formula holds for each anchor: one number per column; one per positive and column; one per positive and
-            negative; or every triplet. ``"triplets"`` also says that it compares triplets, not pairs.
-        pair_loss: File and class of its evaluation in tiles, in this folder (named, not imported: they stand above this table).
-        head: File and class of its logits where its classes are split over ranks, likewise.
+        memory: Numbers that PML's formula holds for each anchor: one per column, one per positive and column, one per positive and
+            negative, or every triplet. ``"triplets"`` also says that it compares triplets, not pairs.
+        pair_loss: File and class of its evaluation in tiles, in this folder (named, not imported: they stand above this table), or a
+            registered class.
+        head: File and class of its logits if its classes are split over ranks.
         column_elements: Its element losses have the shape (n, 1), which PML 2.9 multiplies with a row of class weights: a product of two
             means, which no split gives.
         arguments: Names of its positional arguments.
@@ -69,7 +70,7 @@ class LossFacts:
     mode: Mode = "replicated"
     few_rows: int = _FEW_ROWS
     memory: Literal["columns", "positives x columns", "pairs x pairs", "triplets"] = "columns"
-    pair_loss: str | None = None
+    pair_loss: str | type | None = None
     head: str | None = None
     column_elements: bool = False
     arguments: tuple[str, ...] = PML_NAMES
@@ -94,7 +95,7 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
     pml.SoftTripleLoss: LossFacts("elements", head="class_heads.SoftTripleHead"),
     pml.SphereFaceLoss: LossFacts("elements", head="class_heads.SphereFaceHead"),
     pml.SubCenterArcFaceLoss: LossFacts("elements", head="class_heads.MarginHead"),
-    # sums over anchors; what PML computes for every pair of pairs, or for every triplet, is sooner worth sharing
+    # sums over anchors. Formulas over every pair of pairs, or every triplet, are worth sharing for fewer rows
     pml.AngularLoss: LossFacts("rows", few_rows=128, memory="positives x columns", column_elements=True),
     pml.CircleLoss: LossFacts("rows", column_elements=True),
     pml.ContrastiveLoss: LossFacts("rows", pair_loss="tiled.pair_losses.Contrastive", few_rows=192),
@@ -126,7 +127,7 @@ _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
 
 def facts_of(loss: nn.Module) -> LossFacts:
-    """Return the row of a loss's class; a subclass inherits how it is called, but not in which mode it is exact."""
+    """Return the row of a loss's class. A subclass inherits the way it is called, but not its exact mode."""
     cls = type(two_views_loss(loss) or loss)
     return LOSSES.get(cls) or _inherited(cls)
 
@@ -159,10 +160,18 @@ def register_element_wise(cls: T) -> T:
     return _register(cls, "elements", "register_element_wise")
 
 
-def register_row_separable(cls: T) -> T:
-    """Declare that a PML-style loss is a sum over anchors, each of which may look at all rows (usable as a decorator).
+def register_row_separable(cls: T, *, pair_loss: type | None = None) -> T:
+    """Declare that a PML-style loss is a sum over anchors, and that each anchor may look at all rows (usable as a decorator).
 
     The class must accept ``ref_emb`` and ``ref_labels`` in ``compute_loss``. Verify the claim with ``check_separable``.
+
+    Args:
+        cls: The class of the loss.
+        pair_loss: Its evaluation in tiles, a subclass of ``losses.tiled.pair_losses.PairLoss``, which grows with the rows and not with
+            their square. None: PML's formula, a few anchors at a time.
+
+    Raises:
+        ConfigurationError: for a class that is no module, and a ``pair_loss`` that is no ``PairLoss``.
 
     Example:
         >>> from pytorch_metric_learning.losses import ContrastiveLoss
@@ -170,14 +179,21 @@ def register_row_separable(cls: T) -> T:
         ... class OwnContrastive(ContrastiveLoss):
         ...     pass
     """
-    return _register(cls, "rows", "register_row_separable")
+    if pair_loss is None:
+        return _register(cls, "rows", "register_row_separable")
+    base = _class_named("tiled.pair_losses.PairLoss")
+    is_pair_loss = isinstance(pair_loss, type) and issubclass(pair_loss, base)
+    expect(is_pair_loss, "register_row_separable: pair_loss", expected="a subclass of PairLoss", got=repr(pair_loss))
+    _register(cls, "rows", "register_row_separable")
+    LOSSES[cls] = replace(LOSSES[cls], pair_loss=pair_loss)
+    return cls
 
 
 def is_separable(loss: nn.Module, mode: Mode) -> bool:
-    """Say whether this instance, of a class that allows ``mode``, is a sum that can be taken apart as it is configured now."""
+    """Return whether this instance, of a class that allows ``mode``, is a sum that can be taken apart as it is configured now."""
     if mode == "elements" and getattr(loss, "embedding_regularizer", None) is not None:
         return False  # a regulariser may look at the full batch (zero mean)
-    options = vars(loss)  # getattr of what a module has not is slow
+    options = vars(loss)  # getattr of a missing attribute of a module is slow
     if options.get("triplets_per_anchor", "all") != "all":
         return False  # random: all ranks must draw the same
     if options.get("swap", False):
@@ -192,13 +208,13 @@ def is_separable(loss: nn.Module, mode: Mode) -> bool:
 
 
 def is_pml_loss(loss: object) -> bool:
-    """Say whether a loss is called as PML's are: embeddings, labels, tuples, references."""
+    """Return whether a loss is called as PML's are: embeddings, labels, tuples, references."""
     is_theirs = isinstance(loss, (pml.BaseMetricLossFunction, pml.BaseLossWrapper, pml.MultipleLosses))
     return is_theirs or two_views_loss(loss) is not None
 
 
 def name_in_lightly(module: object) -> str:
-    """Return the name of a class of lightly's losses, which is not imported; empty for any other."""
+    """Return the name of a class of lightly's losses, which is not imported. It is empty for any other."""
     cls = type(module)
     return cls.__name__ if cls.__module__.startswith("lightly.loss.") else ""
 
@@ -219,49 +235,49 @@ def _nt_xent(temperature: float) -> nn.Module:
 
 
 def takes_class_labels(inner: nn.Module) -> bool:
-    """Say whether a loss or miner, or one inside it, is PML's own and compares labels for equality; a user's may read them as numbers."""
+    """Return whether PML's own loss or miner is in it, which compares labels for equality. A user's may read them as numbers."""
     own = (pml.BaseMetricLossFunction, miners.BaseMiner)
     return any(isinstance(module, own) and is_of_pml(module) for module in inner.modules())
 
 
 def is_of_pml(module: object) -> bool:
-    """Say whether a module's class is PML's own, and not one that a user has made of it."""
+    """Return whether a module's class is PML's own, and not one that a user has made of it."""
     return type(module).__module__.startswith("pytorch_metric_learning.")
 
 
 def compares_named_rows(inner: nn.Module) -> bool:
-    """Say whether tuples of a loss name rows that it compares; else they may be anything, or how often each row counts."""
+    """Return whether tuples of a loss name rows that it compares. Other tuples may be anything, as counts of rows."""
     mode = facts_of(inner).mode
     return mode == "rows" or (mode != "elements" and takes_class_labels(inner))
 
 
 def compares_rows(loss: object) -> bool:
-    """Say whether a loss is known to compare the rows of a batch with each other, and not with class weights of its own."""
+    """Return whether a loss is known to compare the rows of a batch with each other, and not with class weights of its own."""
     if not isinstance(loss, pml.BaseMetricLossFunction) or next(loss.parameters(), None) is not None:
         return False
     return facts_of(loss).mode != "elements"
 
 
 def gathers_by_itself(module: nn.Module) -> bool:
-    """Say whether a module gathers the rows of all ranks: one of ours, or PML's own wrapper."""
+    """Return whether a module gathers the rows of all ranks: one of ours, or PML's own wrapper."""
     theirs = isinstance(module, (DistributedLossWrapper, DistributedMinerWrapper))
     return theirs or bool(getattr(module, "sees_global_batch", False))
 
 
 def gathering_option(module: nn.Module) -> str:
-    """Return the name of the option by which a loss of lightly gathers rows; empty: it does not."""
+    """Return the name of the option by which a loss of lightly gathers rows. Empty: it does not."""
     is_of_lightly = type(module).__module__.startswith("lightly.")
     options = [name for name, value in vars(module).items() if name.endswith("gather_distributed") and value]
     return options[0] if is_of_lightly and options else ""
 
 
 def pair_loss_of(loss: nn.Module) -> Any:
-    """Return the class that evaluates a loss in tiles; None: none does."""
+    """Return the class that evaluates a loss in tiles. None: none does."""
     return _class_named(getattr(LOSSES.get(type(loss)), "pair_loss", None))
 
 
 def head_class_of(loss: nn.Module) -> Any:
-    """Return the class that computes a loss's logits if its classes are split over ranks; None: none does."""
+    """Return the class that computes a loss's logits if its classes are split over ranks. None: none does."""
     return _class_named(getattr(LOSSES.get(type(loss)), "head", None))
 
 
@@ -271,16 +287,16 @@ def losses_with_head() -> list[str]:
 
 
 @cache
-def _class_named(place: str | None) -> Any:
-    """Return a class of this folder by its file and name; None for None."""
-    if place is None:
-        return None
+def _class_named(place: str | type | None) -> Any:
+    """Return a class of this folder by its file and name. A class, and None, are returned as they are."""
+    if not isinstance(place, str):
+        return place
     file, name = place.rsplit(".", 1)
     return getattr(import_module(f"lightning_ddp_losses.losses.{file}"), name)
 
 
 def may_draw(loss: nn.Module) -> bool:
-    """Say whether a call may draw random numbers; to save and restore generators takes as long as a small loss."""
+    """Return whether a call may draw random numbers. To save and restore generators takes as long as a small loss."""
     stack = [loss]
     while stack:
         module = stack.pop()
@@ -327,12 +343,12 @@ class Reduction(NamedTuple):
     """A reducer as data: how element losses become a sum and a divisor.
 
     Attributes:
-        low: Elements must be larger; None: no lower limit.
-        high: Elements must be smaller; None: no upper limit.
+        low: Elements must be larger. None: no lower limit.
+        high: Elements must be smaller. None: no upper limit.
         plain_sum: Nothing is divided.
         given_divisor: The loss gives the divisor itself.
-        weights: (classes,), by the anchor's label; None: 1.
-        per_anchor: Pairs are averaged within their anchor first; all else then concerns the anchors.
+        weights: (classes,), by the anchor's label. None: 1.
+        per_anchor: Pairs are averaged within their anchor first. All else then concerns the anchors.
     """
 
     low: float | None = None
@@ -358,7 +374,7 @@ class Reduction(NamedTuple):
 
 
 def pass_limits(values: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Return which values lie between two limits, bool; None is no limit."""
+    """Return which values lie between two limits, bool. None is no limit."""
     if low is None:
         return values < high if high is not None else torch.ones_like(values, dtype=torch.bool)
     return values > low if high is None else (values > low) & (values < high)
@@ -395,7 +411,7 @@ def reducer_chain(reducer: Any, name: str) -> list[Any]:
 
 
 def reduction_of(reducer: Any, name: str = "loss") -> Reduction | None:
-    """Return the reducer of sub-loss ``name`` as data; None for one that nobody can split."""
+    """Return the reducer of sub-loss ``name`` as data; None for one that cannot be split."""
     make = REDUCERS.get(type(reducer))
     if make is not None:
         return make(reducer)
@@ -419,17 +435,17 @@ def all_reductions(reducer: Any) -> list[Reduction | None]:
 
 
 def can_split(reducer: Any) -> bool:
-    """Say whether a reducer is a sum over a divisor, whatever the sub-losses are called."""
+    """Return whether a reducer is a sum over a divisor, whatever the sub-losses are called."""
     return None not in all_reductions(reducer)
 
 
 def has_per_anchor(reducer: Any) -> bool:
-    """Say whether a reducer averages pairs within their anchor."""
+    """Return whether a reducer averages pairs within their anchor."""
     return any(reduction is not None and reduction.per_anchor for reduction in all_reductions(reducer))
 
 
 def returns_no_number(reducer: object) -> bool:
-    """Say whether a reducer hands the element losses on as they are."""
+    """Return whether a reducer hands the element losses on as they are."""
     return isinstance(reducer, reducers.DoNothingReducer)
 
 
@@ -441,8 +457,8 @@ class DistanceFacts:
     """What is known of a distance by its class.
 
     Attributes:
-        form: How a matrix of distances is computed: one product of matrices; norms of differences, which torch computes without
-            making the differences; or the differences themselves, one row of D numbers for each pair.
+        form: Computation of a matrix of distances: one product of matrices, norms of differences, which torch computes without
+            making the differences, or the differences themselves, one row of D numbers for each pair.
         symmetric: The distance of x to y is that of y to x.
     """
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.losses.call_arguments import anchor_tuples, labelled_loss
 from lightning_ddp_losses.losses.element_losses import element_losses, partial_sums_of, torch_partial_sum
-from lightning_ddp_losses.losses.partial_sums import PartialSum, sum_of
+from lightning_ddp_losses.losses.partial_sums import PartialSum, global_loss, sum_of, sums_of_all_rows
 from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
-# what a loss raises that cannot be run on a part at all
+# errors of a loss that cannot run on a part
 _CANNOT = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError, KeyError)
 
 
@@ -24,10 +24,10 @@ def check_separable(
     """Measure which modes of ``GlobalBatchLoss`` are exact for a loss, in float64 on two unequal parts of a batch.
 
     Args:
-        loss: An instance; a copy of it is run.
+        loss: An instance. A copy of it is run.
         embedding_size: D of the embeddings it takes.
         num_classes: Labels are 0 ... num_classes - 1.
-        seed: Of the random batch of 12 rows.
+        seed: Seed of the random batch of 12 rows.
         rtol: Relative tolerance of value and gradient.
 
     Returns:
@@ -39,7 +39,7 @@ def check_separable(
         >>> check_separable(SupConLoss())
         ('rows', 'replicated')
     """
-    # what compares two views is the loss inside it
+    # a loss of two views compares by the loss inside it
     loss = labelled_loss(copy.deepcopy(loss).double())
     generator = torch.Generator().manual_seed(seed)
     rows = _HALVES[-1][1]
@@ -50,7 +50,7 @@ def check_separable(
 
 
 def _is_exact(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, rtol: float) -> bool:
-    """Say whether the two halves together give the value and the gradients of the full batch."""
+    """Return whether the two halves together give the value and the gradients of the full batch."""
     leaf = embeddings.clone().requires_grad_()
     parameters = [leaf, *(p for p in loss.parameters() if p.requires_grad)]
     try:
@@ -61,22 +61,11 @@ def _is_exact(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, r
         halves = [_half(loss, leaf, labels, bounds, mode) for bounds in _HALVES]
     except _CANNOT:
         return False
-    value = leaf.new_zeros(())
-    for sub_loss in zip(*halves, strict=True):
-        value = value + _sub_loss(sub_loss)
+    partials = [parts[0] if parts[0].full else sum_of(parts) for parts in zip(*halves, strict=True)]
+    value = global_loss(sums_of_all_rows(partials, leaf))
     found = torch.autograd.grad(value, parameters, allow_unused=True)
     pairs = [(expected_value, value), *zip(expected, found, strict=True)]
     return all(_is_close(a, b, rtol) for a, b in pairs)
-
-
-def _sub_loss(halves: tuple[PartialSum, ...]) -> Tensor:
-    """Return one sub-loss from its two partial sums, with its graph."""
-    if halves[0].full:
-        return halves[0].total
-    whole = sum_of(halves)
-    if whole.divisor is None:
-        return whole.total
-    return whole.total / whole.divisor if whole.divisor else torch.zeros_like(whole.total)
 
 
 def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int], mode: Mode) -> list[PartialSum]:
@@ -107,7 +96,7 @@ def _targets(loss: nn.Module, leaf: Tensor, labels: Tensor) -> Tensor:
 
 
 def _is_close(a: Tensor | None, b: Tensor | None, rtol: float) -> bool:
-    """Compare two gradients by their norms; None is a gradient of zeros."""
+    """Compare two gradients by their norms. None is a gradient of zeros."""
     if a is None:
         return b is None or not bool(b.any())
     difference = a if b is None else a - b

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +28,14 @@ from lightning_ddp_losses.losses.class_heads import Head, Scale
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     Operand,
-    ProductForm,
     RunningLogSumExp,
-    UnitRows,
-    as_operand,
-    have_length,
+    add_factors_,
+    add_to_left_,
+    add_to_right_,
     lengths_of,
     product,
-    product_grad_,
-    scaled,
+    split,
+    splits,
 )
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, LocalTargets, ShardedWeight
 
@@ -108,8 +108,7 @@ class ShardedSoftmax:
         penalty: Returns a block of weight rows' summed regulariser terms and their number; None: no regulariser.
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world; None: there are none.
-        form: How rows and weight rows are multiplied (``products``).
-        lengths: (G,), what rows were divided by, where that form needs it; None: they were not.
+        embeddings: G rows as they are multiplied in bf16. None: they are multiplied in float32, as ``Head.prepare`` gives them.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
 
@@ -119,8 +118,7 @@ class ShardedSoftmax:
     penalty: Penalty | None = None
     group: Group = None
     replica_group: Group = None
-    form: ProductForm = "float32"
-    lengths: Tensor | None = None
+    embeddings: Operand | None = None
     on_backward: Callable[[Tensor, Tensor], None] | None = None
 
     @property
@@ -160,23 +158,63 @@ class ShardedSoftmax:
         if targets.are_none:
             return rows.new_zeros(len(rows)), None
         picked = weight[targets.weight_rows()].view(-1, self.head.per_class, rows.shape[1])
-        if with_slope and self.by_hand and self.form == "float32" and not isinstance(scale, Tensor):
+        if with_slope and self.by_hand and self.embeddings is None and not isinstance(scale, Tensor):
             slope = MarginSlope.of(self.head, self.head.cosines(targets.of(rows), picked))
             return targets.spread(slope.values.detach() * scale), slope
         picked_scale = targets.of(scale) if isinstance(scale, Tensor) else scale
         return targets.spread(self.head.targets(targets.of(rows), picked_scale, picked)), None
 
-    def row_operand(self, rows: Tensor, scale: Scale) -> Operand:
-        """Prepare rows and scale of cosines for products with unit weight rows."""
-        if isinstance(scale, Tensor):
-            return Operand(rows * scale)
-        return scaled(as_operand(rows, self.form, self.lengths), scale)
 
-    def weight_operand(self, block: Tensor, lengths: Tensor) -> Operand:
-        """Prepare weight rows and their lengths (n, 1) as unit rows; rows of bf16 stay as they are."""
-        if self.form == "bf16":
-            return Operand(block.to(torch.bfloat16), lengths.squeeze(1))
-        return Operand(block / lengths)
+class _Cosines:
+    """Scaled products of the rows with unit weight rows, a chunk at a time.
+
+    Args:
+        call: The call.
+        rows: (G, D) as ``Head.prepare`` gives them.
+        scale: (G, 1) or one number.
+        weight: (c * K, D).
+        kept: Weight rows in the form of products, and their lengths, from forward. None: they are made.
+
+    Attributes:
+        weight: (c * K, D), weight rows of which chunks are made.
+        lengths: (c * K,), their lengths.
+        scale: Factor of the products: one number.
+    """
+
+    def __init__(
+        self, call: ShardedSoftmax, rows: Tensor, scale: Scale, weight: Tensor, kept: tuple[Tensor, Tensor] | None
+    ) -> None:
+        self.call, self.scale = call, 1.0 if isinstance(scale, Tensor) else scale
+        self.is_bf16 = call.embeddings is not None
+        if kept is None:
+            kept = weight.to(torch.bfloat16) if self.is_bf16 else weight, lengths_of(weight)
+        self.weight, self.lengths = kept
+        if call.embeddings is not None:
+            self.left = call.embeddings
+        else:
+            self.left = Operand(rows * scale if isinstance(scale, Tensor) else rows)
+        self.row_factors = self.left.factors
+
+    def operand(self, start: int, stop: int, block: Tensor) -> Operand:
+        """Prepare the weight rows of a chunk."""
+        lengths = self.lengths[self.call.classes.weight_rows(start, stop)]
+        return Operand(block if self.is_bf16 else block / lengths.unsqueeze(1), lengths)
+
+    def chunk_logits(self, start: int, stop: int, block: Tensor) -> Tensor:
+        """Return the logits (G, C) of a chunk."""
+        return self.logits(self.operand(start, stop, block))
+
+    def logits(self, block: Operand) -> Tensor:
+        """Return the logits (G, C) of a prepared chunk."""
+        if not self.is_bf16:
+            found = block.rows.new_empty(len(self.left.rows), len(block.rows))
+            return torch.addmm(found, self.left.rows, block.rows.t(), beta=0, alpha=self.scale, out=found)
+        found = product(self.left.rows, block.rows).mul_(self.scale)
+        return add_factors_(found, self.row_factors, block.factors)
+
+
+def _head_logits(head: Head, rows: Tensor, scale: Scale, start: int, stop: int, block: Tensor) -> Tensor:
+    return head.logits(rows, scale, block)
 
 
 class _SoftmaxFunction(torch.autograd.Function):
@@ -197,13 +235,11 @@ class _SoftmaxFunction(torch.autograd.Function):
         local_lse = RunningLogSumExp.empty(len(rows), rows)
         penalty: Number = 0.0
         divisor: Number = 0.0
-        left = call.row_operand(rows, scale) if call.by_hand else None
-        lengths = lengths_of(weight).unsqueeze(1) if call.by_hand else None
-        for start, stop, block in classes.chunks(weight):
-            if left is not None and lengths is not None:
-                logits = product(left, call.weight_operand(block, lengths[classes.weight_rows(start, stop)]))
-            else:
-                logits = head.logits(rows, scale, block)
+        cosines = _Cosines(call, rows, scale, weight, None) if call.by_hand else None
+        logits_of = partial(_head_logits, head, rows, scale) if cosines is None else cosines.chunk_logits
+        ctx.kept_logits = None
+        for start, stop, block in classes.chunks(weight if cosines is None else cosines.weight):
+            logits = logits_of(start, stop, block)
             inside = targets.in_chunk(start, stop)
             if head.has_margin:
                 inside.put_(logits, target)
@@ -212,9 +248,13 @@ class _SoftmaxFunction(torch.autograd.Function):
                 target = inside.entries_or(target, logits)
             if call.log_weight is not None:
                 logits += call.log_weight[start:stop]
-            local_lse.accumulate_(logits)
+            # so few classes are not computed twice
+            keeps = cosines is not None and stop - start == targets.number and any(ctx.needs_input_grad)
+            if keeps:
+                ctx.kept_logits = logits
+            local_lse.accumulate_(logits, keep=keeps)
             if call.penalty is not None:
-                terms, number = call.penalty(block)
+                terms, number = call.penalty(weight[classes.weight_rows(start, stop)])
                 penalty, divisor = penalty + terms, divisor + number
         # 3. the same over the classes of all ranks
         numbers = [penalty, divisor, targets.count(), head.angle_sum(targets.rows)]
@@ -224,7 +264,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         above_maximum = global_lse.above_maximum()
         losses = (global_lse.maximum - target) + above_maximum
         ctx.call, ctx.targets, ctx.slope = call, targets, slope
-        ctx.weight_lengths = lengths
+        ctx.cosines = None if cosines is None else (cosines.weight, cosines.lengths)
         # a scale of each row is a tensor, which has a gradient
         ctx.scale, row_scale = (None, [scale]) if isinstance(scale, Tensor) else (scale, [])
         ctx.save_for_backward(rows, weight, global_lse.maximum + above_maximum, losses, *row_scale)
@@ -266,7 +306,8 @@ class _SoftmaxFunction(torch.autograd.Function):
         operands = Operands(rows, scale, weight)
         step = _Backward(call, operands, targets, lse, at_targets, grad, grad_penalty)
         if call.by_hand:
-            step.add_product_grads_(grads, ctx.weight_lengths)
+            kept, ctx.kept_logits = ctx.kept_logits, None
+            step.add_product_grads_(grads, _Cosines(call, rows, scale, weight, ctx.cosines), kept)
         else:
             step.add_chunk_grads_(grads)
         # 4. through the targets' logits, where their margin has not gone the way of the others
@@ -322,40 +363,40 @@ class _Backward:
                 grads.scale.add_(found.scale)
             self._put_block_(grads, start, stop, block, found.weight)
 
-    def add_product_grads_(self, grads: Operands, weight_lengths: Tensor) -> None:
+    def add_product_grads_(self, grads: Operands, cosines: _Cosines, kept: Tensor | None) -> None:
         """Add the same for cosines, by hand: half the passes over memory.
 
         Args:
             grads: Sums of the gradients; those of the rows are overwritten.
-            weight_lengths: (c * K, 1).
+            cosines: Computes the logits.
+            kept: Logits of the only chunk, from forward; overwritten. None: they are computed again.
         """
         call, (rows, scale, weight) = self.call, self.operands
-        left, column = call.row_operand(rows, scale), self.grad.unsqueeze(1)
-        is_bf16, number = left.is_bf16, 1.0 if isinstance(scale, Tensor) else scale
+        factors, is_bf16, left = self.grad, cosines.is_bf16, cosines.left
+        if cosines.row_factors is not None:
+            factors = factors * cosines.row_factors
         # the gradient of the losses is a factor of float32 rows; rows of bf16 stay as they are, it is one of their products
-        weighted = left if is_bf16 else Operand(left.rows * column)
-        has_length = have_length(weight_lengths)
-        for start, stop, block in call.classes.chunks(weight):
+        weighted = left.rows if is_bf16 else left.rows * factors.unsqueeze(1)
+        for start, stop, block in call.classes.chunks(cosines.weight):
             # logits and softmax of the chunk
+            right = cosines.operand(start, stop, block)
             place = call.classes.weight_rows(start, stop)
-            lengths = weight_lengths[place]
-            right = call.weight_operand(block, lengths)
-            share = self._softmax_(product(left, right), start, stop)
+            share = self._softmax_(cosines.logits(right) if kept is None else kept, start, stop, kept is not None)
             if is_bf16:
-                share.mul_(column)
-            found = product_grad_(share, weighted, right, number)
+                share = split(add_factors_(share, factors, right.factors), splits("bf16", share.device))
             # to the rows
-            found.add_to_left_(grads.rows, overwrite=not start)
+            add_to_left_(grads.rows, share, right.rows, scale=cosines.scale, overwrite=not start)
             # to the weight rows, in the memory where they stay if nothing is added to them
             stays = isinstance(place, slice) and call.penalty is None
-            out = grads.weight[place] if stays else torch.empty_like(block)
-            found.add_to_right_(out, overwrite=True)
-            unit = UnitRows(block / lengths if is_bf16 else right.rows, lengths)
-            unit.vjp(out, out=out, has_length=has_length[place])
+            out = grads.weight[place] if stays else torch.empty_like(right.rows, dtype=weight.dtype)
+            add_to_right_(out, share, weighted, scale=cosines.scale, overwrite=True)
+            right.vjp(out, out)
             if not stays:
-                self._put_block_(grads, start, stop, block, out)
+                self._put_block_(grads, start, stop, weight[place], out)
         if not is_bf16:
-            grads.rows.mul_(column)
+            grads.rows.mul_(self.grad.unsqueeze(1))
+        elif left.lengths is not None:
+            grads.rows.mul_(left.lengths.unsqueeze(1))
         if isinstance(grads.scale, Tensor) and isinstance(scale, Tensor):
             grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
             grads.rows.mul_(scale)
@@ -372,15 +413,21 @@ class _Backward:
             targets.add_to_(grads.scale, found.scale)
         grads.weight.index_add_(0, index, targets.silence(found.weight).reshape(-1, rows.shape[1]))
 
-    def _softmax_(self, logits: Tensor, start: int, stop: int) -> Tensor:
+    def _softmax_(self, logits: Tensor, start: int, stop: int, are_complete: bool = False) -> Tensor:
         """Turn the logits of a chunk into the loss's gradient of them: the softmax, less 1 at the targets.
 
         A target with a margin counts what goes through that: 0 where its gradient takes a way of its own.
+
+        Args:
+            logits: (G, C); overwritten.
+            start: First class of the chunk.
+            stop: Its end.
+            are_complete: Whether the targets' offset and the weights of sampled classes are in the logits already.
         """
         head, inside = self.call.head, self.targets.in_chunk(start, stop)
-        if not head.has_margin:
+        if not head.has_margin and not are_complete:
             inside.add_(logits, head.target_offset)
-        if self.call.log_weight is not None:
+        if self.call.log_weight is not None and not are_complete:
             logits += self.call.log_weight[start:stop]
         logits.sub_(self.lse.unsqueeze(1)).exp_()
         if not head.has_margin:

@@ -1,15 +1,15 @@
-"""A class weight of which each rank holds a block of classes: how it is sharded, drawn, loaded and compared.
+"""A class weight that is divided over the ranks by classes: sharded, drawn, loaded and compared.
 
 Ranks hold consecutive blocks of ``ceil(C / W)`` classes. An instance's weight is copied from the group's rank 0 and sliced. A weight that
-nobody shall hold in full is drawn block by block of ``BLOCK`` classes, each from a seed of its own, so that any number of ranks draws the
-same; a rank draws the blocks that overlap its classes and keeps its part.
+no rank holds in full is drawn in blocks of ``BLOCK`` classes, each from a separate seed, so that any number of ranks draws the
+same. A rank draws the blocks that overlap its classes and keeps its part.
 
 The second part of the file says which of these classes a call looks at (``LocalClasses``), and where the targets of its rows are among them
 (``LocalTargets``). Nothing there has a length that the host would have to wait for on an accelerator: targets of other ranks are masked
-there, on the CPU they are left out. If one rank has all classes there is nothing to mask.
+there, on the CPU they are left out. A rank with all classes masks no row.
 
 Legend: ``W`` ranks, ``G`` rows over all ranks, ``D`` embedding size, ``C`` classes, ``c`` classes on this rank, ``K`` weight rows per class
-(sub-centers), ``n`` rows whose class is on this rank.
+(sub-centers), ``n`` rows with their class on this rank.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
 from lightning_ddp_losses.losses.class_heads import Head, head_of
 
-BLOCK = 4096  # classes; part of what a seed means
+BLOCK = 4096  # classes. Another number gives other weights for a seed
 _JOINT_INITS = (torch.nn.init.orthogonal_, torch.nn.init.eye_, torch.nn.init.dirac_, torch.nn.init.sparse_)
 
 
 class ShardedWeight:
-    """Knows which classes of a weight this rank holds; the parameter itself belongs to the loss, under PML's name for it.
+    """Knows which classes of a weight this rank holds. The parameter itself belongs to the loss, under PML's name for it.
 
     Args:
-        title: How messages name the loss.
-        head: Says how the weight is laid out.
-        full_shape: Of the weight over all ranks, in the loss's layout.
-        seed: Of the initial weight, where there is no instance to slice.
+        title: Name of the loss in messages.
+        head: Knows the layout of the weight.
+        full_shape: Shape of the weight over all ranks, in the loss's layout.
+        seed: Seed of the initial weight, if there is no instance to slice.
 
     Attributes:
-        name: Of the parameter.
-        full_shape: As given.
+        name: Name of the parameter.
+        full_shape: Shape of the weight over all ranks.
         num_classes: C.
         embedding_size: D.
         shard: The classes on this rank.
-        world_size: Ranks over which the weight is sharded; 0: not yet.
+        world_size: Ranks over which the weight is sharded. 0: not yet.
     """
 
     def __init__(self, title: str, head: Head, full_shape: Sequence[int], *, seed: int | None) -> None:
@@ -80,14 +80,14 @@ class ShardedWeight:
     # ------------------------------------------------------------------ sharding
 
     def agree_on_seed(self, configuration: str, group: Group) -> int:
-        """Refuse losses that differ, and one that is sharded over another number of ranks; return rank 0's seed.
+        """Refuse losses that differ, and one that is sharded over another number of ranks, and return rank 0's seed.
 
         Args:
-            configuration: Of the loss, as text.
+            configuration: Configuration of the loss, as text.
             group: Process group over which the classes are sharded.
 
         Raises:
-            ConfigurationError: for a loss that is sharded already; on every rank, when there are more ranks than classes.
+            ConfigurationError: for a loss that is sharded already, and on every rank for more ranks than classes.
             RankMismatchError: on every rank, when losses differ.
 
         Communication: one handshake.
@@ -118,10 +118,10 @@ class ShardedWeight:
         return int.from_bytes(seeds[0], "little")
 
     def shard_(self, parameter: nn.Parameter, init: Callable[[Tensor], Any], seed: int, group: Group) -> None:
-        """Leave this rank's classes in ``parameter``: its slice of the full weight, or what is drawn for them.
+        """Leave this rank's classes in ``parameter``: its slice of the full weight, or their draw.
 
         Args:
-            parameter: The loss's; all classes, or none where they are still to be drawn.
+            parameter: The loss's, with all classes, or with none if they are still to be drawn.
             init: Initialises a tensor of the loss's layout in place.
             seed: The same on every rank.
             group: Process group over which the classes are sharded.
@@ -151,7 +151,7 @@ class ShardedWeight:
         return [self._shard_of_rank(rank, self.world_size).classes for rank in range(self.world_size)]
 
     def __getstate__(self) -> dict[str, Any]:
-        # what is on its way from a device cannot be pickled
+        # a copy on its way from a device cannot be pickled
         return {**vars(self), "_late_row": None}
 
     def _shard_of_rank(self, rank: int, world_size: int) -> ClassShard:
@@ -164,10 +164,10 @@ class ShardedWeight:
         """Return this rank's part of a weight to load, which may be that part already.
 
         Args:
-            given: What was saved.
+            given: Saved weight.
             key: Its name, for the message.
-            shape: Of this rank's parameter.
-            held: First class, last class and number of classes that the state dict notes; None where it notes none.
+            shape: Shape of this rank's parameter.
+            held: First class, last class and number of classes in the state dict's metadata. None: it has none.
 
         Raises:
             InputError: for a weight of other classes or another width, or the part of another rank.
@@ -195,9 +195,9 @@ class ShardedWeight:
         return self.shard.own_part(given)
 
     def fingerprint(self, parameter: Tensor, *, at_once: bool = False) -> bytes:
-        """Return what this rank's first class looks like; nothing where that says nothing.
+        """Return a fingerprint of this rank's first class. It is empty for a row that proves nothing.
 
-        On an accelerator from the second call on: what it looked like at the call before, for which nobody waits; unless ``at_once``.
+        On an accelerator it is that of the call before, from the second call on, so that the host does not wait, unless ``at_once``.
         """
         if not self.shard.classes or self.world_size == 1:
             return b""
@@ -206,13 +206,13 @@ class ShardedWeight:
             late, self._late_row = self._late_row, HostCopy(row)
             copy = self._late_row if late is None or at_once else late
             row = copy.read()
-        # a constant start is the same everywhere, and so is what has become NaN
+        # a constant start is the same everywhere, and so is NaN
         if bool((row == row[0]).all()) or bool(row.isnan().any()):
             return b""
         return hashlib.blake2b(raw_collectives.host_bytes(row), digest_size=8).digest()
 
     def refuse_equal_shards(self, fingerprints: Sequence[bytes]) -> None:
-        """Refuse shards that look alike on all ranks that gave a fingerprint.
+        """Refuse shards that are equal on all ranks that gave a fingerprint.
 
         Raises:
             RankMismatchError: on every rank.
@@ -256,7 +256,7 @@ def _set_data_(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def _rows_contiguous(weight: Tensor, class_dim: int) -> Tensor:
-    """Return a copy in which each weight row lies in one piece of memory, whatever the layout's order."""
+    """Return a copy in which each weight row lies in one piece of memory, in any layout."""
     if class_dim == 0:
         return weight.clone(memory_format=torch.contiguous_format)
     return weight.t().clone(memory_format=torch.contiguous_format).t()
@@ -266,7 +266,7 @@ def _rows_contiguous(weight: Tensor, class_dim: int) -> Tensor:
 
 
 class _ClassBlock(torch.Tensor):
-    """Some classes of a weight; ``size()`` answers for all of them, because fan-in decides how some of torch's functions draw."""
+    """Some classes of a weight. ``size()`` answers for all of them, because fan-in decides how some of torch's functions draw."""
 
     __torch_function__ = compat.DISABLED_TORCH_FUNCTION
     full_shape: tuple[int, ...]
@@ -308,9 +308,9 @@ def draw_(
     Args:
         weight: This rank's classes, in the layout of the loss.
         shard: Which classes.
-        init: Initialises a tensor of the layout in place; draws on torch's CPU generator.
+        init: Initialises a tensor of the layout in place, from torch's CPU generator.
         seed: The same on every rank.
-        full_shape: Of the weight over all ranks.
+        full_shape: Shape of the weight over all ranks.
     """
     per_class, dim = shard.per_class, shard.dim
     first_block, stop_block = shard.start // BLOCK, -(-shard.stop // BLOCK)
@@ -347,13 +347,13 @@ def only_local(shard: ClassShard, positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalClasses:
-    """Says which of this rank's classes a call looks at, and finds their rows in the weight.
+    """Classes of this rank that a call looks at, and their rows in the weight.
 
     Attributes:
-        labels: (G,) each row's class as a position among the classes looked at; negative or beyond the last where another rank has it.
-        chunk: How many classes have their logits alive at a time.
+        labels: (G,) each row's class as a position among the classes looked at. Negative or beyond the last if another rank has it.
+        chunk: Number of classes with logits alive at a time.
         per_class: K.
-        sampled: (c',) the classes looked at, as positions among this rank's; None: all of them.
+        sampled: (c',) the classes looked at, as positions among this rank's. None: all of them.
         has_all: Whether no other rank has classes: every row's is here.
     """
 
@@ -381,16 +381,16 @@ class LocalClasses:
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
     def local_targets(self, weight: Tensor, *, listed: bool) -> LocalTargets:
-        """Find the rows whose class is on this rank.
+        """Find the rows with their class on this rank.
 
         Args:
             weight: (c * K, D), this rank's.
-            listed: They must be listed: nothing may be computed of the other rows.
+            listed: Whether they must be listed, so that the other rows are not computed.
         """
         number = self.number(weight)
         if self.has_all:
             return LocalTargets(self, number, Targets(None, self.labels.unsqueeze(1)), None)
-        # a rank without classes (7 over 4 ranks) has no row that could stand beside those of others
+        # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
         if not number:
             nothing = torch.empty(0, dtype=torch.int64, device=self.labels.device)
             is_inside = torch.zeros_like(self.labels, dtype=torch.bool)
@@ -399,18 +399,18 @@ class LocalClasses:
         columns = self.labels.clamp(0, number - 1)
         is_inside = columns == self.labels
         targets = Targets(is_inside, columns.unsqueeze(1))
-        if waits_to_list(self.labels) and self.sampled is None and not listed:
+        if waits_to_list(self.labels) and not listed:
             return LocalTargets(self, number, targets, None)
         return LocalTargets(self, number, targets, is_inside.nonzero().squeeze(1))
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets among some classes, of which each row of their logits has one entry or none.
+    """The targets among some classes. Each row of their logits has one entry or none.
 
     Attributes:
-        is_inside: (G,), whether a row's target is among them; None: every row's is.
-        columns: (G, 1), where; of the others any column.
+        is_inside: (G,), whether a row's target is among them. None: every row's is.
+        columns: (G, 1), its column. Rows without a target have any.
     """
 
     is_inside: Tensor | None
@@ -452,13 +452,13 @@ class Targets:
 
 @dataclass(frozen=True)
 class LocalTargets:
-    """The rows whose class is on this rank.
+    """The rows with their class on this rank.
 
     Attributes:
         classes: Among which.
-        number: How many classes these are.
-        targets: Where the rows' targets are among all of them.
-        listed: (n,), their places; None: all G rows are computed, and those of others, if there are any, count 0.
+        number: Number of these classes.
+        targets: Places of the rows' targets among all of them.
+        listed: (n,), their places. None: all G rows are computed, and those of other ranks count 0.
     """
 
     classes: LocalClasses
@@ -491,7 +491,7 @@ class LocalTargets:
 
     @cached_property
     def _places(self) -> tuple[Tensor, Tensor]:
-        """Tell for each chunk whether a row's target is in it, (chunks, G); and where, (G, 1)."""
+        """Return for each chunk whether a row's target is in it, (chunks, G), and its column, (G, 1)."""
         labels, are_here = self.classes.labels, self.targets.is_inside
         chunks = labels.div(self.classes.chunk, rounding_mode="floor")
         if are_here is not None:
@@ -519,13 +519,13 @@ class LocalTargets:
         return whole.index_add_(0, self.listed, values)
 
     def add_to_(self, whole: Tensor, values: Tensor) -> Tensor:
-        """Add these rows' values to (G, ...); return it."""
+        """Add these rows' values to (G, ...), and return it."""
         if self.listed is None:
             return whole.add_(self.silence(values))
         return whole.index_add_(0, self.listed, values)
 
     def silence(self, values: Tensor) -> Tensor:
-        """Return these rows' values, 0 for those that only stand beside them."""
+        """Return these rows' values, 0 for those of other ranks."""
         is_inside = self.targets.is_inside
         if self.listed is not None or is_inside is None:
             return values
@@ -533,5 +533,5 @@ class LocalTargets:
 
 
 def waits_to_list(labels: Tensor) -> bool:
-    """Say whether the host would wait to learn how many rows there are; samples are drawn on the host and wait anyway."""
+    """Return whether the host would wait to learn how many rows there are."""
     return labels.device.type != "cpu"

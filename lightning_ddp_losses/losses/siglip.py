@@ -7,7 +7,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.products import ProductChoice
-from lightning_ddp_losses.losses.two_towers import ColumnBlock, ColumnBlocks, ProductTile, TwoTowerLoss
+from lightning_ddp_losses.losses.products import ProductChoice, total_of
+from lightning_ddp_losses.losses.two_towers import BlockProducts, ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -32,10 +32,12 @@ class SigLipLoss(TwoTowerLoss):
         init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
         max_scale: The own scale is clamped to this; None: not at all.
         normalize: Divide embeddings by their length; False where the model has done so.
-        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
+        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
+        compile_tiles: Compile what a tile computes next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
+            none. It takes seconds at the first call.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
@@ -73,14 +75,14 @@ class SigLipLoss(TwoTowerLoss):
         normalize: bool = True,
         tile_bytes: int | None = None,
         gather: Literal["all", "ring"] = "all",
-        products: ProductChoice = "float32",
+        products: ProductChoice = "auto",
+        compile_tiles: bool = False,
         name: str | None = None,
         check_weights: bool = True,
         group: Group = None,
     ) -> None:
-        super().__init__(
-            init_temperature, max_scale, normalize, tile_bytes, gather, products, name, check_weights, group
-        )
+        towers = init_temperature, max_scale, normalize, tile_bytes, gather
+        super().__init__(*towers, products, compile_tiles, name, check_weights, group)
         self.logit_bias: nn.Parameter | None = None
         if init_bias is not None:
             self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
@@ -107,75 +109,80 @@ class SigLipLoss(TwoTowerLoss):
             (images, texts, extra_texts, queue), {"logit_scale": logit_scale, "logit_bias": logit_bias}
         )
 
-    def _evaluate(self, columns: ColumnBlocks, *tensors: Any) -> Tensor:
+    def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
         # this rank's share of the sum over pairs, then that of all ranks
-        total: Tensor = _PairSum.apply(columns, *tensors)  # type: ignore[no-untyped-call]
-        return columns.mean_over_images("SigLipLoss", total)
+        total: Tensor = _PairSum.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        return call.mean_over_images("SigLipLoss", total)
+
+    def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
+        run(siglip_tile, products, factors, products.new_ones(()), call.trained, call.splits)
+
+
+def siglip_tile(
+    products: Tensor, factors: Factors, bias: Tensor, with_grads: bool, device_splits: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the sums of a tile's rows, (T,): of the losses of their pairs, and if it is wanted of their gradient, with the gradient.
+
+    Args:
+        products: (T, C); overwritten.
+        factors: Factors of the products.
+        bias: Bias of the logits, 0-dim.
+        with_grads: Whether the gradient is wanted. It follows from the tile alone.
+        device_splits: As for ``Factors.terms``.
+    """
+    # -logsigmoid(t z) = softplus(-t z), where t is -1 but at own pairs
+    opposed_logits = factors.negate_own_(factors.logits(products).add_(bias))
+    losses = nn.functional.softplus(opposed_logits).sum(1)
+    if not with_grads:
+        return losses, None, None
+    # derivative by the logits: -t sigmoid(-t z)
+    grad = factors.negate_own_(opposed_logits.sigmoid_())
+    return losses, grad.sum(1), factors.terms(grad, device_splits)
 
 
 class _PairSum(torch.autograd.Function):
     """Sums ``-logsigmoid(t * z)`` of this rank's images against all columns."""
 
     @staticmethod
-    def forward(ctx: Any, columns: ColumnBlocks, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        sums = list[Tensor]()
-
-        def visit(block: ColumnBlock) -> None:
-            products = columns.products(block, images, scale)
-            for tile in block.tiles(images, columns.tile_bytes):
-                # -logsigmoid(t z) = softplus(-t z)
-                opposed_logits = _opposed_logits_(products.compute(tile), tile, bias)
-                columns.keep(opposed_logits, len(images))
-                sums.append(nn.functional.softplus(opposed_logits).sum())
-                del opposed_logits  # else it is there next to the next tile
-
-        columns.collect(visit, texts)
-        ctx.columns = columns
+    def forward(ctx: Any, call: TowerCall, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        ctx.call = call
         ctx.save_for_backward(images, texts, scale, bias)
-        return _sum_of(sums, images)
+        total, ctx.sums, ctx.d_bias = _visit_tiles(call, scale, bias, with_grads=call.trained)
+        return total
 
     @staticmethod
     @once_differentiable_strict("SigLipLoss")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        columns, (images, texts, scale, bias) = ctx.columns, ctx.saved_tensors
-        d_images, d_biases, texts_wanted = torch.zeros_like(images), list[Tensor](), ctx.needs_input_grad[2]
-
-        def visit(block: ColumnBlock) -> Tensor:
-            d_block = torch.zeros_like(block.columns)
-            d_columns = d_block[:, : images.shape[1]] if texts_wanted and block.trained else None
-            products = columns.products(block, images, scale)
-            for tile in block.tiles(images, columns.tile_bytes):
-                # derivative by the logits: -t sigmoid(-t z), where t is -1 but at own pairs
-                opposed_logits = columns.take_kept()
-                if opposed_logits is None:
-                    opposed_logits = _opposed_logits_(products.compute(tile), tile, bias)
-                d_logits = opposed_logits.sigmoid_()
-                if tile.has_own_pairs:
-                    tile.own_pairs(d_logits).neg_()
-                # back to the bias and both towers
-                d_biases.append(d_logits.sum())
-                products.add_grads_(d_logits, tile, d_images, d_columns)
-                del opposed_logits, d_logits  # else they are there next to the next tile
-            return d_block
-
-        d_texts = columns.collect_grad(visit, texts, wanted=texts_wanted)
-        # z is linear in the scale and in this rank's images
-        d_scale, d_bias, factor = (d_images * images).sum(), _sum_of(d_biases, bias), grad * scale
-        if d_texts is not None:
-            d_texts.mul_(factor)
-        return None, d_images.mul_(factor), d_texts, d_scale * grad, d_bias * grad
+        call: TowerCall = ctx.call
+        images, texts, scale, bias = ctx.saved_tensors
+        if not ctx.sums:  # a second backward
+            if call.in_ring:
+                call.exchange.open()
+            _, ctx.sums, _ = _visit_tiles(call, scale, bias, with_grads=True)
+        d_images, d_texts, d_scale = call.gradients(ctx.sums, grad * scale, images, texts)
+        return None, d_images, d_texts, d_scale * grad, ctx.d_bias * grad
 
 
-def _opposed_logits_(products: Tensor, tile: ProductTile, bias: Tensor) -> Tensor:
-    """Overwrite the scaled products of a tile with its logits times -t; return them."""
-    logits = products.add_(bias)
-    if tile.has_own_pairs:
-        tile.own_pairs(logits).neg_()
-    return logits
+def _visit_tiles(
+    call: TowerCall, scale: Tensor, bias: Tensor, *, with_grads: bool
+) -> tuple[Tensor, list[Tensor | None], Tensor]:
+    """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias."""
+    losses, d_biases = list[Tensor](), list[Tensor]()
+    image_sums = call.zero_sums(call.images) if with_grads else None
 
+    def visit(block: ColumnBlock) -> Tensor | None:
+        column_sums = None
+        if with_grads and call.columns_trained and block.trained:
+            column_sums = call.zero_sums(block.columns)
+        for tile, products in BlockProducts(call, block, scale):
+            found, d_bias, terms = call.run(siglip_tile, products, tile.factors, bias, with_grads, call.splits)
+            losses.append(found)
+            if image_sums is not None:
+                d_biases.append(d_bias)
+                tile.add_grads_(terms, image_sums, column_sums)
+            del terms  # else it would be there next to the next tile
+        return column_sums
 
-def _sum_of(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Add 0-dim tensors; 0 without any."""
-    if len(numbers) < 2:
-        return numbers[0] if numbers else like.new_zeros(())
-    return torch.stack(list(numbers)).sum()
+    counts = call.column_counts if with_grads and call.columns_trained else None
+    sums = [image_sums, call.collect(visit, counts=counts)]
+    return total_of(losses, scale), sums if with_grads else [], total_of(d_biases, scale)

@@ -1,12 +1,14 @@
 """The call of a contrastive loss between two towers: this rank's rows of one tower against all rows of the other, in tiles.
 
-Rows of the first tower stay where they are. Only the second tower travels: its rows are gathered as columns, or go round a ring, those of
-one rank at a time. A loss is written once, for blocks of columns. Its result for a block is this rank's part if all columns are here. In a
-ring it travels behind the columns, joined with those of the other ranks, to the rank that owns them.
+Rows of the first tower stay where they are. Only the second tower travels: its rows are gathered as columns, or they go round a ring, the
+columns of one rank at a time. A loss is written once, for blocks of columns. Its result for a block is this rank's part if all columns are
+here. In a ring the result travels behind the columns, joined with those of the other ranks, to the rank that owns them.
 
-A tile of products serves both directions and, unless it is the only one, is computed again in backward.
+Rows travel and are multiplied as the caller gave them. Rows of bfloat16 stay so: no float32 copy of them is made (``products.Operand``).
+Tiles add up sums of each row's partners. The gradients follow from these once, at the end (``TowerCall.gradients``).
 
-Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` texts of all ranks, ``M`` columns (texts and further negatives), ``D`` embedding size.
+Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` texts of all ranks, ``M`` columns (texts and further negatives), ``D`` embedding size,
+``T`` rows and ``C`` columns of a tile.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +28,38 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
-from lightning_ddp_losses.distributed.gathered_batch import aligned, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, aligned, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
-from lightning_ddp_losses.distributed.raw_collectives import NarrowRows, RowsOfARing, as_bytes, ring_round_trip
+from lightning_ddp_losses.distributed.raw_collectives import (
+    NARROW_DTYPES,
+    NarrowRows,
+    RowsOfARing,
+    as_bytes,
+    ring_round_trip,
+)
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
+    TOWER_BYTES,
+    Operand,
     ProductChoice,
     ProductForm,
-    as_operand,
+    add_factors_,
+    add_to_left_,
+    add_to_right_,
     choose_form,
+    dot_rows,
+    pieces_of,
     product,
-    product_grad_,
     refuse_products,
-    scaled,
+    split,
+    splits,
     tile_budget,
-    unit_rows,
+    total_of,
+    warn_of_tf32,
 )
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 
 _HOST_TILE_BYTES = 2 << 20
 
@@ -52,41 +69,102 @@ _OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
 _PLACES_OF_NUMBERS = {"extra_texts": "logit_scale", "queue": "logit_bias"}
 
 
-# ---------------------------------------------------------------------- columns in blocks, products in tiles
+# ---------------------------------------------------------------------- products in tiles
 
 
-@dataclass(frozen=True)
-class ProductTile:
+class OwnPairs(NamedTuple):
+    """The entries of a tile where an image meets its own text: rows, and as many columns in the same order."""
+
+    rows: slice
+    columns: slice
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return these entries of a matrix (T, C), a view."""
+        return matrix[self.rows, self.columns].diagonal()
+
+
+class Factors(NamedTuple):
+    """Factors that turn a tile of products into logits.
+
+    Attributes:
+        scale: 0-dim. None: the rows are multiplied by it already.
+        of_rows: (T,). None: 1.
+        of_columns: (C,). None: 1.
+        own: Entries of images with their own texts. Compiled: the column of each row's own text, (T, 1), anywhere outside if it is not
+            in the tile.
+    """
+
+    scale: Tensor | None
+    of_rows: Tensor | None
+    of_columns: Tensor | None
+    own: OwnPairs | Tensor
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return products times their factors, in the same memory unless they are compiled."""
+        if torch.compiler.is_compiling():
+            products = products.clone()
+        of_rows = self.of_rows
+        if self.scale is not None:
+            of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
+        return add_factors_(products, of_rows, self.of_columns)
+
+    def terms(self, grad: Tensor, device_splits: bool) -> Tensor:
+        """Return the gradient of logits in the form in which it is multiplied with rows (``products.split``), but for the scale."""
+        return split(add_factors_(grad, self.of_rows, self.of_columns), device_splits)
+
+    def negate_own_(self, matrix: Tensor) -> Tensor:
+        """Negate the entries of own pairs."""
+        if isinstance(self.own, Tensor):
+            return torch.where(self._is_own(matrix), -matrix, matrix)
+        self.own.of(matrix).neg_()
+        return matrix
+
+    def put_own_(self, matrix: Tensor, values: Tensor | float) -> Tensor:
+        """Overwrite the entries of own pairs, with one number or with (T,) values of the rows."""
+        if isinstance(self.own, Tensor):
+            return torch.where(
+                self._is_own(matrix), values.unsqueeze(1) if isinstance(values, Tensor) else values, matrix
+            )
+        if isinstance(values, Tensor):
+            self.own.of(matrix).copy_(values[self.own.rows])
+        else:
+            self.own.of(matrix).fill_(values)
+        return matrix
+
+    def _is_own(self, matrix: Tensor) -> Tensor:
+        return torch.eq(torch.arange(matrix.shape[1], device=matrix.device), self.own)  # type: ignore[arg-type]
+
+
+class ProductTile(NamedTuple):
     """Some images against some columns of a block.
 
     Attributes:
-        rows: Of this rank's images.
-        columns: Of the block.
-        texts: Those of the columns that have an image on some rank; they come first.
-        own_rows: Rows of the tile whose own text is among its columns.
-        own_columns: Where these texts are, in the same order.
+        rows: Rows of this rank's images.
+        columns: Columns of the block.
+        text_count: The number of columns of the tile, the first, that have an image on some rank.
+        factors: Factors of its products.
+        images: (T, D), as they are multiplied, but for the scale.
+        partners: (C, D), columns as they are multiplied.
     """
 
     rows: slice
     columns: slice
-    texts: slice
-    own_rows: slice
-    own_columns: slice
+    text_count: int
+    factors: Factors
+    images: Tensor
+    partners: Tensor
 
-    @property
-    def text_count(self) -> int:
-        """How many columns of the tile, the first, are texts with an image."""
-        count: int = self.texts.stop - self.texts.start
-        return count
+    def add_grads_(self, terms: Tensor, image_sums: Tensor, column_sums: Tensor | None) -> None:
+        """Add the sums of both towers from the gradient of the logits, but for the scale.
 
-    @property
-    def has_own_pairs(self) -> bool:
-        """Whether an image of the tile meets its own text."""
-        return bool(self.own_rows.start < self.own_rows.stop)
-
-    def own_pairs(self, matrix: Tensor) -> Tensor:
-        """Returns the entries of a matrix of the tile where an image meets its own text, a view."""
-        return matrix[self.own_rows, self.own_columns].diagonal()
+        Args:
+            terms: From ``Factors.terms``.
+            image_sums: (B, D).
+            column_sums: (n, D) of the block. None: not wanted.
+        """
+        add_to_left_(image_sums[self.rows], terms, self.partners)
+        if column_sums is not None:
+            add_to_right_(column_sums[self.columns], terms, self.images)
 
 
 @dataclass(frozen=True)
@@ -94,125 +172,137 @@ class ColumnBlock:
     """Columns that are here at a time.
 
     Attributes:
-        columns: (n, D), or one number more a row (``ColumnBlocks.image_lengths``).
-        text_count: How many of them, the first, have an image of their own on some rank; the others are negatives alone.
-        first_own: Column of the first text that belongs to an image of this rank; None: not in this block.
-        column_stats: (text_count,), a number for each text; empty where none were given.
+        columns: n rows of the second tower.
+        text_count: The number of them, the first, that have an image of their own on some rank; the others are negatives alone.
+        first_own: Column of the first text that belongs to an image of this rank. None: not in this block.
+        column_stats: (text_count,), a number for each text. None: none were given.
         trained: Whether the columns may need a gradient.
     """
 
-    columns: Tensor
+    columns: Operand
     text_count: int
     first_own: int | None
-    column_stats: Tensor
+    column_stats: Tensor | None = None
     trained: bool = True
 
-    def tiles(self, images: Tensor, tile_bytes: int) -> Iterator[ProductTile]:
-        """Yields images and columns whose products fit ``tile_bytes``; nearly square, columns inside rows."""
-        entries = tile_bytes // images.element_size()
-        side = max(1, int(entries**0.5))
-        for top in range(0, len(images), side):
-            rows = slice(top, min(top + side, len(images)))
-            width = max(1, entries // (rows.stop - top))
-            for left in range(0, len(self.columns), width):
-                columns = slice(left, min(left + width, len(self.columns)))
-                texts = slice(left, max(left, min(columns.stop, self.text_count)))
-                yield ProductTile(rows, columns, texts, *self._own_pairs_in(rows, columns))
 
-    def _own_pairs_in(self, rows: slice, columns: slice) -> tuple[slice, slice]:
-        shift = self.first_own
-        if shift is None:
-            return slice(0, 0), slice(0, 0)
-        low = max(rows.start + shift, columns.start)
-        high = max(low, min(rows.stop + shift, columns.stop))
-        own_rows = slice(low - shift - rows.start, high - shift - rows.start)
-        return own_rows, slice(low - columns.start, high - columns.start)
+def tiles_of(rows: int, columns: int, entries: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and columns of tiles of at most so many entries; nearly square, columns inside rows."""
+    height = max(1, min(rows, int(entries**0.5)))
+    width = max(1, entries // height)
+    for top in range(0, rows, height):
+        for left in range(0, columns, width):
+            yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
 
 
 class BlockProducts:
     """Products of this rank's images and the columns of one block, a tile at a time.
 
     Args:
-        columns: All blocks of the call.
+        call: The call.
         block: The block.
-        images: (B, D), rows of this rank.
         scale: Factor of the products, 0-dim.
+        kept: Logits of the only tile, in place of its products. None: products are computed.
     """
 
-    def __init__(self, columns: ColumnBlocks, block: ColumnBlock, images: Tensor, scale: Tensor) -> None:
-        lengths = None if columns.image_lengths is None else block.columns[:, -1]
-        self._left = as_operand(images, columns.form, columns.image_lengths)
-        self._right = as_operand(block.columns[:, : images.shape[1]], columns.form, lengths)
-        self._scale = scale
-        self._scaled_rows: slice | None = None  # the images of the last tile, which its neighbours share
-        self._scaled = self._left
+    def __init__(self, call: TowerCall, block: ColumnBlock, scale: Tensor, *, kept: Tensor | None = None) -> None:
+        self._call, self._block, self._scale, self._kept = call, block, scale, kept
 
-    def compute(self, tile: ProductTile) -> Tensor:
-        """Compute ``scale`` times the products of a tile; the caller may overwrite them."""
-        if self._scaled_rows != tile.rows:
-            self._scaled_rows, self._scaled = tile.rows, scaled(self._left.part(tile.rows), self._scale)
-        return product(self._scaled, self._right.part(tile.columns))
+    @property
+    def are_logits(self) -> bool:
+        """Whether forward has made logits of them."""
+        return self._kept is not None
 
-    def add_grads_(self, grad: Tensor, tile: ProductTile, d_images: Tensor, d_columns: Tensor | None) -> None:
-        """Add the gradients of both towers from that of a tile's logits, but for the scale.
+    def __iter__(self) -> Iterator[tuple[ProductTile, Tensor]]:
+        """Yield the tiles and their products; all use the same memory, which the caller may overwrite."""
+        images, columns, scale = self._call.images, self._block.columns, self._scale
+        of_rows, of_columns = images.factors, columns.factors
+        scale_of_tiles = None if self._call.form == "float32" else scale
+        buffer, entries = scale.new_empty(0), self._call.tile_bytes // scale.element_size()
+        for rows, place in tiles_of(len(images.rows), len(columns.rows), entries):
+            left, right = images.rows[rows], columns.rows[place]
+            if place.start == 0:  # neighbours share them
+                scaled = left if scale_of_tiles is not None else left * scale
+            row_factors = None if of_rows is None else of_rows[rows]
+            column_factors = None if of_columns is None else of_columns[place]
+            factors = Factors(scale_of_tiles, row_factors, column_factors, self._own(rows, place))
+            products = self._kept
+            if products is None:
+                size = len(left) * len(right)
+                if len(buffer) < size:
+                    buffer = scale.new_empty(size)
+                products = product(scaled, right, out=buffer[:size].view(len(left), len(right)))
+            text_count = max(0, min(place.stop, self._block.text_count) - place.start)
+            yield ProductTile(rows, place, text_count, factors, left, right), products
 
-        Args:
-            grad: (rows, columns) of the tile; overwritten.
-            tile: Place of the rows and columns.
-            d_images: (B, D).
-            d_columns: (n, D) of the block; None: not wanted.
-        """
-        parts = product_grad_(grad, self._left.part(tile.rows), self._right.part(tile.columns))
-        parts.add_to_left_(d_images[tile.rows])
-        if d_columns is not None:
-            parts.add_to_right_(d_columns[tile.columns])
+    def _own(self, rows: slice, columns: slice) -> OwnPairs | Tensor:
+        shift, count = self._block.first_own, rows.stop - rows.start
+        if self._call.compiler is not None:
+            first = -count if shift is None else rows.start + shift - columns.start
+            return torch.arange(first, first + count, device=self._scale.device).unsqueeze(1)
+        if shift is None:
+            return OwnPairs(slice(0, 0), slice(0, 0))
+        low = max(rows.start + shift, columns.start)
+        high = max(low, min(rows.stop + shift, columns.stop))
+        own_rows = slice(low - shift - rows.start, high - shift - rows.start)
+        return OwnPairs(own_rows, slice(low - columns.start, high - columns.start))
 
+
+# ---------------------------------------------------------------------- columns in blocks
 
 Visit = Callable[[ColumnBlock], Tensor | None]
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class RingSource:
-    """How a rank's columns go round the ranks.
-
-    Attributes:
-        narrow: Rows from which this rank's columns are made, texts and then further negatives.
-        dtypes: Dtype in which each rank's travel; None: the columns themselves do.
-        exchange: Handshake of the ranks in backward.
-    """
-
-    narrow: NarrowRows
-    dtypes: Sequence[torch.dtype | None]
-    exchange: BackwardExchange
-
-
 @dataclass
-class ColumnBlocks:
-    """The columns of one call, of all ranks, block by block: all at once if they are gathered, else a rank's at a time round a ring.
+class TowerCall:
+    """One call: this rank's images, and the columns of all ranks block by block, all at once or a rank's at a time round a ring.
 
     Attributes:
         form: How rows are multiplied (``products``).
-        image_lengths: (B,), divisors of this rank's images. Columns then bring theirs along, as one number more a row. None: no
-            length is needed.
         tile_bytes: Most bytes of products at a time.
         text_counts: Rows of each rank that have an image of their own.
         extra_counts: Rows of each rank that are only negatives.
-        queue: (q, D), further negatives that every rank holds, without gradient; None: none.
         group: Process group.
-        ring: The way round the ranks; None: the columns are gathered.
+        exchange: Handshake of the ranks in backward.
+        images: This rank's.
+        own: This rank's rows of the second tower, texts first.
+        columns: Those of all ranks, the texts of all of them first; in a ring this rank's own.
+        queue: Further negatives that every rank holds, without gradient. None: there are none.
+        ring: This rank's rows of the second tower as they go round a ring. None: they do not.
+        prepare: Prepares rows that have arrived.
+        trained: Whether anything needs a gradient, on any rank.
+        columns_trained: Whether the second tower does.
+        compiler: Compiles the functions of tiles. None: nothing is compiled.
         kept: The only tile of forward, for one backward.
     """
 
     form: ProductForm
-    image_lengths: Tensor | None
     tile_bytes: int
     text_counts: Sequence[int]
     extra_counts: Sequence[int]
-    queue: Tensor | None
     group: Group
-    ring: RingSource | None = None
+    exchange: BackwardExchange
+    images: Operand
+    own: Operand
+    columns: Operand
+    queue: Operand | None
+    ring: RowsOfARing | None
+    prepare: Callable[[Tensor], Operand]
+    trained: bool
+    columns_trained: bool
+    compiler: TileCompiler | None
     kept: Tensor | None = None
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether the columns of one rank are here at a time."""
+        return self.ring is not None
+
+    @property
+    def splits(self) -> bool:
+        """Whether gradients of tiles are the sums of two bf16 numbers."""
+        return splits(self.form, self.images.rows.device)
 
     @property
     def total(self) -> int:
@@ -222,7 +312,7 @@ class ColumnBlocks:
     @property
     def width(self) -> int:
         """M."""
-        return self.total + sum(self.extra_counts) + (0 if self.queue is None else len(self.queue))
+        return self.total + sum(self.extra_counts) + (0 if self.queue is None else len(self.queue.rows))
 
     @property
     def column_counts(self) -> list[int]:
@@ -233,19 +323,24 @@ class ColumnBlocks:
     def own_texts(self) -> slice:
         """This rank's texts among those with statistics on this rank."""
         rank = process_groups.rank(self.group)
-        first = 0 if self.ring is not None else sum(self.text_counts[:rank])
+        first = 0 if self.in_ring else sum(self.text_counts[:rank])
         return slice(first, first + self.text_counts[rank])
 
-    def products(self, block: ColumnBlock, images: Tensor, scale: Tensor) -> BlockProducts:
-        """Prepare the products of this rank's images with the columns of a block."""
-        return BlockProducts(self, block, images, scale)
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a tile, compiled if that is wanted."""
+        return function(*args) if self.compiler is None else self.compiler(function, *args)
+
+    def zero_sums(self, rows: Operand) -> Tensor:
+        """Return sums (n, D) of rows, zeros at first."""
+        dtype = torch.promote_types(rows.rows.dtype, torch.float32)
+        return torch.zeros(rows.rows.shape, dtype=dtype, device=rows.rows.device)
 
     def keep(self, tile: Tensor, images: int) -> bool:
-        """Keep a tile of forward for backward if it is the only one; return whether it was kept and may not be overwritten."""
-        is_all = tile.shape == (images, self.width)
-        if is_all:
-            self.kept = tile
-        return is_all
+        """Keep the products of a tile for backward if it is the only one; return whether its logits may not be overwritten."""
+        if not self.trained or tile.shape != (images, self.width) or self.compiler is not None:
+            return False
+        self.kept = tile
+        return True
 
     def take_kept(self) -> Tensor | None:
         """Return the kept tile, once: a second backward computes it again."""
@@ -255,7 +350,6 @@ class ColumnBlocks:
     def collect(
         self,
         visit: Visit,
-        columns: Tensor,
         column_stats: Tensor | None = None,
         *,
         join: Join = Tensor.add_,
@@ -264,39 +358,58 @@ class ColumnBlocks:
         """Visit all blocks; return the results, (n, k): this rank's part for all columns, in a ring of all ranks for its own columns.
 
         Args:
-            visit: Block -> this rank's result for its columns, (n, k), or for its texts.
-            columns: (m, D), texts first: of all ranks, in a ring this rank's own.
-            column_stats: (t,), a number for each text among them.
-            join: Results of two ranks for the same columns -> both.
-            counts: n of each rank; None: the results are not collected.
+            visit: Returns this rank's result for the columns of a block, (n, k), or for its texts.
+            column_stats: (t,), a number for each text.
+            join: Joins the results of two ranks for the same columns.
+            counts: n of each rank. None: the results are not collected.
 
-        Communication: none; in a ring W - 1 messages of columns to the next rank, and as many of results.
+        Communication: none. In a ring W - 1 messages of columns to the next rank, and as many of results.
         """
         if self.ring is None:
-            stats = columns.new_empty(0) if column_stats is None else column_stats
-            found = visit(ColumnBlock(columns, self.total, self.own_texts.start, stats))
+            found = visit(ColumnBlock(self.columns, self.total, self.own_texts.start, column_stats))
         else:
-            rows = RowsOfARing(columns.detach(), self.ring.narrow, self.ring.dtypes, self.column_counts, self.group)
+            rows = self.ring
             message, sizes = self._message(rows, column_stats)
 
             def visit_received(source: int, received: Tensor) -> Tensor | None:
-                return visit(self._received_block(source, received, rows))
+                return visit(self._received_block(source, received, rows, with_stats=column_stats is not None))
 
             found = ring_round_trip(message, sizes, visit_received, join, counts, self.group)
         if self.queue is not None:
-            visit(ColumnBlock(self.queue, 0, None, columns.new_empty(0), trained=False))
+            visit(ColumnBlock(self.queue, 0, None, trained=False))
         return None if counts is None else found
 
-    def collect_grad(
-        self, visit: Visit, columns: Tensor, column_stats: Tensor | None = None, *, wanted: bool
-    ) -> Tensor | None:
-        """Collect the gradient of the columns, (m, D), as ``collect`` does; ``wanted`` is the same on all ranks.
+    def gradients(
+        self, sums: list[Tensor | None], factor: Tensor, images: Tensor, second_tower: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the gradients of this rank's rows of both towers, and of the scale but for the upstream gradient.
 
-        Communication: in a ring one handshake more, before all.
+        Args:
+            sums: (B, D) of the images and (m, D) of the columns, from ``BlockProducts.add_grads_`` and ``collect``; the latter None if the
+                second tower needs no gradient. The list is emptied, so that their memory is free as soon as they are used.
+            factor: Upstream gradient times scale, 0-dim.
+            images: (B, D), as the caller gave them.
+            second_tower: (m, D), also.
+
+        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient; none in a ring.
         """
-        if self.ring is not None:
-            self.ring.exchange.open()
-        return self.collect(visit, columns, column_stats, counts=self.column_counts if wanted else None)
+        image_sums = sums.pop(0)
+        assert image_sums is not None
+        grad_images = torch.empty_like(images)
+        along = total_of(self.images.vjp(image_sums, grad_images, factor), factor)
+        del image_sums
+        column_sums = sums.pop()
+        if column_sums is None:
+            return grad_images, None, along
+        if not self.in_ring and process_groups.world_size(self.group) > 1:
+            parts, counts = [column_sums[: self.total]], [[*self.text_counts]]
+            if any(self.extra_counts):
+                parts.append(column_sums[self.total :])
+                counts.append([*self.extra_counts])
+            column_sums = concatenated(self.exchange.reduce_scatter(parts, counts))
+        grad_columns = torch.empty_like(second_tower)
+        self.own.vjp(column_sums, grad_columns, factor)
+        return grad_images, grad_columns, along
 
     def mean_over_images(self, title: str, share: Tensor) -> Tensor:
         """Return the sum of all ranks' shares, divided by the number of images of all ranks.
@@ -321,14 +434,12 @@ class ColumnBlocks:
         sizes = [start + texts * item for start, texts in zip(starts, self.text_counts, strict=True)]
         return torch.cat([message, gap, as_bytes(column_stats)]), sizes
 
-    def _received_block(self, source: int, message: Tensor, rows: RowsOfARing) -> ColumnBlock:
+    def _received_block(self, source: int, message: Tensor, rows: RowsOfARing, *, with_stats: bool) -> ColumnBlock:
         """Return the columns of a rank, from its message."""
-        size = rows.sizes()[source]
-        stats = rows.own.new_empty(0)
-        if len(message) > size:
-            stats = message[aligned(size) :].view(rows.own.dtype)
-        first_own = 0 if source == process_groups.rank(self.group) else None
-        return ColumnBlock(rows.received(source, message[:size]), self.text_counts[source], first_own, stats)
+        is_own, size = source == process_groups.rank(self.group), rows.sizes()[source]
+        stats = message[aligned(size) :].view(rows.own.dtype) if with_stats else None
+        columns = self.own if is_own else self.prepare(rows.received(source, message[:size]))
+        return ColumnBlock(columns, self.text_counts[source], 0 if is_own else None, stats)
 
 
 # ---------------------------------------------------------------------- the call
@@ -341,9 +452,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``; None: each call gives it.
         max_scale: Upper limit of the own scale; None: none.
         normalize: Divide embeddings by their length.
-        tile_bytes: Bytes of products alive at a time; None: 2 MiB, on an accelerator 256 MiB.
+        tile_bytes: Bytes of products alive at a time; None: 2 MiB, on an accelerator 64 MiB.
         gather: Whether every rank holds all columns, or they go round a ring.
         products: How rows are multiplied (``products``).
+        compile_tiles: Compile what a tile computes next to its products.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group; None is the world.
@@ -351,7 +463,6 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     sees_global_batch = True
     compares_with_own_pair = True  # each text's product with its own image is needed next to all products
-    _given_dtype: torch.dtype | None = None  # of the rows of this call, if narrow
 
     def __init__(
         self,
@@ -361,6 +472,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         tile_bytes: int | None,
         gather: Literal["all", "ring"],
         products: ProductChoice,
+        compile_tiles: bool,
         name: str | None,
         check_weights: bool,
         group: Group,
@@ -375,6 +487,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         refuse_products(title, products)
         self.products: ProductChoice = products
         self.max_scale, self.normalize, self.tile_bytes, self.gather = max_scale, normalize, tile_bytes, gather
+        self._compiler = TileCompiler() if compile_tiles else None
         self.set_group(group, title, name)
         self._upstream_grads = UpstreamGradWatch()
         self._weights = WeightFingerprints(wanted=check_weights)
@@ -422,13 +535,16 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         except DDPLossError as error:
             handshake.raise_on_all_ranks(error, title, group=self._group)
         # parameters of float64 make all of it float64
-        if any(parameter.dtype == torch.float64 for parameter in self.parameters()):
+        tensors = precision.CallTensors.of(self, (rows, given), {})
+        dtype = precision.compute_dtype([*tensors.parameters, *tensors.given])
+        if dtype == torch.float64:
             form = "float32"
-        self._given_dtype = precision.narrow_dtype(rows[:3])
-        kinds = {name: _kind_of_number(number) for name, number in numbers.items()}
-        weights = self._weights.take(self.parameters(), self._group)
-        kinds |= {"weights": weights, "products": form, "queue": "none" if rows[3] is None else _described(rows[3])}
-        value: Tensor = autograd_graph.run_full_precision(self, self._forward, ([*rows], given, form, kinds), {})
+        must_match: dict[str, object] = {name: _kind_of_number(number) for name, number in numbers.items()}
+        must_match["weights"] = self._weights.take(self.parameters(), self._group)
+        must_match["queue"] = "none" if rows[3] is None else _described(rows[3])
+        # rows are not cast: those of bfloat16 are multiplied as they are
+        forward = partial(self._forward, rows, form, dtype, must_match)
+        value: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
         autograd_graph.remember_global_value(value)
         name_value(value, title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
@@ -436,88 +552,133 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
     def _forward(
         self,
-        rows: list[Tensor | None],
-        given: dict[str, Tensor | None],
+        rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         form: ProductForm,
-        kinds: dict[str, object],
+        dtype: torch.dtype,
+        must_match: dict[str, object],
+        given: dict[str, Tensor | None],
     ) -> Tensor:
         images, texts, extra, queue = rows
-        rows.clear()  # wide copies of narrow rows are freed once they are of unit length
-        assert images is not None
-        assert texts is not None
-        # 1. rows of unit length; bf16 products need the lengths too
-        lengths = None
-        if self.normalize:
-            images, divisors = unit_rows(images)
-            lengths = divisors.squeeze(1) if form == "bf16" else None
-        with_lengths = lengths is not None
         second_tower = {"texts": texts} if extra is None else {"texts": texts, "extra_texts": extra}
-        narrow = {name: self._narrow_columns(tensor, with_lengths) for name, tensor in second_tower.items()}
-        second_tower = {name: self._columns_of(tensor, with_lengths) for name, tensor in second_tower.items()}
-        del texts, extra
-        if queue is not None:
-            queue = self._columns_of(queue, with_lengths).detach()
-        # 2. each image's product with its own text, which rows and columns are compared with
-        gathered_rows, paired = dict(second_tower), []
+        own_rows = concatenated(list(second_tower.values()))
+
+        def prepare(rows: Tensor) -> Operand:
+            return Operand.prepare(rows if form == "bf16" else rows.to(dtype), form, normalize=self.normalize)
+
+        # 1. each image's product with its own text, which rows and columns are compared with
+        in_ring, paired = self.gather == "ring", list[Tensor]()
+        own = prepare(own_rows)
+        prepared_images = prepare(images)
         if self.compares_with_own_pair:
-            own_texts = second_tower["texts"][:, : images.shape[1]]
-            paired = [(images.detach() * own_texts.detach()).sum(1)]
-        # 3. all texts; in a ring only how many there are on each rank
-        in_ring, needs_grad = self.gather == "ring", b""
-        if in_ring:
-            trained = [images, *second_tower.values(), *self.parameters(), *given.values()]
-            is_trained = any(tensor is not None and tensor.requires_grad for tensor in trained)
-            needs_grad = bytes([torch.is_grad_enabled() and is_trained])
-        elif paired:
-            gathered_rows["products with their own text"] = paired[0]
+            paired = [_paired((images, texts), (prepared_images, own.part(slice(0, len(texts)))), dtype)]
+        # 2. all texts; in a ring only how many there are on each rank
+        trained = [images, own_rows, *self.parameters(), *given.values()]
+        is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+        flags = bytes([is_trained, torch.is_grad_enabled() and own_rows.requires_grad, form == "bf16"])
+        batch = self._gather_columns(second_tower, dtype, [] if in_ring else paired, must_match, flags)
+        text_counts = batch.counts[0]
+        extra_counts = batch.counts[1] if extra is not None else [0] * len(text_counts)
+        if sum(text_counts) == 0:
+            title = f"{type(self).__name__}: rows"
+            raise InputError(title, expected="at least one on some rank", got="none", collective=True)
+        any_trained, columns_trained = (any(sent[place] for sent in batch.extras) for place in range(2))
+        if form == "bf16" and not all(sent[2] for sent in batch.extras):  # float32 rows of another rank
+            form = "float32"
+            own, prepared_images = prepare(own_rows), prepare(images)
+        warn_of_tf32(type(self).__name__, form, prepared_images.rows)
+        # 3. the columns: gathered, or this rank's own
+        columns, ring = own, None
+        if in_ring and len(text_counts) > 1:
+            travelling = NarrowRows(own_rows.detach(), _as_it_is)
+            counts = [sum(rows) for rows in zip(text_counts, extra_counts, strict=True)]
+            wide = _to_travel(own_rows, dtype)
+            ring = RowsOfARing(wide, travelling, batch.narrow_dtypes[0], counts, self._group)
+        elif len(text_counts) > 1:
+            columns = prepare(concatenated(batch.tensors[: len(second_tower)]))
+            paired = batch.tensors[len(second_tower) :]
+        call = TowerCall(
+            form,
+            self.tile_bytes or tile_budget(images.device, _HOST_TILE_BYTES, TOWER_BYTES),
+            text_counts,
+            extra_counts,
+            self._group,
+            BackwardExchange(type(self).__name__, self._group),
+            prepared_images,
+            own,
+            columns,
+            None if queue is None else prepare(queue),
+            ring,
+            prepare,
+            any_trained,
+            columns_trained,
+            self._compiler,
+        )
+        # 4. the loss; every rank takes part in a backward that any rank needs
+        images = autograd_graph.match_requires_grad(images, any_trained)
+        own_rows = autograd_graph.match_requires_grad(own_rows, columns_trained)
+        numbers = [self._number(name, number) for name, number in given.items()]
+        if self._compiler is not None:
+            self._rehearse(self._compiler, call, numbers)
+        return self._evaluate(call, images, own_rows, *paired, *numbers)
+
+    def _gather_columns(
+        self,
+        second_tower: dict[str, Tensor],
+        dtype: torch.dtype,
+        paired: list[Tensor],
+        must_match: dict[str, object],
+        flags: bytes,
+    ) -> GatheredBatch:
+        """Compare the ranks; gather the rows of the second tower as the caller gave them, unless they go round a ring."""
+        sent = {name: _to_travel(tensor, dtype) for name, tensor in second_tower.items()}
+        counted = [*sent] if self.gather == "ring" else []
+        if paired:
+            sent["products with their own text"] = paired[0]
         must_match = {
             "which": self._instance,
             "gather": self.gather,
             "options": self.extra_repr(),
-            **kinds,
+            **must_match,
             "coefficient of the last backward": self._upstream_grads.take(),
         }
-        batch = gather_batch(
-            type(self).__name__,
-            gathered_rows,
-            must_match,
-            extra=needs_grad,
-            counted=second_tower if in_ring else (),
-            narrow=narrow,
-            group=self._group,
+        if self._compiler is not None:
+            must_match["compile_tiles"] = True
+        narrow = {name: NarrowRows(tensor.detach(), _as_it_is) for name, tensor in second_tower.items()}
+        return gather_batch(
+            type(self).__name__, sent, must_match, extra=flags, counted=counted, narrow=narrow, group=self._group
         )
-        text_counts = batch.counts[0]
-        extra_counts = batch.counts[1] if "extra_texts" in second_tower else [0] * len(text_counts)
-        if sum(text_counts) == 0:
-            title = f"{type(self).__name__}: rows"
-            raise InputError(title, expected="at least one on some rank", got="none", collective=True)
-        tile_bytes = self.tile_bytes or tile_budget(images.device, _HOST_TILE_BYTES)
-        columns = ColumnBlocks(form, lengths, tile_bytes, text_counts, extra_counts, queue, self._group)
-        found = batch.tensors[: len(second_tower)]
-        # 4. the columns: gathered, or this rank's own, of which every rank takes part in a backward that any rank needs
-        if in_ring:
-            travelling = NarrowRows(_concatenated([rows.rows for rows in narrow.values()]), narrow["texts"].expand)
-            exchange = BackwardExchange(type(self).__name__, self._group)
-            columns.ring = RingSource(travelling, batch.narrow_dtypes[0], exchange)
-            images = autograd_graph.match_requires_grad(images, any(flag[0] for flag in batch.extras))
-            own_columns = _concatenated(list(second_tower.values()))
-            second = autograd_graph.match_requires_grad(own_columns, any(t.requires_grad for t in found))
-        else:
-            second, paired = _concatenated(found), batch.tensors[len(second_tower) :]
-        del narrow, second_tower, gathered_rows
-        # 5. the loss
-        numbers = [self._number(name, number) for name, number in given.items()]
-        return self._evaluate(columns, images, second, *paired, *numbers)
 
-    def _evaluate(self, columns: ColumnBlocks, *tensors: Any) -> Tensor:
+    def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
         """Compute the global loss.
 
         Args:
-            columns: The ways to go through the second tower.
-            *tensors: (B, D) images of this rank; (m, D) rows of the second tower as ``columns`` needs them; if
-                ``compares_with_own_pair``, (t,) the product of each text among them with its own image, without graph; the scale
-                and other numbers of the loss.
+            call: The call.
+            *tensors: (B, D) images of this rank and (m, D) rows of its second tower, with their graphs; if ``compares_with_own_pair``,
+                (t,) the product of each text of the columns with its own image, without graph; the scale and other numbers of the loss.
         """
+        raise NotImplementedError
+
+    def _rehearse(self, compiler: TileCompiler, call: TowerCall, numbers: list[Tensor]) -> None:
+        """Let the ranks compile together the functions of forward and backward."""
+        like = call.images.rows.new_empty(0, dtype=numbers[0].dtype)
+        kind = (str(like.dtype), like.device.type, call.form, call.splits, self.normalize, call.trained)
+
+        def rehearsal(run: Callable[..., Any]) -> None:
+            # a tile of a few rows and columns, which takes the same branches
+            products = torch.linspace(-1, 1, 15, dtype=like.dtype, device=like.device).view(3, 5)
+            of_rows = of_columns = scale = None
+            if call.form == "bf16":
+                scale = products.new_ones(())
+                if self.normalize:
+                    of_rows, of_columns = products.new_ones(3), products.new_ones(5)
+            own = torch.arange(3, device=like.device).unsqueeze(1)
+            self._rehearse_tile(run, products, Factors(scale, of_rows, of_columns, own), call)
+
+        with torch.no_grad():
+            compiler.rehearse(type(self).__name__, kind, rehearsal, self._group)
+
+    def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
+        """Call the functions of a tile by ``run``."""
         raise NotImplementedError
 
     def _number(self, name: str, given: Tensor | None) -> Tensor:
@@ -530,20 +691,6 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if self.max_scale is not None:
             own = own.clamp(max=math.log(self.max_scale))
         return own.exp()
-
-    def _columns_of(self, rows: Tensor, with_lengths: bool) -> Tensor:
-        """Make columns from rows of the second tower: of unit length, each followed by its former length if that is needed."""
-        if not self.normalize:
-            return rows
-        unit = unit_rows(rows)
-        return torch.cat(unit, 1) if with_lengths else unit.rows
-
-    def _narrow_columns(self, rows: Tensor, with_lengths: bool) -> NarrowRows:
-        """Return the rows that may travel in place of the columns made from them."""
-        given, dtype = rows.detach(), rows.dtype
-        if self._given_dtype is not None:
-            given = given.to(self._given_dtype)
-        return NarrowRows(given, lambda sent: self._columns_of(sent.to(dtype), with_lengths))
 
     # ------------------------------------------------------------------ refused inputs
 
@@ -587,7 +734,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
                 raise InputError(title, expected="one number, since the loss has none of its own", got=None, fix=fix)
             return None
         if isinstance(number, (int, float)) and not isinstance(number, bool):
-            return images.new_full((), number)
+            return torch.full((), number, dtype=precision.compute_dtype([images]), device=images.device)
         if not isinstance(number, Tensor) or number.numel() != 1 or not number.is_floating_point():
             raise InputError(title, expected="one number, 0-dim", got=_described(number))
         return number.reshape(()).to(images.device)
@@ -604,5 +751,36 @@ def _kind_of_number(number: Tensor | float | None) -> object:
     return "a tensor" if isinstance(number, Tensor) else number
 
 
-def _concatenated(parts: list[Tensor]) -> Tensor:
+def concatenated(parts: list[Tensor]) -> Tensor:
+    """Return the rows of some tensors; those of one without a copy."""
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _as_it_is(rows: Tensor) -> Tensor:
+    return rows
+
+
+def _to_travel(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows in the dtype of the computation, without graph; narrow ones travel as they are, and need no such copy."""
+    if rows.dtype in NARROW_DTYPES:
+        return torch.empty((), dtype=dtype, device=rows.device).expand(rows.shape)
+    return rows.detach().to(dtype)
+
+
+def _paired(rows: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], dtype: torch.dtype) -> Tensor:
+    """Return the product (B,) of each image with its own text, in the dtype of the computation.
+
+    Args:
+        rows: (B, D) images and texts as the caller gave them, which are not rounded here.
+        operands: The same as they are multiplied; used if they are divided by their lengths already.
+        dtype: Dtype of the computation.
+    """
+    if operands[0].rows.dtype != torch.bfloat16:
+        rows = operands[0].rows, operands[1].rows
+    products = torch.empty(len(rows[0]), dtype=dtype, device=rows[0].device)
+    for part in pieces_of(rows[0]):
+        products[part] = dot_rows(rows[0][part].detach(), rows[1][part].detach())
+    for operand in operands:
+        if operand.factors is not None:
+            products.mul_(operand.factors)
+    return products

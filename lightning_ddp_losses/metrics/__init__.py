@@ -1,20 +1,20 @@
 """Metrics over all ranks that can be trained on, and the one statement of their gradient.
 
 Legend: ``W`` ranks, s_r the state of rank r. A metric is L = f(s_0 + ... + s_{W-1}) (or min, max, the rows one after the other
-...). After the states were exchanged, every rank computes the same L from the same bytes; in its backward, rank r passes on
-W * dL/ds_r through its own state and nothing through the others', which are constants to it. DDP's mean over ranks,
-(1/W) * sum_r W * dL/ds_r * ds_r/dtheta, then is the gradient of one process. It holds where the same factor comes back
+...). After the states were exchanged, every rank computes the same L from the same bytes. In its backward, rank r passes on
+W * dL/ds_r through its own state. The others' states are constants to it. DDP's mean over ranks,
+(1/W) * sum_r W * dL/ds_r * ds_r/dtheta, then is the gradient of one process. It holds if the same factor comes back
 into L on every rank.
 
 * ``metric``: ``DifferentiableMetric`` and its forward, alone or with other metrics in one exchange.
-* ``states``: a metric's states taken, put, sent and copied; the table of metrics that need the rows of all ranks.
+* ``states``: the handling of a metric's states, and the table of metrics that need the rows of all ranks.
 * ``exchange``: the states of all ranks in one exchange: packets, the plan of the buffer, ranks that hold different states.
 * ``composites``: compositions, wrappers and collections.
-* ``synced``: metrics for evaluation, whose states are synced in one exchange.
+* ``synced``: metrics for evaluation that sync their states in one exchange.
 * ``conversion``: ``differentiable`` and ``synced``, and the table of metrics without a gradient.
 
-A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``; one without gradient in
-``conversion.WITHOUT_GRADIENT``; a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.
+A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``, a metric without gradient a line in
+``conversion.WITHOUT_GRADIENT``, and a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.
 """
 
 from lightning_ddp_losses.metrics.conversion import differentiable, synced

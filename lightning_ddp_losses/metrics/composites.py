@@ -1,9 +1,9 @@
-"""Makes metrics that are made of metrics differentiable: compositions, wrappers and collections, whose members share one exchange.
+"""Makes compositions, wrappers and collections of metrics differentiable. Their members share one exchange.
 
 A ``Composite`` names its members, cuts the inputs for them, and joins their values as torchmetrics does. Its members are differentiable
-themselves. A new wrapper of torchmetrics gets a subclass of ``Composite`` here and a line in ``COMPOSITES``.
+too. A new wrapper of torchmetrics gets a subclass of ``Composite`` here and a line in ``COMPOSITES``.
 
-Measured (torchmetrics 1.9, 2026): the forward of its own ``MinMaxMetric`` cuts the graph; a wrapper's ``compute`` syncs its members
+Measured (torchmetrics 1.9, 2026): the forward of its own ``MinMaxMetric`` cuts the graph. A wrapper's ``compute`` syncs its members
 one by one.
 """
 
@@ -36,19 +36,21 @@ class Members:
 
     @eager_recursive
     def compute(self) -> Any:
-        """Return the value of everything since ``reset``, over all ranks: one exchange for all members."""
+        """Return the value of everything since ``reset``, over all ranks, with one exchange for all members."""
         with self._in_one_exchange():
             return super().compute()  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _in_one_exchange(self) -> Iterator[None]:
-        """Sync the states of all members that ``compute`` would sync one by one; afterwards they have their own again."""
+        """Sync the states of all members that ``compute`` would sync one by one, and put their own back afterwards."""
         assert isinstance(self, nn.Module)
         for part in nn.Module.modules(self):
-            if isinstance(part, Members):
+            if isinstance(part, MetricCollection):
+                part.items(keep_base=True, copy_state=False)  # members of a compute group hold the same tensors then
+            elif isinstance(part, Members):
                 part._fill_members()
         waiting = [leaf for leaf in self._leaves() if leaf._waits]
-        # decided before asking which members have peers: groups of one rank may stand beside larger ones
+        # decided before asking which members have peers: some groups may have one rank only
         waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
         packets = [leaf.packet() for leaf in waiting]
         for leaf, values in zip(waiting, exchange(f"{self._title()}, compute", packets), strict=True):
@@ -78,20 +80,20 @@ class Members:
 
 
 class Composite(Members):
-    """What all that are differentiable share: one exchange for the forwards of all members too."""
+    """A differentiable metric made of metrics: one exchange for the forwards of all members too."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "process_group"]
     sees_global_batch = True
-    _only_member = ""  # the attribute of a wrapper that holds its metric
+    _only_member = ""  # the attribute with a wrapper's metric
 
     @property
     def process_group(self) -> Any:
-        """The group of the first member; members of other groups have exchanges of their own."""
+        """The group of the first member. Members of other groups have separate exchanges."""
         return next((leaf.process_group for leaf in self._leaves()), None)
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        """Torchmetrics sets it on every metric; a wrapper has nothing to exchange itself."""
+        """Ignore it: torchmetrics sets it on every metric, and a wrapper exchanges nothing itself."""
 
     @property
     def _has_peers(self) -> bool:
@@ -100,7 +102,7 @@ class Composite(Members):
     @eager_recursive
     @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the value of the global batch, with its gradient; accumulate this batch for ``compute``."""
+        """Return the value of the global batch with its gradient, and accumulate this batch for ``compute``."""
         return run_forward(self, f"{self._title()}, forward", args, kwargs)
 
     def _members(self) -> list[Any]:
@@ -112,7 +114,7 @@ class Composite(Members):
         return [(args, kwargs)] * len(self._members())
 
     def _joined(self, values: list[Any]) -> Any:
-        """Return the value of the whole from those of the members."""
+        """Return the value from those of the members."""
         (value,) = values
         return value
 
@@ -140,7 +142,7 @@ class _DifferentiableComposition(Composite):
         return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
 
     def _joined(self, values: list[Any]) -> Any:
-        # numbers and tensors stay what they are; an operator of one operand has no second part
+        # numbers and tensors stay as they are. An operator with one operand has no second part
         parts = [part for part in (self.metric_a, self.metric_b) if part is not None]
         remaining = iter(values)
         value = self.op(*(next(remaining) if isinstance(part, Metric) else part for part in parts))  # type: ignore[attr-defined]
@@ -192,14 +194,14 @@ class Classwise(Members):
     """A value for each class, by name."""
 
     def __getattr__(self, name: str) -> Any:
-        # torchmetrics asks the member for what the wrapper lacks; asked so for ``__deepcopy__``, it would copy the member alone
+        # torchmetrics looks up missing attributes in the member. With ``__deepcopy__`` from there, it would copy the member alone
         if name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
         return super().__getattr__(name)  # type: ignore[misc]
 
 
 class _DifferentiableClasswise(Classwise, Composite):
-    """The same, differentiable."""
+    """A differentiable value for each class, by name."""
 
     _only_member = "metric"
 
@@ -208,7 +210,7 @@ class _DifferentiableClasswise(Classwise, Composite):
 
 
 class Windowed(Members):
-    """A window of batches for each rank; ``compute`` puts it into the metric inside."""
+    """A window of batches for each rank. ``compute`` puts it into the metric inside."""
 
     _is_filled = False
 
@@ -230,7 +232,7 @@ class Windowed(Members):
 
 
 class _DifferentiableRunning(Windowed, Composite):
-    """The same, differentiable."""
+    """A differentiable window of batches."""
 
     _only_member = "base_metric"
 
@@ -301,7 +303,7 @@ class DifferentiableCollection(Composite):
         return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
 
     def _joined(self, values: list[Any]) -> Any:
-        """Return the values under torchmetrics' own names: it asks each member for its forward."""
+        """Return the values under torchmetrics' names. It calls each member's forward for them."""
         assert isinstance(self, MetricCollection)
         members = self._by_name()
         plain = {name: member.__dict__.get("forward") for name, member in members.items()}
@@ -327,4 +329,4 @@ COMPOSITES: dict[type, type[Composite]] = {
     MetricInputTransformer: _DifferentiableTransformed,
     MetricCollection: DifferentiableCollection,
 }
-"""For each class of torchmetrics that is made of metrics, what makes it differentiable."""
+"""For each class of torchmetrics that is made of metrics, the class that makes it differentiable."""

@@ -1,11 +1,11 @@
-"""`differentiable` and `synced`: a metric that exists already, as one that can be trained on, or as one that is synced in one exchange.
+"""`differentiable` and `synced`: an existing metric, made trainable, or synced in one exchange.
 
-A class gets a subclass of the same name that stands on ``DifferentiableMetric`` or ``SyncedMetric``, made once; an instance is copied and
-the copy becomes of that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
+A class gets a subclass of the same name on top of ``DifferentiableMetric`` or ``SyncedMetric``, made once. An instance is copied, and the
+copy gets that class. So ``isinstance`` of the original class holds, and names in results and plots stay.
 
-What cannot be trained on, and why, is in ``WITHOUT_GRADIENT``. The names are torchmetrics' own, which marks metrics of labels as
-differentiable too (1.9, measured 2026). A metric that is not listed is taken as it says of itself, and found out at its first value
-if it has no gradient after all.
+``WITHOUT_GRADIENT`` lists the metrics that cannot be trained on, with the reason. torchmetrics itself marks metrics of labels as
+differentiable (1.9, measured 2026). For a metric that is not listed, torchmetrics' ``is_differentiable`` counts. If its first value has no
+gradient after all, that is an error.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ import functools
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from lightning_ddp_losses.core import nests
-from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
+from lightning_ddp_losses.errors import expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Composite, Members
-from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step, check_options
+from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step
 from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, torchmetrics_names
 from lightning_ddp_losses.metrics.synced import SYNCED_COMPOSITES, SyncedMetric
 
-M = TypeVar("M", bound="Metric | MetricCollection")
-C = TypeVar("C", bound="type[Metric] | type[MetricCollection]")
-S = TypeVar("S", bound="Metric | MetricCollection | MetricTracker")
-T = TypeVar("T", bound="type[Metric] | type[MetricCollection] | type[MetricTracker]")
-WithoutGradient = Literal["refuse", "keep"]
+AnyMetric: TypeAlias = (
+    "Metric | MetricCollection | MetricTracker | type[Metric] | type[MetricCollection] | type[MetricTracker]"
+)
+M = TypeVar("M", bound=AnyMetric)
+Conversion = Literal["refuse", "keep", "synced"]
+"""What a class is converted for: ``differentiable`` with its ``without_gradient``, or ``synced``."""
 _KINDS = (Metric, MetricCollection, MetricTracker)
 
 _IN_PLACE = "torchmetrics changes in place what backward needs, which fails"
@@ -52,41 +53,35 @@ WITHOUT_GRADIENT = {
     "VisualInformationFidelity": _IN_PLACE,
     "HausdorffDistance": "it measures between masks, which are integers",
 }
-"""torchmetrics marks these as differentiable; there is no gradient, in one process either."""
+"""Metrics that torchmetrics marks as differentiable and that have no gradient, in one process either."""
 
 
-@overload
 def differentiable(
-    metric: M, *, gather: Gather = ..., keep_graph: bool = ..., without_gradient: WithoutGradient = ...
-) -> M: ...
-@overload
-def differentiable(metric: C, *, without_gradient: WithoutGradient = ...) -> C: ...
-def differentiable(  # type: ignore[misc]
-    metric: Metric | MetricCollection | type[Metric] | type[MetricCollection],
+    metric: M,
     *,
     gather: Gather = "auto",
     keep_graph: bool = False,
-    without_gradient: WithoutGradient = "refuse",
-) -> Metric:  # what it was given; a command line reads here that it makes metrics
+    without_gradient: Literal["refuse", "keep"] = "refuse",
+) -> M:
     """Return a differentiable form of a metric: its value over all ranks, with the gradient of one process.
 
     Args:
-        metric: An instance (copied with configuration, states, device and dtype; parameters are shared), a class, a
+        metric: An instance (copied with configuration, states, device and dtype, and with shared parameters), a class, a
             ``MetricCollection``, a composition (``a + b``, ``2 * a``) or a wrapper (``MinMaxMetric``, ``MultioutputWrapper``,
             ``ClasswiseWrapper``, ``Running``, ``MultitaskWrapper``, input transformers).
         gather: As in ``DifferentiableMetric``.
         keep_graph: As in ``DifferentiableMetric``.
-        without_gradient: ``"refuse"`` a metric that has no gradient in one process either; ``"keep"`` it, to be logged: its
+        without_gradient: ``"refuse"`` a metric that has no gradient in one process either. ``"keep"`` it for logging: its
             value is synced like the others'. Given with a class, it holds for all metrics that the class makes.
 
     Returns:
-        An instance for an instance, a class for a class; also an instance of the class that it was.
+        An instance for an instance, a class for a class. It is also an instance, or a subclass, of the original class.
 
-    ``MinMaxMetric`` differs from torchmetrics' own (1.9) in one thing: there ``forward`` leaves only its own batch behind, so that
-    ``compute`` after it gives the value of the last batch. Here it gives that of everything since ``reset``, as of any other metric.
-    Before the first update both give the value of nothing: NaN or an error, by the metric inside.
+    ``MinMaxMetric`` differs from torchmetrics' own (1.9) in one thing. There ``forward`` leaves only its own batch in the states, so that
+    ``compute`` after it gives the value of the last batch. Here it gives the value of everything since ``reset``, like any other metric.
+    Before the first update both give the value without data: NaN or an error, depending on the wrapped metric.
 
-    Communication: as ``DifferentiableMetric``; the members of a collection, composition or wrapper share one exchange.
+    Communication: as ``DifferentiableMetric``. The members of a collection, composition or wrapper share one exchange.
 
     Raises:
         ConfigurationError: a metric that cannot be differentiated, by name and with the reason.
@@ -98,60 +93,46 @@ def differentiable(  # type: ignore[misc]
         >>> loss(torch.tensor([0.1, 0.2, 0.9], requires_grad=True), torch.tensor([0.0, 0.5, 1.0])).backward()
     """
     expect_option("differentiable: without_gradient", without_gradient, ("refuse", "keep"))
-    keep = without_gradient == "keep"
-
-    # a class: a differentiable subclass
-    if isinstance(metric, type) and issubclass(metric, (Metric, MetricCollection)):
-        _refuse_class(metric, keep)
-        return _class_of(metric, keep)  # type: ignore[return-value]
-    if not isinstance(metric, (Metric, MetricCollection)):
-        raise ConfigurationError(
-            "differentiable",
-            expected="a metric or a collection of torchmetrics, or a class of them",
-            got=type(metric).__name__,
-            fix="Give it the metric that is inside.",
-        )
-
-    # an instance: a copy, and each metric inside it made one of such a class
+    _expect_metric("differentiable", metric, (Metric, MetricCollection), "a metric or a collection")
+    if isinstance(metric, type):
+        _refuse_class(metric, without_gradient)
+        return _class_of(metric, without_gradient)  # type: ignore[return-value]
     for part in _metrics_inside(metric):
-        _refuse_class(type(part), keep)
-    copied = _copy_of(metric)
-    for part in _metrics_inside(copied):
-        _convert_(part, gather=gather, keep_graph=keep_graph, keep=keep)
-    return copied  # type: ignore[no-any-return]
+        _refuse_class(type(part), without_gradient)
+    # dist_sync_on_step=False is torchmetrics' default in an instance, not the user's wish
+    expects_gradient = without_gradient == "refuse"
+    options = {"gather": gather, "keep_graph": keep_graph, "on_step": True, "expects_gradient": expects_gradient}
+    return _converted(metric, without_gradient, options)  # type: ignore[no-any-return]
 
 
-@overload
-def synced(metric: S) -> S: ...
-@overload
-def synced(metric: T) -> T: ...
-def synced(metric: Any) -> Any:
-    """Return the same metric for evaluation, but that all its states are synced over the ranks in one exchange.
+def synced(metric: M) -> M:
+    """Return the same metric for evaluation, with all its states synced over the ranks in one exchange.
 
-    torchmetrics' ``compute`` hangs, or is wrong, if ranks hold other numbers of list states: three updates on one rank, one on another,
-    none on a third. With this they may, and the value is that of one process that made the updates of all ranks.
+    torchmetrics' ``compute`` hangs, or is wrong, if ranks hold different numbers of list states: three updates on one rank, one on another,
+    none on a third. Here they may, and the value is the one of a process that made the updates of all ranks.
 
     Args:
-        metric: An instance (copied with its states; parameters are shared), a class, a ``MetricCollection``, a ``MetricTracker``, a
+        metric: An instance (copied with its states and shared parameters), a class, a ``MetricCollection``, a ``MetricTracker``, a
             wrapper, or a composition (``a + b``).
 
     Returns:
         An instance for an instance, a class for a class. Class for ``isinstance``, state dict, arguments and all methods are
         torchmetrics': ``sync_on_compute``, ``dist_sync_on_step``, ``process_group``, ``sync``, ``unsync``, ``merge_state``, the cache of
-        ``compute``. One with a ``dist_sync_fn`` syncs by that, as in torchmetrics.
+        ``compute``. A metric with a ``dist_sync_fn`` syncs by that function, as in torchmetrics.
 
-    States are joined by their own reduction; lists by update first, by rank second. A state reduced by "mean" is weighted by each rank's
-    number of updates, as ``forward`` of torchmetrics does; so it is that of one process if every update has as many rows.
-    ``Running`` keeps a window for each rank, and ``BootStrapper`` draws on each: their value is that of the joined states.
+    States are joined by their own reduction, lists by update first, by rank second. A state reduced by "mean" is weighted by each rank's
+    number of updates, as torchmetrics' ``forward`` does. So it equals one process if every update has the same number of rows.
+    ``Running`` keeps a window on each rank, and ``BootStrapper`` draws on each: their value is that of the joined states.
 
-    ``compute`` keeps its value until the next update, as in torchmetrics. If you update some ranks only and compute again without
+    ``compute`` keeps its value until the next update, as in torchmetrics. If only some ranks update before the next ``compute``, without
     ``reset``, make the metric with ``compute_with_cache=False``.
 
     Communication: ``compute`` (and ``forward`` with ``dist_sync_on_step=True``) one handshake with the states in it, or one more
-        collective for many of them; so do all members of a collection or wrapper together, per process group.
+        collective for many of them. All members of a collection or wrapper share it, per process group. Members of a compute group send
+        their shared states once.
 
     Raises:
-        ConfigurationError: for a state that only stacks (a tensor with ``dist_reduce_fx=None``) if it is not known what joins the stack.
+        ConfigurationError: for a state that is only stacked (a tensor with ``dist_reduce_fx=None``), unless the metric is known to join it.
         RankMismatchError: on every rank, for states or metrics that differ, naming them.
 
     Example:
@@ -162,65 +143,53 @@ def synced(metric: Any) -> Any:
         >>> metric.compute()
         tensor(0.5000)
     """
-    if isinstance(metric, type) and issubclass(metric, _KINDS):
-        return _synced_class(metric)
-    expect(
-        isinstance(metric, _KINDS),
-        "synced",
-        expected="a metric, collection or tracker of torchmetrics, or a class of them",
-        got=getattr(metric, "__name__", type(metric).__name__),
-        fix="Give it the metric that is inside.",
-    )
-    copied = _copy_of(metric)
-    for part in _metrics_inside(copied):
-        if isinstance(part, (ExchangingMetric, Members)):
-            continue
-        _rebind_(part, _synced_class(type(part)))
-        if isinstance(part, SyncedMetric):
-            part._set_up()
-    return copied
+    _expect_metric("synced", metric, _KINDS, "a metric, collection or tracker")
+    if isinstance(metric, type):
+        return _class_of(metric, "synced")  # type: ignore[return-value]
+    return _converted(metric, "synced", {})  # type: ignore[no-any-return]
 
 
-def _metrics_inside(metric: nn.Module) -> list[nn.Module]:
-    """Return the metric and all that it holds, each once; a collection's own ``modules`` may leave some out."""
-    return [m for m in nn.Module.modules(metric) if isinstance(m, _KINDS)]
+for _function in (differentiable, synced):  # a command line reads that these make metrics
+    _function.__annotations__.update({"metric": "Metric | MetricCollection | type", "return": "Metric"})
 
 
 # ---------------------------------------------------------------------- refusals
 
 
-def _refuse_class(cls: type, keep: bool) -> None:
-    """Refuse a class that has no gradient, or that does things of its own that are not known here."""
-    if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls) is not DifferentiableMetric:
+def _expect_metric(what: str, metric: object, kinds: tuple[type, ...], described: str) -> None:
+    """Refuse what is neither a metric nor a class of metrics."""
+    is_metric = issubclass(metric, kinds) if isinstance(metric, type) else isinstance(metric, kinds)
+    expected, got = (
+        f"{described} of torchmetrics, or a class of them",
+        getattr(metric, "__name__", type(metric).__name__),
+    )
+    expect(is_metric, what, expected=expected, got=got, fix="Give it the metric that is inside.")
+
+
+def _refuse_class(cls: type, conversion: Conversion) -> None:
+    """Refuse a class that has no gradient, or a forward that is not known here."""
+    if issubclass(cls, (DifferentiableMetric, Composite)) or _base_for(cls, conversion) is not DifferentiableMetric:
         return
-    reason = _reason_against(cls)  # type: ignore[arg-type]
-    what, got = f"differentiable: {cls.__name__}", f"none, in one process either: {reason}"
+    reasons = [WITHOUT_GRADIENT[name] for name in torchmetrics_names(cls) if name in WITHOUT_GRADIENT]
+    if cls.is_differentiable is False:  # type: ignore[attr-defined]
+        reasons.append("torchmetrics says is_differentiable=False: it counts, ranks or decides")
+    what, got = f"differentiable: {cls.__name__}", f"none, in one process either: {' '.join(reasons[:1])}"
     fix = (
         "To log it next to others: differentiable(metric, without_gradient='keep'). To train on it: GlobalBatchLoss(module) of a soft form "
         "(Dice, IoU), or a DifferentiableMetric of your own. Both are exact."
     )
-    expect(reason is None or keep, what, expected="a metric with a gradient", got=got, fix=fix)
+    expect(not reasons or conversion == "keep", what, expected="a metric with a gradient", got=got, fix=fix)
     own = next((c for c in cls.__mro__ if "forward" in vars(c)), Metric)
     expected = "torchmetrics' own forward, or a wrapper that is known here"
     fix = "Make the metric inside differentiable, or subclass DifferentiableMetric."
     expect(own is Metric, what, expected=expected, got=f"the forward of {own.__name__}", fix=fix)
 
 
-def _reason_against(cls: type[Metric]) -> str | None:
-    """Return why metrics of a class have no gradient, None if nothing is known against them."""
-    known = [WITHOUT_GRADIENT[name] for name in torchmetrics_names(cls) if name in WITHOUT_GRADIENT]
-    if known:
-        return known[0]
-    if cls.is_differentiable is False:
-        return "torchmetrics says is_differentiable=False: it counts, ranks or decides"
-    return None
-
-
 # ---------------------------------------------------------------------- classes
 
 
 class _Generated(ABCMeta):
-    """The class of generated classes: they are pickled as what they were made of."""
+    """The class of generated classes. They are pickled by their original class."""
 
 
 def _reduce_class(cls: type) -> Any:
@@ -229,110 +198,73 @@ def _reduce_class(cls: type) -> Any:
 
 
 copyreg.pickle(_Generated, _reduce_class)
-_class_by_original: dict[tuple[type, bool | Literal["synced"]], type] = {}
+_class_by_original: dict[tuple[type, Conversion], type] = {}
 
 
-def _class_of(original: type, keep: bool = False) -> type:
-    """Return the differentiable subclass of a class, made once; one that is differentiable itself stays.
+def _class_of(original: type, conversion: Conversion) -> type:
+    """Return the converted subclass of a class, made once. A class that is converted already stays.
 
     Args:
         original: The class.
-        keep: Whether metrics of it may have no gradient, also those that they hold and those of other classes that calling it makes.
+        conversion: Conversion, also of the metrics that its instances hold, and of other classes that calling it makes.
     """
-    base = _base_for(original)
+    base = _base_for(original, conversion)
     bases: tuple[type, ...] = (base, original)
-    if issubclass(original, (DifferentiableMetric, Composite)):
-        if not keep or getattr(original, "_keep", False):
+    if _is_converted(original, conversion):
+        if conversion != "keep" or getattr(original, "_keep", False):
             return original
         if "_original" in original.__dict__:
-            return _class_of(original.__dict__["_original"], keep)
-        bases = (original,)  # one that the user wrote: all that changes is what it promises
-    if (original, keep) not in _class_by_original:
-        namespace = {"_original": original, "_keep": keep, "_remade_by": (_class_of, (original, keep))}
-        if issubclass(base, Composite):
-            convert = functools.partial(differentiable, without_gradient=_word_for(keep))
-            namespace["__init__"] = _composite_init(original, convert)
-        if _makes_other_classes(original):
-            namespace["__new__"] = _new_of_made(original, keep)
-        _class_by_original[original, keep] = _generated(original, bases, namespace)
-    return _class_by_original[original, keep]
-
-
-def _synced_class(original: type) -> type:
-    """Return the subclass of a class whose states are synced in one exchange, made once; one that has an exchange stays."""
-    if issubclass(original, (ExchangingMetric, Members)):
-        return original
-    if (original, "synced") not in _class_by_original:
-        bases = (base for kind, base in SYNCED_COMPOSITES.items() if issubclass(original, kind))
-        base: type = next(bases, SyncedMetric)
-        namespace: dict[str, Any] = {"_remade_by": (_synced_class, (original,))}
+            return _class_of(original.__dict__["_original"], conversion)
+        bases = (original,)  # written by the user: only ``_keep`` changes
+    if (original, conversion) not in _class_by_original:
+        convert = synced if conversion == "synced" else functools.partial(differentiable, without_gradient=conversion)
+        names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        namespace = {**names, "_original": original, "_keep": conversion == "keep"}
+        namespace["_remade_by"] = (_class_of, (original, conversion))
         if issubclass(base, Members):
-            namespace["__init__"] = _composite_init(original, synced)
-        if issubclass(original, MetricCollection):
-            namespace["add_metrics"] = _synced_add(original)
+            namespace["__init__"] = _init_of_converted(original, convert)
+        if conversion == "synced" and issubclass(original, MetricCollection):
+            namespace["add_metrics"] = _add_of_converted(original, convert)
         if _makes_other_classes(original):
-            namespace["__new__"] = _new_of_synced(original)
-        _class_by_original[original, "synced"] = _generated(original, (base, original), namespace)
-    return _class_by_original[original, "synced"]
+            namespace["__new__"] = _new_of_converted(original, convert)
+        _class_by_original[original, conversion] = _Generated(original.__name__, bases, namespace)
+    return _class_by_original[original, conversion]
 
 
-def _generated(original: type, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return _Generated(original.__name__, bases, names | namespace)
+def _base_for(original: type, conversion: Conversion) -> type:
+    """Return the class of this package that a converted class stands on."""
+    table: dict[type, Any] = SYNCED_COMPOSITES if conversion == "synced" else COMPOSITES
+    found = (base for kind, base in table.items() if issubclass(original, kind))
+    return next(found, SyncedMetric if conversion == "synced" else DifferentiableMetric)
+
+
+def _is_converted(cls: type, conversion: Conversion) -> bool:
+    converted = (ExchangingMetric, Members) if conversion == "synced" else (DifferentiableMetric, Composite)
+    return issubclass(cls, converted)
 
 
 def _makes_other_classes(original: type) -> bool:
-    """Whether calling a class may make an instance of another: ``torchmetrics.HingeLoss`` and all that take a ``task``."""
+    """Return whether calling a class may make an instance of another, as classes with a ``task`` do."""
     return any("__new__" in vars(base) for base in original.__mro__ if base is not object)
 
 
-def _new_of_made(original: type, keep: bool) -> Any:
-    """Return a ``__new__`` that makes what the class makes, and that differentiable."""
-
-    @functools.wraps(original.__new__)
-    def new(cls: type, *args: Any, gather: Gather = "auto", keep_graph: bool = False, **kwargs: Any) -> Any:
-        check_on_step(original, kwargs.get("dist_sync_on_step", True))
-        made = original.__new__(original, *args, **kwargs)
-        if isinstance(made, original):  # of the class itself after all: __init__ follows
-            return object.__new__(cls)
-        check_options(made, gather)
-        return differentiable(made, gather=gather, keep_graph=keep_graph, without_gradient=_word_for(keep))
-
-    return new
-
-
-def _new_of_synced(original: type) -> Any:
-    """Return a ``__new__`` that makes what the class makes, and that synced."""
+def _new_of_converted(original: type, convert: Callable[..., Any]) -> Any:
+    """Return a ``__new__`` that converts the instance of another class that the class makes."""
 
     @functools.wraps(original.__new__)
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        options = {}
+        if convert is not synced:
+            check_on_step(original, kwargs.get("dist_sync_on_step", True))
+            options = {name: kwargs.pop(name) for name in ("gather", "keep_graph") if name in kwargs}
         made = original.__new__(original, *args, **kwargs)
-        # of the class itself after all: __init__ follows
-        return object.__new__(cls) if isinstance(made, original) else synced(made)
+        # an instance of the class itself: __init__ follows
+        return object.__new__(cls) if isinstance(made, original) else convert(made, **options)
 
     return new
 
 
-def _synced_add(original: type[MetricCollection]) -> Any:
-    """Return an ``add_metrics`` that syncs what is added."""
-
-    @functools.wraps(original.add_metrics)
-    def add_metrics(self: Any, metrics: Any, *additional_metrics: Metric) -> None:
-        original.add_metrics(self, *_converted_inside((metrics, *additional_metrics), synced))
-
-    return add_metrics
-
-
-def _word_for(keep: bool) -> WithoutGradient:
-    return "keep" if keep else "refuse"
-
-
-def _base_for(original: type) -> type:
-    found = (composite for kind, composite in COMPOSITES.items() if issubclass(original, kind))
-    return next(found, DifferentiableMetric)
-
-
-def _composite_init(original: type, convert: Callable[[Any], Any]) -> Any:
+def _init_of_converted(original: type, convert: Callable[[Any], Any]) -> Any:
     """Return an ``__init__`` that converts the metrics among its arguments."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -343,8 +275,18 @@ def _composite_init(original: type, convert: Callable[[Any], Any]) -> Any:
     return init
 
 
+def _add_of_converted(original: type[MetricCollection], convert: Callable[[Any], Any]) -> Any:
+    """Return an ``add_metrics`` that converts the added metrics."""
+
+    @functools.wraps(original.add_metrics)
+    def add_metrics(self: Any, metrics: Any, *additional_metrics: Metric) -> None:
+        original.add_metrics(self, *_converted_inside((metrics, *additional_metrics), convert))
+
+    return add_metrics
+
+
 def _converted_inside(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return the same nest, its metrics converted."""
+    """Return the same nest with its metrics converted."""
     if isinstance(tree, _KINDS):
         return convert(tree)
     if isinstance(tree, (list, tuple)):
@@ -357,8 +299,33 @@ def _converted_inside(tree: Any, convert: Callable[[Any], Any]) -> Any:
 # ---------------------------------------------------------------------- instances
 
 
+def _metrics_inside(metric: nn.Module) -> list[nn.Module]:
+    """Return the metric and all metrics that it holds, each once. A collection's own ``modules`` may leave some out."""
+    return [m for m in nn.Module.modules(metric) if isinstance(m, _KINDS)]
+
+
+def _converted(metric: Any, conversion: Conversion, options: dict[str, Any]) -> Any:
+    """Return a converted copy of an instance. ``options`` go to the set-up of the metrics in it."""
+    copied = _copy_of(metric)
+    for part in _metrics_inside(copied):
+        if _is_converted(type(part), conversion):
+            if isinstance(part, DifferentiableMetric) and conversion == "keep":
+                part._record.expects_gradient = False
+            continue
+        part.__class__ = _class_of(type(part), conversion)
+        if isinstance(part, Metric):
+            # torchmetrics wrapped the methods of the original class
+            for name in ("update", "compute"):
+                part.__dict__.pop(name, None)
+            part.update = part._wrap_update(part.update)  # type: ignore[method-assign]
+            part.compute = part._wrap_compute(part.compute)  # type: ignore[method-assign]
+        if isinstance(part, (DifferentiableMetric, SyncedMetric)):
+            part._set_up(**options)
+    return copied
+
+
 def _copy_of(metric: Any) -> Any:
-    """Return a copy with its own states and the same parameters; what holds a graph is cut from it."""
+    """Return a copy with its own states, the same parameters, and no graph."""
     memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
     for part in _metrics_inside(metric):
         attributes = vars(part)
@@ -368,26 +335,3 @@ def _copy_of(metric: Any) -> Any:
         group = attributes.get("process_group")
         memo[id(group)] = group  # a group of processes has no copy
     return copy.deepcopy(metric, memo)
-
-
-def _convert_(part: nn.Module, *, gather: Gather, keep_graph: bool, keep: bool) -> None:
-    """Make an instance one of the differentiable subclass of its class, in place."""
-    if isinstance(part, DifferentiableMetric) and keep:  # a copy, made differentiable before or by its class
-        part._record.expects_gradient = False
-    if isinstance(part, (DifferentiableMetric, Composite)):
-        return
-    _rebind_(part, _class_of(type(part)))
-    if isinstance(part, DifferentiableMetric):
-        # dist_sync_on_step=False is torchmetrics' default there, not the user's wish
-        part._set_up(gather=gather, keep_graph=keep_graph, on_step=True, expects_gradient=not keep)
-
-
-def _rebind_(part: nn.Module, cls: type) -> None:
-    """Make an instance one of a subclass of its class, in place."""
-    part.__class__ = cls
-    if isinstance(part, Metric):
-        # torchmetrics wrapped the methods of the class that it was
-        for name in ("update", "compute"):
-            part.__dict__.pop(name, None)
-        part.update = part._wrap_update(part.update)  # type: ignore[method-assign]
-        part.compute = part._wrap_compute(part.compute)  # type: ignore[method-assign]

@@ -3,19 +3,22 @@
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum. Each metric packs its states into a ``Packet``. A
 state is of one of three kinds:
 
-| kind | of | gathered |
+| kind | state | gathered |
 |---|---|---|
 | ``stack`` | a tensor, equal in shape on all ranks | (W, ...) |
 | ``rows`` | a tensor or a list reduced by "cat": tensors (B, ...) | (G, ...), or no tensor if no rank has one |
 | ``list`` | any other list | the tensors of all ranks, each with its own shape |
 
-A handshake compares the metrics and their states, and carries the shapes of this rank's tensors, and their bytes when they fit (*inline*).
-When a rank has more, the bytes follow in one all-reduce, in place in the buffer in which they are then read. There is no barrier and no
+A handshake compares the metrics and their states. It carries the shapes of this rank's tensors, and their bytes if they fit (*inline*).
+If a rank has more, the bytes follow in one all-reduce, in place in the buffer that they are read from. There is no barrier and no
 collective in backward: every rank computes the same value from the same bytes, so its own slice gets its own gradient times W.
 
 Each rank makes the same plan of the buffer from the shapes of all ranks. Tensors of a list are ordered as one process would have appended
-them: by update first, by rank second. A rank that has seen no data holds defaults, which some metrics widen at their first update: such a
+them: by update first, by rank second. A rank without data holds defaults, and some metrics widen these at their first update. Such a
 default takes the shape of the other ranks' state. Any other difference is an error, the same on every rank.
+
+Metrics of a collection's compute group share their states. A rank sends them once, and they get one place in the buffer if they are shared
+on every rank. (A rank without data has no groups yet. Its defaults are compared.)
 
 Measured (torchmetrics 1.9, torch 2.13, 2026): its own sync is one gather with a barrier for each state, 5 collectives for one
 ``MeanSquaredError`` and 58 for a collection of six. Here it is one.
@@ -48,7 +51,7 @@ Kind = Literal["stack", "rows", "list"]
 Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a tensor."""
 
-_ALIGN = 16  # bytes; a tensor of any dtype may start there
+_ALIGN = 16  # bytes. A tensor of any dtype may start there
 
 
 # ---------------------------------------------------------------------- what a metric sends
@@ -60,11 +63,11 @@ class State:
 
     Attributes:
         name: Names of the metric and the state, for messages.
-        value: A tensor, or a list of tensors; or of other objects (text, nests of tensors), which travel pickled.
-        device: Device of the metric; tensors of a list on other devices are moved there.
-        reduce: torchmetrics' reduction: a function of the stacked tensors or of the list; None: none.
-        weight: Number of this rank's rows; a mean over ranks is one over their rows.
-        untouched: Whether it is still the default.
+        value: Tensor, or list of tensors or of other objects (text, nests of tensors). Such objects are pickled.
+        device: Device of the metric. Tensors of a list on other devices are moved there.
+        reduce: torchmetrics' reduction, a function of the stacked tensors or of the list, or None.
+        weight: Number of this rank's rows, as a weight of means over ranks.
+        untouched: Whether the value is still the default.
     """
 
     name: str
@@ -83,7 +86,7 @@ class State:
 
     @property
     def holds_objects(self) -> bool:
-        """Whether an item of the list is no tensor."""
+        """Whether the list has an item that is not a tensor."""
         return isinstance(self.value, list) and not all(isinstance(item, Tensor) for item in self.value)
 
     def description(self) -> str:
@@ -91,7 +94,7 @@ class State:
         return f"{self.name} ({self.kind}, {getattr(self.reduce, '__qualname__', 'none')})"
 
     def tensors(self, device: torch.device) -> list[Tensor]:
-        """Return the tensors that are sent, on one device; rows have at least one dimension and one dtype."""
+        """Return the tensors to send, on one device. Rows have at least one dimension, and one dtype."""
         tensors = [self.value] if isinstance(self.value, Tensor) else list(self.value)
         if self.holds_objects:
             return [_pickled(self.name, item).to(device) for item in tensors]
@@ -105,7 +108,7 @@ class State:
         return [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
 
     def reduced(self, gathered: list[Tensor], rows: Sequence[float]) -> Any:
-        """Reduce the tensors of all ranks as torchmetrics does; the ``rows`` of each rank weigh a mean."""
+        """Reduce the tensors of all ranks as torchmetrics does. Means are weighted by the ``rows`` of each rank."""
         if self.kind == "rows":
             return gathered[0] if gathered else []
         if self.kind == "list":
@@ -114,7 +117,7 @@ class State:
         if self.reduce is None:
             return stacked
         if self.reduce is dim_zero_mean and len(set(rows)) > 1 and stacked.is_floating_point():
-            ranks = [rank for rank, n in enumerate(rows) if n]  # the mean over no rows is not a number
+            ranks = [rank for rank, n in enumerate(rows) if n]  # a mean without rows is NaN
             shares = stacked.new_tensor([rows[rank] for rank in ranks]) / sum(rows)
             return torch.tensordot(shares, stacked[ranks], 1)
         return self.reduce(stacked)
@@ -124,11 +127,11 @@ class Packet(NamedTuple):
     """The states that one metric exchanges.
 
     Attributes:
-        states: The states; the same names in the same order on every rank.
-        group: Process group; None is the world.
-        configuration: How the metric was made, as text.
-        upstream_grads: The factors that came back into its values in backward, as text.
-        instance: Which of several metrics of one kind it is.
+        states: States, with the same names in the same order on every rank.
+        group: Process group. None is the world.
+        configuration: Text of the metric's configuration.
+        upstream_grads: Text of the factors that came back into its values in backward.
+        instance: Identity among metrics of one kind.
     """
 
     states: Sequence[State]
@@ -146,15 +149,15 @@ def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
 
     Args:
         title: Name of the operation, for the handshake.
-        packets: One packet for each metric; the same metrics in the same order on every rank.
+        packets: One packet for each metric, with the same metrics in the same order on every rank.
 
     Returns:
-        The states of each packet, reduced over all ranks; the same bits on every rank.
+        The states of each packet, reduced over all ranks, with the same bits on every rank.
 
     Gradient: this rank's own states receive W times the gradient that comes back (which is the same on every rank).
 
     Communication:
-        For each process group and kind of device one handshake. When the bytes of a rank do not fit in it, one all-reduce in place, on the
+        For each process group and kind of device one handshake. If the bytes of a rank do not fit in it, one all-reduce in place, on the
         device. One more gather at a size that the handshakes have not grown to yet.
 
     Raises:
@@ -168,7 +171,7 @@ def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
         chosen = [packets[index] for index in indices]
         try:
             values = _exchange_in_group(title, chosen, chosen[0].group)
-        except Exception as error:  # what all ranks raise alike passes through
+        except Exception as error:  # an error that all ranks raise passes through
             handshake.raise_on_all_ranks(error, title, group=chosen[0].group)
         for index in indices:
             found[index] = list(itertools.islice(values, len(packets[index].states)))
@@ -198,16 +201,17 @@ def _exchange_in_group(title: str, packets: Sequence[Packet], group: Group) -> I
 def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, object], group: Group) -> list[Any]:
     """Exchange states on one kind of device over one group, and reduce them."""
     device = states[0].device if states else torch.device("cpu")
-    tensors = [state.tensors(device) for state in states]
+    holders = _first_holders(states)
+    tensors = [state.tensors(device) if holders[index] == index else [] for index, state in enumerate(states)]
     own = list(itertools.chain.from_iterable(tensors))
     # handshake: shapes and row counts, and the bytes themselves if they fit
     weights = [state.weight for state in states if state.reduce is dim_zero_mean]
-    contents = pack_contents(states, tensors)
+    contents = pack_contents(states, tensors, holders)
     objects = [index for index, state in enumerate(states) if state.holds_objects]
     payload = _head(True, weights, contents, objects)
     is_inline = len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
-        is_inline = False  # to bring them to the host would wait for the device
+        is_inline = False  # a copy to the host would wait for the device
     payload = payload + _joined_bytes(own, device) if is_inline else _head(False, weights, contents, objects)
     described = ", ".join(state.description() for state in states)
     must_match = {**must_match, "device": device.type, "states": described}
@@ -219,9 +223,9 @@ def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, 
     names, kinds = tuple(state.name for state in states), tuple(state.kind for state in states)
     pickled = sorted(set(itertools.chain.from_iterable(all_objects)))
     for index in pickled:
-        counts = [json.loads(text)[0][index] for text in all_contents]
+        is_filled = [bool(_unpack_contents(text).entries[index]) for text in all_contents]
         found = ["objects" if index in of_rank else "tensors" for of_rank in all_objects]
-        found = [what if count else "nothing" for what, count in zip(found, counts, strict=True)]
+        found = [items if filled else "nothing" for items, filled in zip(found, is_filled, strict=True)]
         if len({*found} - {"nothing"}) > 1:
             fix = "Append the same kind of items on every rank."
             expected = "tensors, or other objects, on every rank"
@@ -243,6 +247,19 @@ def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, 
     return [state.reduced(values, of_ranks) for state, values, of_ranks in zip(states, gathered, rows, strict=True)]
 
 
+def _first_holders(states: Sequence[State]) -> list[int]:
+    """Return for each state the first state with the same tensors, which is itself if no earlier one has them."""
+    holder_of: dict[Any, int] = {}
+    found = []
+    for index, state in enumerate(states):
+        value = state.value
+        held: Any = [id(item) for item in (value if isinstance(value, list) else [value])]
+        if state.untouched and isinstance(value, Tensor) and value.device.type == "cpu":
+            held = [value.dtype, value.shape, host_bytes(value)]  # each metric has its own defaults
+        found.append(holder_of.setdefault((state.kind, state.reduce, *held), index))
+    return found
+
+
 def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     if device.type != "cpu" and tensors:  # one copy to the host, not one per tensor
         flat = torch.cat([as_bytes(tensor) for tensor in tensors])
@@ -251,7 +268,7 @@ def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
 
 
 def _head(is_inline: bool, weights: Sequence[float], contents: str, objects: Sequence[int]) -> bytes:
-    """Return the first line of a message: whether the bytes of the tensors follow it, what they are, and which are pickled."""
+    """Return the first line of a message: whether the tensors' bytes follow, their weights and shapes, and the pickled states."""
     return json.dumps([is_inline, weights, contents, objects], separators=(",", ":")).encode() + b"\n"
 
 
@@ -268,32 +285,56 @@ def _unpickled(data: Tensor, device: torch.device) -> Any:
 # ---------------------------------------------------------------------- the plan of the buffer
 
 
-def pack_contents(states: Sequence[State], tensors: Sequence[Sequence[Tensor]]) -> str:
-    """Return as JSON: the number of tensors of each state, runs of equal dtypes and shapes, and the states that are defaults."""
-    counts = [len(sent) for sent in tensors]
+class Contents(NamedTuple):
+    """What one rank sends.
+
+    Attributes:
+        entries: For each state, dtype and shape of its tensors.
+        defaults: Indices of states that are defaults.
+        holders: For each state, the first state with the same tensors.
+        starts: For each state, the index of its first tensor among those that are sent.
+        offsets: First byte of each tensor that is sent.
+    """
+
+    entries: list[list[Entry]]
+    defaults: list[int]
+    holders: list[int]
+    starts: list[int]
+    offsets: list[int]
+
+
+def pack_contents(states: Sequence[State], tensors: Sequence[Sequence[Tensor]], holders: Sequence[int]) -> str:
+    """Return the contents as JSON, with runs of equal dtypes and shapes. A state with the tensors of another counts -1 - its index."""
+    counts = [len(sent) if holders[index] == index else -1 - holders[index] for index, sent in enumerate(tensors)]
     entries = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in itertools.chain.from_iterable(tensors)]
     runs = [[len(list(run)), *entry] for entry, run in itertools.groupby(entries)]
     defaults = [index for index, state in enumerate(states) if state.untouched]
     return json.dumps([counts, runs, defaults], separators=(",", ":"))
 
 
-def _unpack_contents(contents: str) -> tuple[list[list[Entry]], list[int]]:
-    """Return dtype and shape of each tensor by state, and the states that are defaults."""
-    counts, runs, defaults = json.loads(contents)
-    entries: list[Entry] = []
+def _unpack_contents(text: str) -> Contents:
+    counts, runs, defaults = json.loads(text)
+    sent: list[Entry] = []
     for count, dtype, shape in runs:
-        entries += [(getattr(torch, dtype), tuple(shape))] * count
-    remaining = iter(entries)
-    return [list(itertools.islice(remaining, count)) for count in counts], defaults
+        sent += [(getattr(torch, dtype), tuple(shape))] * count
+    offsets = list(itertools.accumulate((_num_bytes(*entry) for entry in sent), initial=0))
+    contents, start = Contents([], defaults, [], [], offsets), 0
+    for index, count in enumerate(counts):
+        holder = index if count >= 0 else -1 - count
+        contents.holders.append(holder)
+        contents.starts.append(start if count >= 0 else contents.starts[holder])
+        contents.entries.append(sent[start : start + count] if count >= 0 else contents.entries[holder])
+        start += max(0, count)
+    return contents
 
 
 class Region(NamedTuple):
     """A tensor inside the buffer.
 
     Attributes:
-        start: Its first byte.
-        dtype: Its dtype.
-        shape: Its shape.
+        start: First byte.
+        dtype: Data type.
+        shape: Shape.
     """
 
     start: int
@@ -301,7 +342,7 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, buffer: Tensor) -> Tensor:
-        """Return the tensor, in the buffer's memory; not a view to autograd, so that it may be changed in place."""
+        """Return the tensor in the buffer's memory. To autograd it is not a view, so that it may be changed in place."""
         offset = self.start // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
         strides = torch.empty(self.shape, device="meta").stride()
@@ -312,14 +353,16 @@ class Slot(NamedTuple):
     """The place of one tensor of one rank.
 
     Attributes:
-        start: Its first byte in the buffer.
-        length: Its number of bytes.
-        state: The index of its state.
-        tensor: The index of the tensor that is read for that state.
-        first_row: Its first row there; None: it is all of it.
-        rows: Its number of rows there.
+        sent: Index among the tensors that the rank sends.
+        start: First byte in the buffer.
+        length: Number of bytes.
+        state: Index of its state.
+        tensor: Index of the tensor that is read for that state.
+        first_row: First row in that tensor. None: it is all of it.
+        rows: Number of rows in that tensor.
     """
 
+    sent: int
     start: int
     length: int
     state: int
@@ -333,19 +376,26 @@ class BufferPlan:
     """The buffer that holds the states of all ranks.
 
     Attributes:
-        slots: For each rank, the places of its tensors, in the order in which it sends them.
+        contents: For each rank, its contents.
+        slots: For each rank, the places of its tensors.
         regions: For each state the tensors to read: one, none, or one per tensor of a ``list``.
-        expanded: For each state whose defaults follow the other ranks, its dtype and shape.
+        expanded: For each state with defaults that follow the other ranks, its dtype and shape.
+        twins: For each state with the tensors of an earlier one on every rank, that one.
         size: Number of bytes.
     """
 
-    slots: list[list[Slot]]
+    contents: list[Contents]
+    slots: list[list[Slot]] = field(init=False)
     regions: list[list[Region]] = field(default_factory=list)
     expanded: dict[int, Entry] = field(default_factory=dict)
+    twins: dict[int, int] = field(default_factory=dict)
     size: int = 0
 
+    def __post_init__(self) -> None:
+        self.slots = [[] for _ in self.contents]
+
     def add(self, kind: Kind, entries: Sequence[Sequence[Entry]], common: Entry) -> None:
-        """Place the tensors of one state.
+        """Place the tensors of the next state.
 
         Args:
             kind: Kind of the state.
@@ -354,7 +404,6 @@ class BufferPlan:
         """
         state, start, first_row = len(self.regions), self.size, 0
         dtype, row_shape = common
-        placed: dict[tuple[int, int], Slot] = {}
         regions: list[Region] = []
         # by update, then by rank: the order in which one process would have appended them
         longest = max(map(len, entries))
@@ -362,27 +411,26 @@ class BufferPlan:
             if k >= len(entries[rank]):
                 continue
             own_dtype, shape = entries[rank][k]
+            sent = self.contents[rank].starts[state] + k
             if kind == "rows":  # one after the other, in one tensor
                 rows = shape[0] if shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
                 length = _num_bytes(dtype, (rows, *row_shape))
-                placed[rank, k] = Slot(self.size, length, state, 0, first_row, rows)
+                slot = Slot(sent, self.size, length, state, 0, first_row, rows)
                 first_row += rows
                 self.size += length
-                continue
-            length = _num_bytes(own_dtype, shape)
-            placed[rank, k] = Slot(self.size, length, state, len(regions), None, 0)
-            if kind == "stack":  # expanded after reading, then stacked
-                placed[rank, k] = Slot(self.size, length, state, 0, rank, 1)
-                self.expanded[state] = common
-            regions.append(Region(self.size, own_dtype, shape))
-            self.size = _aligned(self.size + length)
-        if kind == "rows" and placed:
+            else:
+                length = _num_bytes(own_dtype, shape)
+                slot = Slot(sent, self.size, length, state, len(regions), None, 0)
+                if kind == "stack":  # expanded after reading, then stacked
+                    slot = slot._replace(tensor=0, first_row=rank, rows=1)
+                    self.expanded[state] = common
+                regions.append(Region(self.size, own_dtype, shape))
+                self.size = _aligned(self.size + length)
+            self.slots[rank].append(slot)
+        if kind == "rows" and longest:
             regions = [Region(start, dtype, (first_row, *row_shape))]
         self.regions.append(regions)
         self.size = _aligned(self.size)
-        # each rank sends them in the order of its own list
-        for rank, k in sorted(placed):
-            self.slots[rank].append(placed[rank, k])
 
     def read(self, buffer: Tensor) -> list[list[Tensor]]:
         """Return the tensors of each state, in the buffer's memory."""
@@ -400,21 +448,25 @@ def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], con
         title: Name of the operation, for messages.
         names: Names of the states.
         kinds: Kinds of the states.
-        contents: Shapes and dtypes of each rank, as ``pack_contents`` wrote them.
+        contents: Contents of each rank, from ``pack_contents``.
 
     Raises:
         RankMismatchError: if tensors of ranks do not fit together, naming the state.
     """
-    by_rank = [_unpack_contents(text) for text in contents]
-    plan = BufferPlan([[] for _ in by_rank])
+    plan = BufferPlan([_unpack_contents(text) for text in contents])
+    first: dict[tuple[int, ...], int] = {}
     for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-        entries = [of_states[index] for of_states, _ in by_rank]
-        if kind == "list":
+        twin = first.setdefault(tuple(of_rank.holders[index] for of_rank in plan.contents), index)
+        entries = [of_rank.entries[index] for of_rank in plan.contents]
+        if twin != index:
+            plan.twins[index] = twin
+            plan.regions.append([])
+        elif kind == "list":
             plan.add(kind, entries, (torch.float32, ()))
         elif kind == "rows":
             plan.add(kind, entries, _common_row(title, name, entries))
         else:
-            common = _common_shape(title, name, entries, [index in defaults for _, defaults in by_rank])
+            common = _common_shape(title, name, entries, [index in of_rank.defaults for of_rank in plan.contents])
             if all(of_rank == [common] for of_rank in entries):  # each rank has one row of the stack
                 dtype, shape = common
                 plan.add("rows", [[(dtype, (1, *shape))]] * len(entries), common)
@@ -424,7 +476,7 @@ def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], con
 
 
 def _common_row(title: str, name: str, entries: Sequence[Sequence[Entry]]) -> Entry:
-    """Return the rows' dtype and the shape of one row; tensors of shape (0,) are ignored, as in torch.cat, and the dtype of empty ones."""
+    """Return dtype and shape of one row. Tensors of shape (0,) are ignored, as in torch.cat, and so is the dtype of empty ones."""
     known = list(itertools.chain.from_iterable(entries))
     with_rows = [entry for entry in known if entry[1] != (0,)] or known
     dtypes = [dtype for dtype, shape in with_rows if shape[0]]
@@ -442,7 +494,7 @@ def _common_row(title: str, name: str, entries: Sequence[Sequence[Entry]]) -> En
 
 
 def _common_shape(title: str, name: str, entries: Sequence[Sequence[Entry]], is_default: Sequence[bool]) -> Entry:
-    """Return dtype and shape that a state has on every rank; those that are still defaults follow the others."""
+    """Return the common dtype and shape of a state. Defaults follow the other ranks."""
     shapes = [entry for (entry,) in entries]
     if len(set(shapes)) == 1:
         return shapes[0]
@@ -477,23 +529,23 @@ def _aligned(size: int) -> int:
 
 
 def _buffer_from_bytes(plan: BufferPlan, received: Sequence[bytes]) -> Tensor:
-    """Put the bytes that came inline in their places."""
+    """Put inline bytes in their places."""
     if plan.size == 0:
         return torch.empty(0, dtype=torch.uint8)
     gathered = bytearray(plan.size)
-    for data, slots in zip(received, plan.slots, strict=True):
-        cursor = 0
+    for data, slots, contents in zip(received, plan.slots, plan.contents, strict=True):
         for slot in slots:
-            gathered[slot.start : slot.start + slot.length] = data[cursor : cursor + slot.length]
-            cursor += slot.length
+            offset = contents.offsets[slot.sent]
+            gathered[slot.start : slot.start + slot.length] = data[offset : offset + slot.length]
     return torch.frombuffer(gathered, dtype=torch.uint8)
 
 
 def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device, group: Group) -> Tensor:
     """Put this rank's tensors in their places and gather the others'. Communication: one all-reduce."""
     buffer = torch.zeros(plan.size, dtype=torch.uint8, device=device)
-    for tensor, slot in zip(own, plan.slots[process_groups.rank(group)], strict=True):
+    for slot in plan.slots[process_groups.rank(group)]:
         if slot.length:
+            tensor = own[slot.sent]
             flat = buffer[slot.start : slot.start + slot.length].view(tensor.dtype)
             flat.view(tensor.shape).copy_(tensor.detach())
     all_gather_slices_(buffer, group)
@@ -501,17 +553,17 @@ def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device
 
 
 def _read_with_grad(plan: BufferPlan, buffer: Tensor, own: Sequence[Tensor], group: Group) -> list[list[Tensor]]:
-    """Read the tensors of each state out of the buffer; those that hold a part of this rank's get its graph."""
+    """Read the tensors of each state from the buffer. Those that hold a part of this rank's get its graph."""
     read = plan.read(buffer)
-    slots = plan.slots[process_groups.rank(group)]
-    with_graph = [(tensor, slot) for tensor, slot in zip(own, slots, strict=True) if tensor.requires_grad]
-    if not torch.is_grad_enabled() or not with_graph:
-        return read
-    # one autograd node for all: several tensors of this rank may lie in one that is read
-    targets = list(dict.fromkeys((slot.state, slot.tensor) for _, slot in with_graph))
-    places = [(targets.index((slot.state, slot.tensor)), slot.first_row, slot.rows) for _, slot in with_graph]
-    whole = [read[state][tensor] for state, tensor in targets]
-    joined = own_slices_with_grad(whole, [tensor for tensor, _ in with_graph], places, group=group)
-    for (state, index), tensor in zip(targets, joined, strict=True):
-        read[state][index] = tensor
+    slots = [slot for slot in plan.slots[process_groups.rank(group)] if own[slot.sent].requires_grad]
+    if torch.is_grad_enabled() and slots:
+        # one autograd node for all: several tensors of this rank may lie in one that is read
+        targets = list(dict.fromkeys((slot.state, slot.tensor) for slot in slots))
+        places = [(targets.index((slot.state, slot.tensor)), slot.first_row, slot.rows) for slot in slots]
+        whole = [read[state][tensor] for state, tensor in targets]
+        joined = own_slices_with_grad(whole, [own[slot.sent] for slot in slots], places, group=group)
+        for (state, index), tensor in zip(targets, joined, strict=True):
+            read[state][index] = tensor
+    for state, twin in plan.twins.items():
+        read[state] = list(read[twin])
     return read

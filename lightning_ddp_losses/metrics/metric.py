@@ -1,7 +1,7 @@
-"""`DifferentiableMetric`: torchmetrics' base class, with a value over all ranks whose gradient is that of one process.
+"""`DifferentiableMetric`: torchmetrics' base class, with a value over all ranks and the gradient of one process.
 
-A forward is a ``ForwardCall``: it updates on this batch alone, exchanges states, computes the value, and adds the batch to what was
-accumulated. The calls of several metrics (a collection, a composition, a wrapper) share one exchange: ``run_forward``.
+A forward is a ``ForwardCall``: it updates on this batch alone, exchanges states, computes the value, and adds the batch to the accumulated
+states. The calls of several metrics (a collection, a composition, a wrapper) share one exchange: ``run_forward``.
 """
 
 from __future__ import annotations
@@ -40,43 +40,44 @@ from lightning_ddp_losses.metrics.states import (
     needs_whole_batch,
 )
 
-# modules whose `_sync_dist` is torchmetrics' own or ours
-_KNOWN_SYNC = ("torchmetrics.metric", "lightning_ddp_losses")
-# means over rows, whose state ``total`` counts them
+# means over rows. Their state ``total`` counts the rows
 _WINDOW_METRICS = (MeanSquaredError, MeanAbsoluteError)
 
 
 class DifferentiableMetric(MetricStates):
-    """A metric over all ranks, whose value can be trained on.
+    """A metric over all ranks with a value that can be trained on.
 
-    Subclass it exactly as ``torchmetrics.Metric``; ``differentiable`` turns metrics that exist into it. ``forward`` returns the
-    metric of the global batch, on every rank the same; ``compute`` that of everything since ``reset``, as in one process.
+    Subclass it exactly as ``torchmetrics.Metric``, or convert an existing metric with ``differentiable``. ``forward`` returns the
+    metric of the global batch, the same on every rank. ``compute`` returns that of everything since ``reset``, as in one process.
 
     Equivalent to: the metric called in one process on the inputs of all ranks, concatenated in rank order.
 
     Args:
-        *args: What the metric takes.
-        gather: ``"states"``: each rank updates on its own rows and the states are reduced over ranks, as ``add_state`` says.
-            ``"inputs"``: the rows are gathered first, and every rank updates on all of them; for a metric whose update
+        *args: Arguments of the metric.
+        gather: ``"states"``: each rank updates on its own rows and the states are reduced over ranks, by the reductions of ``add_state``.
+            ``"inputs"``: the rows are gathered first, and every rank updates on all of them, for an update that
             looks at the whole batch. ``"auto"``: states, but inputs for the metrics of torchmetrics that need it.
-        keep_graph: ``update`` keeps its graph, so that ``compute`` after several updates has a gradient. It ends there: what was
-            accumulated is detached by ``compute``. Without it only ``forward`` has one.
-        **kwargs: What ``torchmetrics.Metric`` takes, ``process_group`` among them.
+        keep_graph: ``update`` keeps its graph, so that ``compute`` after several updates has a gradient. ``compute`` then detaches the
+            accumulated states. Without it only ``forward`` has a gradient.
+        **kwargs: Options of ``torchmetrics.Metric``, ``process_group`` among them.
+
+    torchmetrics' ``dist_sync_fn`` is refused, because a user's gather does not have the gradient of one process. A class also refuses
+    ``dist_sync_on_step=False``, as the value of one rank has another gradient, for members of wrappers too. ``synced`` takes both options.
 
     States reduced by "mean": ``forward`` of a metric with ``full_state_update = False`` accumulates the mean over the rows of all
-    ranks. After ``update`` (or ``forward`` of another metric) each rank has that of its own rows, and ``compute`` weighs them by the
-    ranks' rows since ``reset``: that of one process where each rank's share of the rows is the same at every update, else near it.
+    ranks. After ``update`` (or ``forward`` of another metric) each rank has the mean of its own rows, and ``compute`` weighs these by the
+    ranks' rows since ``reset``. It equals one process if each rank's share of the rows is the same at every update, and is near it if not.
 
-    A rank without rows counts for nothing, also where the metric's update fails on none.
+    A rank without rows does not count, even if the metric's update fails without rows.
 
-    Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (one
-        that differs is an error at the next call).
+    Gradient: after DDP's mean over ranks, that of one process. Multiply the value by the same factor on every rank (a
+        factor that differs is an error at the next call).
 
-    Communication: ``forward`` and ``compute`` one handshake with the states in it, or one more collective for many of them;
-        no barrier, none in backward. ``update`` none; with ``gather="inputs"`` as ``forward``, and ``compute`` none.
+    Communication: ``forward`` and ``compute`` one handshake with the states in it, or one more collective for many of them.
+        No barrier, and none in backward. ``update`` none. With ``gather="inputs"`` ``update`` is as ``forward``, and ``compute`` none.
 
     Raises:
-        ConfigurationError: options that cannot work; a value without gradient although an input asks for one.
+        ConfigurationError: options that cannot work, or a value without gradient although an input asks for one.
         RankMismatchError: on every rank, for states that differ in shape or dtype, naming the state.
 
     Example:
@@ -110,8 +111,8 @@ class DifferentiableMetric(MetricStates):
     def _set_up(
         self, *, gather: Gather, keep_graph: bool, on_step: object = True, expects_gradient: bool = True
     ) -> None:
-        """Set up what is ours, on a metric that torchmetrics has set up."""
-        check_options(self, gather, on_step=on_step)
+        """Add the record of this package to a metric that torchmetrics has set up."""
+        check_options(self, gather, on_step)
         if gather == "auto":
             gather = "inputs" if needs_whole_batch(self) else "states"
         self.dist_sync_on_step = True
@@ -123,14 +124,14 @@ class DifferentiableMetric(MetricStates):
     @eager_recursive
     @torch.jit.unused
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the metric of the global batch, with its gradient; accumulate this batch for ``compute``.
+        """Return the metric of the global batch with its gradient, and accumulate this batch for ``compute``.
 
         Args:
-            *args: What ``update`` takes: this rank's rows.
-            **kwargs: Likewise.
+            *args: Arguments of ``update``: this rank's rows.
+            **kwargs: Keyword arguments of ``update``.
 
         Returns:
-            What ``compute`` returns, equal on every rank.
+            The value, as of ``compute``, equal on every rank.
         """
         if self._is_synced:
             raise TorchMetricsUserError(
@@ -159,7 +160,7 @@ class DifferentiableMetric(MetricStates):
         return eager_recursive(wrapped)
 
     def _update_own(self, *args: Any, **kwargs: Any) -> None:
-        """Add a batch to what was accumulated; with a graph only if it is kept."""
+        """Add a batch to the accumulated states, with a graph only if it is kept."""
         record = self._record
         given = nests.tensors_in((args, kwargs))
         self._prepare(given)
@@ -169,7 +170,7 @@ class DifferentiableMetric(MetricStates):
         rows = inputs.num_rows(args, kwargs)
         may_skip = rows == 0 and self._may_skip(args, kwargs)
         self._enable_grad = record.keep_graph and torch.is_grad_enabled()
-        record.in_forward = True  # so that update is the plain one
+        record.in_forward = True  # update is the plain one then
         try:
             is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
         finally:
@@ -177,7 +178,7 @@ class DifferentiableMetric(MetricStates):
         record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
         if is_skipped and record.keep_graph:
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
-        if not record.keep_graph:  # what is appended to a list brings its own
+        if not record.keep_graph:  # items of a list bring their own graph
             self._assign(detached(self._states()))
             self._drop_graphs()
 
@@ -193,7 +194,7 @@ class DifferentiableMetric(MetricStates):
             with precision.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
             if self._record.keep_graph:
-                # the graph ends here: what was accumulated goes on without it
+                # the graph ends here: accumulated states go on without it
                 self._assign(detached(self._states()))
                 value = autograd_graph.attach_zero_grad(value, self._record.inputs_without_rows, [])
                 self._record.inputs_without_rows = []
@@ -211,13 +212,15 @@ class DifferentiableMetric(MetricStates):
         should_sync: bool = True,
         distributed_available: Callable[[], bool] | None = None,
     ) -> None:
-        """Replace the states by those of all ranks, until ``unsync``; this rank's own are kept, not copied.
+        """Replace the states by those of all ranks, until ``unsync``. This rank's own are kept, not copied.
+
+        A list that is empty on all ranks stays an empty list, as in one process.
 
         Args:
-            dist_sync_fn: None; a gather of one's own would not be fused.
-            process_group: Instead of the metric's.
-            should_sync: False: do nothing.
-            distributed_available: Whether there are other ranks.
+            dist_sync_fn: None, as any other gather is refused.
+            process_group: Process group. None: the metric's.
+            should_sync: Whether to sync at all.
+            distributed_available: Function that returns whether there are other ranks. None: the metric's.
 
         Communication: one handshake, or one more collective.
         """
@@ -226,7 +229,7 @@ class DifferentiableMetric(MetricStates):
         available = distributed_available or self.distributed_available_fn
         if not should_sync or not callable(available) or not available():
             return
-        check_options(self, self._record.gather, dist_sync_fn=dist_sync_fn)
+        _refuse_sync_fn(self, dist_sync_fn)
         self._cache = detached(self._states())
         is_alone = process_groups.world_size(process_group or self.process_group) == 1
         if not is_alone and self._record.gather == "states":  # else every rank has them already
@@ -254,7 +257,7 @@ class DifferentiableMetric(MetricStates):
             self._record.seen = seen._replace(rows=seen.rows + incoming_state._record.seen.rows)
         if isinstance(incoming_state, Metric) and isinstance(incoming_state, kind):
             incoming_state = incoming_state.metric_state
-        self.dist_sync_on_step = False  # torchmetrics asks; what is accumulated here is not synced
+        self.dist_sync_on_step = False  # torchmetrics asks. Accumulated states are not synced here
         try:
             super().merge_state(incoming_state)
         finally:
@@ -286,8 +289,8 @@ class DifferentiableMetric(MetricStates):
 class ForwardCall:
     """One forward of one metric: ``begin`` before the exchange, ``finish`` after it.
 
-    In between the metric holds this batch alone. ``end`` puts back what it had accumulated: with the batch after a forward that
-    succeeded, as it was after one that failed.
+    In between the metric holds this batch alone. ``end`` puts the accumulated states back: with the batch if the forward succeeded,
+    unchanged if it failed.
 
     Args:
         metric: The metric.
@@ -295,7 +298,7 @@ class ForwardCall:
         kwargs: Keyword arguments of its update.
 
     Attributes:
-        packet: The tensors to exchange; None without other ranks.
+        packet: Tensors to exchange, None without other ranks.
         value: The value, after ``finish``.
     """
 
@@ -312,7 +315,7 @@ class ForwardCall:
         self._rows, self._is_skipped = 0, False
 
     def begin(self) -> None:
-        """Update on this batch alone; a metric that looks at the whole batch does so after the exchange of its inputs."""
+        """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs."""
         metric = self.metric
         metric._prepare(self._given)
         if not metric._has_peers:
@@ -324,14 +327,14 @@ class ForwardCall:
             self.packet = metric._packet(metric._states_to_send(Seen(self._rows, int(self._is_skipped))))
 
     def _update(self) -> None:
-        """Put what is accumulated aside, and update from the defaults."""
+        """Put the accumulated states aside, and update from the defaults."""
         metric, args, kwargs = self.metric, self._args, self._kwargs
         self._rows = inputs.num_rows(args, kwargs)
         may_skip = self._rows == 0 and metric._may_skip(args, kwargs)
         grad_enabled = torch.is_grad_enabled()
-        self._aside = metric._progress()
+        self._aside = Progress(metric._states(), metric._update_count, metric._record.seen)
         metric._record.in_forward = True
-        # states that do not add up need a second update, on what is accumulated
+        # states that do not add up need a second update, on the accumulated ones
         if not metric._adds_up:
             self._accumulated = metric._states_after(args, kwargs, may_skip=may_skip)
         metric._clear()
@@ -340,10 +343,10 @@ class ForwardCall:
         self._batch = metric._states()
 
     def finish(self, exchanged: Sequence[Any]) -> None:
-        """Compute the value of the global batch, and add the batch to what was accumulated.
+        """Compute the value of the global batch, and add the batch to the accumulated states.
 
         Args:
-            exchanged: The tensors of the packet as all ranks have them; none without a packet.
+            exchanged: Tensors of the packet from all ranks. Empty without a packet.
         """
         metric = self.metric
         try:
@@ -353,7 +356,7 @@ class ForwardCall:
                 self._update()
             elif self.packet is not None:
                 reduced = metric._receive(exchanged)
-                if metric.sync_on_compute:  # a rank's share of the rows may be another in every step
+                if metric.sync_on_compute:  # a rank's share of the rows may change from step to step
                     self._batch |= {name: reduced[name] for name in metric._means()}
             # the value of the global batch
             metric._assign({"_to_sync": False, "_should_unsync": False})
@@ -365,7 +368,7 @@ class ForwardCall:
             self.end()
         # its gradient
         expects_gradient = metric._record.expects_gradient
-        if self._wants_gradient and self._rows == 0 and expects_gradient:  # in backward all the same, as its peers
+        if self._wants_gradient and self._rows == 0 and expects_gradient:  # takes part in backward, like its peers
             value = self._with_zero_grad(value)
         has_gradient = any(tensor.requires_grad for tensor in nests.tensors_in(value))
         if self._wants_gradient and expects_gradient and not has_gradient:
@@ -384,7 +387,7 @@ class ForwardCall:
         self.value = value
 
     def _accumulate(self) -> None:
-        """Add the batch to what was put aside."""
+        """Add the batch to the states that were put aside."""
         metric, aside, states = self.metric, self._aside, self._accumulated
         assert aside is not None  # by _update
         metric._update_count = aside.update_count + 1
@@ -396,25 +399,25 @@ class ForwardCall:
         self._aside = Progress(states, aside.update_count + 1, seen)
 
     def end(self) -> None:
-        """Put back what is accumulated; a second call does nothing."""
+        """Put the accumulated states back. A second call does nothing."""
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return
-        metric._put_back(aside)
-        metric._record.in_forward = False
+        metric._assign({**aside.states, "_update_count": aside.update_count})
+        metric._record.seen, metric._record.in_forward = aside.seen, False
         metric._assign({"_to_sync": metric.sync_on_compute, "_should_unsync": True})
         metric._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
         metric._drop_graphs()
 
     def _count_in_window(self, value: Any) -> Any:
-        """Return a mean over rows as one part of the value of an accumulation window's micro-batches."""
+        """Register a mean over rows as a part of an accumulation window's value."""
         window, metric = current_window(), self.metric
         if window is None or not isinstance(value, Tensor):
             return value
         title = metric._title()
         if isinstance(metric, _WINDOW_METRICS) and getattr(metric, "squared", True):
             total = float(metric.total)
-            if not total:  # a mean over nothing, whose gradient would be no number
+            if not total:  # a mean without rows has no gradient
                 return self._with_zero_grad(value.detach())
             return window.enter(metric, title, [WindowPart("mean", total)]).mark(value)
         name_value(value, title)
@@ -461,10 +464,10 @@ def _rounds(calls: Sequence[ForwardCall]) -> Iterable[list[ForwardCall]]:
 
 
 def run(owner: Any, title: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of a metric in full precision; an error on one rank is raised on all.
+    """Run a function of a metric in full precision. An error on one rank is raised on all.
 
     Args:
-        owner: The metric, composition or collection; its parameters and inputs fix the precision.
+        owner: The metric, composition or collection. Its parameters and inputs fix the precision.
         title: Name of the operation, for messages.
         function: The function.
         args: Its arguments.
@@ -480,7 +483,7 @@ def run(owner: Any, title: str, function: Callable[..., Any], args: tuple[Any, .
 
 
 def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:
-    """Return the rows of an update as states to gather; 0-dim tensors stay.
+    """Return the rows of an update as states to gather, without 0-dim tensors.
 
     Raises:
         InputError: for inputs that cannot be gathered.
@@ -503,9 +506,7 @@ def _with_rows(rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, 
 # ---------------------------------------------------------------------- options
 
 
-def check_options(
-    metric: Metric, gather: str, *, on_step: object = True, dist_sync_fn: Callable[..., Any] | None = None
-) -> None:
+def check_options(metric: DifferentiableMetric, gather: str, on_step: object) -> None:
     """Refuse options that cannot go with a value over all ranks.
 
     Raises:
@@ -514,22 +515,21 @@ def check_options(
     what = f"differentiable {type(metric).__name__}"
     expect_option(f"{what}: gather", gather, ("auto", "states", "inputs"))
     check_on_step(type(metric), on_step)
-    expected, got = (
-        "False, with dist_sync_on_step as a loss",
-        "True, which takes the states of each step from their device",
+    expect(
+        not metric.compute_on_cpu,
+        f"{what}: compute_on_cpu",
+        expected="False, with dist_sync_on_step as a loss",
+        got="True, which takes the states of each step from their device",
+        fix="Leave it out, or call differentiable on a metric that is made without it.",
     )
-    fix = "Leave it out, or call differentiable on a metric that is made without it."
-    expect(not metric.compute_on_cpu, f"{what}: compute_on_cpu", expected=expected, got=got, fix=fix)
-    dist_sync_fn = metric.dist_sync_fn or dist_sync_fn
-    fix = "Leave it out: the states of all ranks travel in one exchange; process_group= says among whom."
-    expect(dist_sync_fn is None, f"{what}: dist_sync_fn", expected="None", got=repr(dist_sync_fn), fix=fix)
-    foreign = [cls for cls in type(metric).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC)]
-    is_known, got = (
-        not any("_sync_dist" in vars(cls) for cls in foreign),
-        "an override, whose exchange is not known here",
-    )
-    fix = "Declare the states with add_state and a reduction."
-    expect(is_known, f"{what}: _sync_dist", expected="torchmetrics' own", got=got, fix=fix)
+    _refuse_sync_fn(metric, metric.dist_sync_fn)
+    metric._refuse_own_sync(what)
+
+
+def _refuse_sync_fn(metric: DifferentiableMetric, dist_sync_fn: Callable[..., Any] | None) -> None:
+    what, got = f"differentiable {type(metric).__name__}: dist_sync_fn", repr(dist_sync_fn)
+    fix = "Leave it out: the states of all ranks travel in one exchange, among the ranks of process_group=."
+    expect(dist_sync_fn is None, what, expected="None", got=got, fix=fix)
 
 
 def check_on_step(cls: type, on_step: object) -> None:
@@ -538,9 +538,7 @@ def check_on_step(cls: type, on_step: object) -> None:
     Raises:
         ConfigurationError: quoting it.
     """
-    what, fix = (
-        f"differentiable {cls.__name__}: dist_sync_on_step",
-        "Leave it out; use torchmetrics' own class for a value per rank.",
-    )
+    what = f"differentiable {cls.__name__}: dist_sync_on_step"
+    fix = "Leave it out, or use torchmetrics' own class for a value per rank."
     got = "False, which gives the gradient of this rank's rows alone" if on_step is False else repr(on_step)
     expect(on_step is True, what, expected="True", got=got, fix=fix)

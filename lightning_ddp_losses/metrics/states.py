@@ -1,7 +1,7 @@
-"""Holds a metric's states: taken, put, widened, added up, sent and copied, with nothing of a graph left behind.
+"""Handles a metric's states: takes, puts, widens, adds, sends and copies them, and leaves no graph behind.
 
-Which metrics must see the rows of all ranks in one update, because their states do not add up over ranks, is said here too
-(``needs_whole_batch``), and what their states lack where ranks have few rows (``ExchangingMetric._receive``).
+``needs_whole_batch`` lists the metrics that must see the rows of all ranks in one update, because their states do not add up over ranks.
+``ExchangingMetric._receive`` completes states of ranks that have few rows.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from lightning_ddp_losses.core import inputs, nests, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.metrics.exchange import Packet, State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
-# modules whose classes do nothing of their own in `reset`
+# modules with classes whose `_sync_dist` is known
+_KNOWN_SYNC = ("torchmetrics.", "lightning_ddp_losses")
+# modules with classes that add nothing to `reset`
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
 
 
@@ -35,7 +38,7 @@ class Seen(NamedTuple):
 
     Attributes:
         rows: Number of their rows.
-        skipped: Number of updates that had no rows and counted for nothing.
+        skipped: Number of updates without rows, which do not count.
         ends: For each tensor that grows by "cat", its length after each update.
     """
 
@@ -53,9 +56,9 @@ class MetricRecord:
         keep_graph: Whether ``update`` keeps its graph for ``compute``.
         expects_gradient: Whether a value without a graph is an error.
         upstream_grads: Gradients that came back into its values.
-        configuration: As text; made once, before the first update.
+        configuration: Text of the configuration, made once, before the first update.
         seen: Updates since the last reset.
-        in_forward: A forward is under way: calls of ``update`` and ``compute`` are its own.
+        in_forward: Whether a forward is running, which calls ``update`` and ``compute`` itself.
         inputs_without_rows: Inputs of skipped updates that ask for a gradient, if ``update`` keeps its graph.
     """
 
@@ -78,9 +81,11 @@ class Progress(NamedTuple):
 
 
 class ExchangingMetric(Metric):
-    """torchmetrics' base, for metrics whose states travel in one exchange, alone or with those of other metrics."""
+    """torchmetrics' base for metrics that send their states in one exchange, alone or with other metrics."""
 
-    # a module that holds a metric can be scripted: TorchScript reads annotations and properties, and cannot compile these
+    gathers_lists_at_once = True
+    """Ranks may hold lists of different lengths, which torchmetrics gathers item by item."""
+    # TorchScript reads annotations and properties of a scripted module's metrics, and cannot compile these
     __jit_unused_properties__: ClassVar[list[str]] = [*Metric.__jit_unused_properties__, "_has_peers", "_waits"]
 
     def packet(self) -> Packet:
@@ -88,7 +93,7 @@ class ExchangingMetric(Metric):
         raise NotImplementedError
 
     def _receive(self, values: Sequence[Any]) -> States:
-        """Put the states of all ranks, in the order of the packet, in the place of this rank's."""
+        """Replace this rank's states by those of all ranks, in the order of the packet."""
         reduced = dict(zip(self._reductions, values, strict=True))
         if _is_correlation(type(self)):
             _widen_scales_(reduced)
@@ -107,7 +112,7 @@ class ExchangingMetric(Metric):
         return self._to_sync and self._computed is None and not self._is_synced
 
     def _states(self) -> States:
-        """Return the states by name; lists are copied, tensors are not."""
+        """Return the states by name. Lists are copied, tensors are not."""
         found = {}
         for name in self._defaults:
             value = getattr(self, name)
@@ -119,10 +124,17 @@ class ExchangingMetric(Metric):
         self.__dict__.update(values)
 
     def _title(self, where: str = "") -> str:
-        title = f"metric {type(self).__name__}"
-        if where:
-            title += f", {where}"
-        return title
+        return f"metric {type(self).__name__}" + (f", {where}" if where else "")
+
+    def _refuse_own_sync(self, what: str) -> None:
+        """Refuse a user's class with its own ``_sync_dist``."""
+        foreign = (cls for cls in type(self).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC))
+        override = next((cls.__name__ for cls in foreign if "_sync_dist" in vars(cls)), None)
+        got, fix = (
+            f"that of {override}, whose exchange is not known here",
+            "Declare the states with add_state and a reduction.",
+        )
+        expect(override is None, f"{what}: _sync_dist", expected="torchmetrics' own", got=got, fix=fix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.process_group)] = self.process_group  # a group of processes has no copy
@@ -141,16 +153,8 @@ class MetricStates(ExchangingMetric):
 
     # ------------------------------------------------------------------ take and put
 
-    def _progress(self) -> Progress:
-        """Return all that is accumulated, to be put back later."""
-        return Progress(self._states(), self._update_count, self._record.seen)
-
-    def _put_back(self, progress: Progress) -> None:
-        self._assign({**progress.states, "_update_count": progress.update_count})
-        self._record.seen = progress.seen
-
     def _clear(self) -> None:
-        """Reset, without emptying lists that others hold (members of a collection share theirs)."""
+        """Reset without emptying the lists, which members of a collection may share."""
         self._assign({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
         if not _has_plain_reset(type(self)):
             self.reset()
@@ -160,7 +164,7 @@ class MetricStates(ExchangingMetric):
         self._assign({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
 
     def _prepare(self, given: list[Tensor]) -> None:
-        """Refuse rows on another device, note the configuration, and widen states that are narrower than the inputs or than float32."""
+        """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32."""
         record = self._record
         arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
         held = {name: getattr(self, name) for name in self._defaults}
@@ -179,9 +183,9 @@ class MetricStates(ExchangingMetric):
     # ------------------------------------------------------------------ send and receive
 
     def _states_to_send(self, seen: Seen) -> list[State]:
-        """Return the states of some updates with all that the other ranks must know of them."""
+        """Return the states of some updates, as they are sent."""
         title, untouched = type(self).__name__, self._update_count == seen.skipped
-        reductions: dict[str, Any] = self._reductions  # functions by now, also where add_state was given a name
+        reductions: dict[str, Any] = self._reductions  # functions, also if add_state was given a name
         found = []
         for name, reduce in reductions.items():
             value = self._split_by_update(name)
@@ -189,7 +193,7 @@ class MetricStates(ExchangingMetric):
         return found
 
     def _split_by_update(self, name: str) -> Any:
-        """Return a state; a tensor that grew by "cat" in the pieces that it grew by, so that they can be put in order."""
+        """Return a state. A tensor that grew by "cat" is split by update, so that ranks' updates can be put in order."""
         value, ends = getattr(self, name), self._record.seen.ends.get(name, [0])
         grew = isinstance(value, Tensor) and len(ends) > 1 and ends[-1] == len(value)
         if self._record.in_forward or not grew:
@@ -198,7 +202,7 @@ class MetricStates(ExchangingMetric):
         return list(torch.split(value, sizes))
 
     def _seen_after(self, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
-        """Return ``seen`` with one more update, with the lengths that tensors reduced by "cat" have now."""
+        """Return ``seen`` with one more update, and with the present lengths of tensors reduced by "cat"."""
         ends = {}
         for name, value in states.items():
             if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim:
@@ -210,10 +214,9 @@ class MetricStates(ExchangingMetric):
     @property
     def _adds_up(self) -> bool:
         """Whether the states after two batches follow from those of each, so that one update is enough."""
-        for name, reduce in self._reductions.items():  # torchmetrics would stack these
-            if isinstance(self._defaults[name], Tensor) and reduce is None:
-                return False
-            if isinstance(self._defaults[name], list) and reduce not in (None, dim_zero_cat):
+        for name, reduce in self._reductions.items():
+            is_list = isinstance(self._defaults[name], list)
+            if reduce not in (None, dim_zero_cat) if is_list else reduce is None:  # torchmetrics would stack these
                 return False
         return self.full_state_update is False
 
@@ -229,10 +232,10 @@ class MetricStates(ExchangingMetric):
             setattr(self, name, ((n - 1) * incoming_state[name] + local) / n)
 
     def _update_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> bool:
-        """Update; where it may be skipped, one that fails for want of rows counts for nothing.
+        """Run ``update``. If it may be skipped and fails, because it has no rows, the states stay as they were.
 
         Returns:
-            Whether it counted.
+            Whether the update counts.
         """
         if not may_skip:
             self.update(*args, **kwargs)
@@ -246,13 +249,10 @@ class MetricStates(ExchangingMetric):
         return True
 
     def _states_after(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
-        """Return the states after one more update, for a metric whose states do not just add up."""
+        """Return the states after one more update, for a metric with states that do not add up."""
         self._enable_grad = False
-        # copies, as update may change them in place
-        own = {}
-        for name, value in self._states().items():
-            own[name] = value if isinstance(value, list) else value.clone()
-        self._assign(own)
+        # update may change tensors in place
+        self._assign({name: v if isinstance(v, list) else v.clone() for name, v in self._states().items()})
         before = {id(tensor) for tensor in nests.tensors_in(self._states())}
         self._update_rows(args, kwargs, may_skip=may_skip)
         return nests.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
@@ -260,13 +260,13 @@ class MetricStates(ExchangingMetric):
     # ------------------------------------------------------------------ graphs and copies
 
     def _drop_graphs(self) -> None:
-        """Detach what a metric keeps beside its states; no graph may grow with the steps."""
+        """Detach the tensors that a metric keeps besides its states: no graph may grow with the steps."""
         for name, value in self.__dict__.items():
             if isinstance(value, Tensor) and value.grad_fn is not None and name not in self._defaults:
                 self.__dict__[name] = value.detach()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled and copied: nothing with a graph."""
+        """Return the attributes to pickle and copy, without graphs."""
         state = super().__getstate__()
         for name in (*self._defaults, "_forward_cache", "_computed"):
             state[name] = nests.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
@@ -275,7 +275,7 @@ class MetricStates(ExchangingMetric):
 
 @functools.cache
 def _has_plain_reset(cls: type) -> bool:
-    """Whether ``reset`` of a class does no more than torchmetrics' own."""
+    """Return whether ``reset`` of a class does no more than torchmetrics' own."""
     foreign = [base for base in cls.__mro__ if not base.__module__.startswith(_PLAIN_RESET)]
     return not any("reset" in vars(base) for base in foreign)
 
@@ -286,7 +286,7 @@ def detached(states: States) -> States:
 
 
 def has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether all arguments that are tensors with dimensions are empty; not without such arguments."""
+    """Return whether there are tensors with dimensions among the arguments, and all of them are empty."""
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
     return bool(batches) and all(batch.numel() == 0 for batch in batches)
 
@@ -300,15 +300,15 @@ def _is_correlation(cls: type) -> bool:
 
 
 def _widen_scales_(states: States) -> None:
-    """Let the largest deviations of a correlation reach from each rank's mean to that of all ranks.
+    """Extend the largest deviations of a correlation to the distance between each rank's mean and the mean of all ranks.
 
-    A correlation divides its variances by the square of the largest deviation from the mean, against underflow. Each rank's is from the
-    mean of its own rows: 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is then 0/0
+    Against underflow, a correlation divides its variances by the square of the largest deviation from the mean. Each rank measures it from
+    the mean of its own rows. It is 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is then 0/0
     (torchmetrics 1.9, measured 2026). No deviation gets larger than the largest from the mean of all ranks. It cancels, so it needs no
-    gradient. (Releases up to 1.7 divide by none.)
+    gradient. (Releases up to 1.7 do not divide.)
 
     Args:
-        states: Of all ranks, (W, outputs) each.
+        states: States of all ranks, (W, outputs) each.
     """
     if "max_abs_dev_x" not in states:
         return
@@ -317,7 +317,7 @@ def _widen_scales_(states: States) -> None:
         means = torch.stack([states["mean_x"], states["mean_y"]])
         shares = rows / rows.sum(0).clamp(min=1)
         distances = (means - (shares * means).sum(1, keepdim=True)).abs()
-        # the mean of a rank without rows is not one
+        # a rank without rows has no mean
         distances = distances * (rows > 0)
         scales = torch.stack([states["max_abs_dev_x"], states["max_abs_dev_y"]])
         states["max_abs_dev_x"], states["max_abs_dev_y"] = torch.maximum(scales, distances)
@@ -336,7 +336,7 @@ def _without_range(metric: Any) -> bool:
     return images or metric.data_range is None
 
 
-# update takes something of the whole batch that states do not carry, or the states of several ranks do not add up
+# update uses something of the whole batch that states do not carry, or the states of several ranks do not add up
 _WHOLE_BATCH: dict[str, Callable[[Any], bool]] = {
     "MultiScaleStructuralSimilarityIndexMeasure": _without_range,
     "NormalizedRootMeanSquaredError": _always,
@@ -346,10 +346,10 @@ _WHOLE_BATCH: dict[str, Callable[[Any], bool]] = {
 
 
 def needs_whole_batch(metric: Metric) -> bool:
-    """Whether the metric is only right when its update sees the rows of all ranks."""
+    """Return whether the metric is only right if its update sees the rows of all ranks."""
     return any(name in _WHOLE_BATCH and _WHOLE_BATCH[name](metric) for name in torchmetrics_names(type(metric)))
 
 
 def torchmetrics_names(cls: type) -> list[str]:
-    """Return the class and its bases of torchmetrics, by name; subclasses of the user's keep what they inherit."""
+    """Return the names of the class and its bases that are torchmetrics' own. A user's subclass has those of its bases."""
     return [base.__name__.lstrip("_") for base in cls.__mro__ if base.__module__.startswith("torchmetrics.")]

@@ -1,7 +1,7 @@
-"""`SyncedMetric`: a metric of torchmetrics as it is, but for the sync of its states, which is one exchange.
+"""`SyncedMetric`: a metric of torchmetrics that syncs its states in one exchange, and is unchanged otherwise.
 
-torchmetrics gathers state by state, and a list that is not concatenated item by item: ranks with other numbers of updates wait for each
-other (its issue 3336). Here all states travel at once with their lengths. What makes the classes is ``conversion.synced``.
+torchmetrics gathers state by state, and a list that is not concatenated item by item: ranks with different numbers of updates wait for each
+other (its issue 3336). Here all states travel at once with their lengths. ``conversion.synced`` makes the classes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lightning_ddp_losses.metrics.composites import Classwise, Members, Windowed
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
 from lightning_ddp_losses.metrics.states import ExchangingMetric, States, torchmetrics_names
 
-# their compute joins the stacked tensors of all ranks (that of NormalizedRootMeanSquaredError fails, torchmetrics 1.9)
+# compute joins the stacked tensors of all ranks (NormalizedRootMeanSquaredError's fails, torchmetrics 1.9)
 _JOINS_STACKS = ("PearsonCorrCoef",)
 
 
 class SyncedMetric(ExchangingMetric):
-    """A metric whose states are synced in one exchange; a leaf of what ``synced`` makes."""
+    """A metric with states that are synced in one exchange: a leaf of a metric that ``synced`` returns."""
 
     _configuration = ""
 
@@ -39,17 +39,8 @@ class SyncedMetric(ExchangingMetric):
         self._set_up()
 
     def _set_up(self) -> None:
-        """Note how the metric was made, before its first update; refuse what cannot be joined."""
-        what = f"synced {type(self).__name__}"
-        foreign = (cls for cls in type(self).__mro__ if not cls.__module__.startswith(("torchmetrics.", __package__)))
-        override = next((cls.__name__ for cls in foreign if "_sync_dist" in vars(cls)), None)
-        expect(
-            override is None,
-            f"{what}: _sync_dist",
-            expected="torchmetrics' own",
-            got=f"that of {override}, whose exchange is not known here",
-            fix="Declare the states with add_state and a reduction.",
-        )
+        """Note the configuration before the first update, and refuse states that cannot be joined."""
+        self._refuse_own_sync(f"synced {type(self).__name__}")
         self._refuse_states()
         self._configuration = configuration_digest(self)
 
@@ -62,26 +53,27 @@ class SyncedMetric(ExchangingMetric):
                 reduce is not None or not isinstance(getattr(self, name), Tensor),
                 f"synced {type(self).__name__}: state `{name}`",
                 expected="a list, or a tensor with a reduction",
-                got="a tensor with dist_reduce_fx=None: what joins those of all ranks is not known",
-                fix="Give add_state a reduction; dist_reduce_fx=lambda stacked: stacked if compute joins them itself.",
+                got="a tensor with dist_reduce_fx=None: how to join those of all ranks is not known",
+                fix="Give add_state a reduction, or dist_reduce_fx=lambda stacked: stacked if compute joins them itself.",
             )
 
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         self._refuse_states()
         title, untouched, found = type(self).__name__, self._update_count == 0, []
-        for name, reduce in self._reductions.items():
-            value = getattr(self, name)
+        reductions: dict[str, Any] = self._reductions
+        for name, reduce in reductions.items():
+            value: Any = getattr(self, name)
             weight = float(self._update_count)
             if untouched and reduce is dim_zero_mean:  # states may be loaded or merged without an update
                 weight = float(not torch.equal(value, self._defaults[name]))  # type: ignore[arg-type]
-            found.append(State(f"{title}.{name}", value, self.device, reduce, weight, untouched))  # type: ignore[arg-type]
+            found.append(State(f"{title}.{name}", value, self.device, reduce, weight, untouched))
         return Packet(found, self.process_group, self._configuration)
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
     ) -> None:
-        if dist_sync_fn not in (None, gather_all_tensors):  # a gather of the user's
+        if dist_sync_fn not in (None, gather_all_tensors):  # the user's gather
             super()._sync_dist(dist_sync_fn, process_group=process_group)
             return
         group, title = process_group or self.process_group, self._title("compute")
@@ -104,7 +96,7 @@ class SyncedMetric(ExchangingMetric):
 
 
 class SyncedTracker(Members):
-    """A metric for each increment; ``compute`` is of the last one, ``compute_all`` syncs all of them at once."""
+    """A metric for each increment. ``compute`` is that of the last one, ``compute_all`` syncs all of them at once."""
 
     def compute(self) -> Any:
         """Return the value of the last increment."""
@@ -128,4 +120,4 @@ SYNCED_COMPOSITES: dict[type, type[Members]] = {
     CompositionalMetric: Members,
     MetricCollection: Members,
 }
-"""For each class of torchmetrics that is made of metrics, what syncs its members; the first that fits."""
+"""For each class of torchmetrics that is made of metrics, the class that syncs its members. The first that fits counts."""

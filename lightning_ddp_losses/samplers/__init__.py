@@ -1,13 +1,13 @@
-"""Samplers that cut one process's batches over W ranks, and what puts ranks' rows back into one order.
+"""Samplers that cut one process's batches over W ranks, and the function that puts ranks' rows back into one order.
 
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone
 * ``global_draw``: batches of one process, drawn on every rank, dealt to the ranks, and resumed in the middle of an epoch
-* ``seeded_draw``: an epoch of any sampler, drawn alike on every rank, without traces in the sampler or in random numbers
+* ``seeded_draw``: an epoch of any sampler, the same draw on every rank, without traces in the sampler or in random numbers
 * ``shuffled_order``: a permutation of the rows that follows from the seed, and its draw
-* ``evaluation``: each row of an evaluation on one rank, and as many batches on every rank
+* ``evaluation``: each row of an evaluation on one rank, with the same number of batches on every rank
 * ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set
 
-To resume on another number of GPUs, keep the global batch; ``batch_size`` is the rows of one rank, and one device needs the strategy too::
+To resume on another number of GPUs, keep the global batch. ``batch_size`` counts the rows of one rank. One device needs the strategy too::
 
     def train(devices, ckpt_path=None):
         loader = DataLoader(dataset, batch_size=256 // devices, shuffle=True, num_workers=4)
@@ -16,12 +16,12 @@ To resume on another number of GPUs, keep the global batch; ``batch_size`` is th
 
 
     train(devices=8)  # killed in an epoch
-    train(devices=4, ckpt_path="last.ckpt")  # goes on with the batch that would have come
+    train(devices=4, ckpt_path="last.ckpt")  # goes on with the next batch
 
-With a sampler of one's own, the loader gets ``batch_sampler=GlobalBatchSampler.batches(sampler, 256)``; the option leaves it alone.
-Under ``DDPLossStrategy`` checkpoints also hold every rank's random numbers (torch, numpy, Python, device): on as many ranks dropout goes
-on with the masks that would have come; on another number they are drawn anew from the run's seed, the step and the rank, and the log says
-so. What workers draw is not restored inside an epoch, nor are the numbers of an accumulation window's first micro-batches.
+For a custom sampler, give the loader ``batch_sampler=GlobalBatchSampler.batches(sampler, 256)``. The option leaves it alone.
+Under ``DDPLossStrategy`` checkpoints also hold every rank's random numbers (torch, numpy, Python, device). On the same number of ranks
+dropout goes on with the next masks. On another number the generators are seeded from the run's seed, the step and the rank, and the log
+reports it. Random numbers of workers are not restored inside an epoch, nor those of an accumulation window's first micro-batches.
 """
 
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler

@@ -1,13 +1,13 @@
-"""The rows of an evaluation, each once: as many batches on every rank as on the others, none padded with rows that were there before.
+"""Deals each row of an evaluation once, in the same number of batches on every rank, without padding.
 
 torch's ``DistributedSampler`` repeats rows until the ranks divide them, and every metric counts those twice. Without the padding ranks
 may have different numbers of batches, and a collective in the step (a global loss, a logged value, DDP's buffers) waits for ever. Both
-are avoided by cutting the order of one process into *global batches*, of which every rank gets its contiguous part:
+are avoided by cutting the order of one process into *global batches*. Every rank gets its contiguous part of each:
 
-* Step ``k`` sees the rows ``k W B`` to ``(k + 1) W B``, rank after rank: what one process sees in a batch of ``W B`` rows.
-* The rows that are left for the last step are shared as evenly as they come.
-* Where they are fewer than the ranks, the batch before gives some of its own: there a rank's batch has one row less.
-* Only where it has none to give (``B = 1``) do the ranks ``rest`` and above have one batch less.
+* Step ``k`` sees the rows ``k W B`` to ``(k + 1) W B``, rank after rank, as one process in a batch of ``W B`` rows.
+* The rows that are left for the last step are shared as evenly as possible.
+* If they are fewer than the ranks, they take rows from the batch before, where a rank's batch then has one row less.
+* Only if that batch has none to give (``B = 1``), the ranks ``rest`` and above have one batch less.
 
 Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``N`` rows of the data set.
 """
@@ -26,20 +26,20 @@ from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, 
 
 
 class EvaluationSampler(DistributedSampler[Any]):
-    """This rank's rows of what another sampler draws, each row on one rank.
+    """This rank's rows of another sampler's draw, each row on one rank.
 
-    The order is the sampler's own. One that is random draws epoch ``e`` from ``seed + e``, so that all ranks draw the same.
+    The order is that of the sampler. A random one draws epoch ``e`` from ``seed + e``, so that all ranks draw the same.
     (Rank and world size are those at the time it is made.)
 
     Args:
-        sampler: What one process would use, with a length.
-        batch_size: B; None where the loader makes no batches.
+        sampler: Sampler that one process would use, with a length.
+        batch_size: Rows of a rank's batch, B. None if the loader makes no batches.
         drop_last: Leave out a last global batch of fewer than ``W B`` rows.
-        seed: As ``DistributedSampler``'s.
+        seed: Seed, as ``DistributedSampler``'s.
 
     Raises:
         ConfigurationError: for a sampler without a length.
-        InputError: where it draws another number of rows than its length says.
+        InputError: if the sampler draws another number of rows than its length.
 
     Communication: none.
     """
@@ -58,7 +58,7 @@ class EvaluationSampler(DistributedSampler[Any]):
 
     @property
     def counts(self) -> list[int]:
-        """The number of batches of each rank."""
+        """Number of batches of each rank."""
         rows_of_last = self._global_batch(self._steps - 1)[1] if self._steps else 0
         return [self._steps - (0 < rows_of_last <= rank) for rank in range(self.num_replicas)]
 
@@ -81,7 +81,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         start, rows = step * size, size
         if step == full:
             rows = rest
-        # too few rows for the last step: each rank gets one of them, or of those before
+        # too few rows for the last step: each rank gets one of these, or of the rows before
         if 0 < rest < W and full and self.batch_size > 1 and not self.drop_last:
             lent = W - rest
             if step == full - 1:
@@ -91,7 +91,7 @@ class EvaluationSampler(DistributedSampler[Any]):
         return start, rows
 
     def _local_part(self, start: int, rows: int) -> range:
-        """Return where this rank's part of a global batch lies in the order of all rows."""
+        """Return the places of this rank's part of a global batch in the order of all rows."""
         return range(start, start + rows)[share(rows, self.num_replicas, self.rank)]
 
     # ------------------------------------------------------------------ rows
@@ -102,20 +102,20 @@ class EvaluationSampler(DistributedSampler[Any]):
         return type(self.source) is SequentialSampler
 
     def order(self) -> Sequence[Any]:
-        """Return what one process draws in this epoch; the same on every rank."""
+        """Return the draw of one process in this epoch, the same on every rank."""
         if self.is_sequential:
             return range(self.global_rows)
         if self._drawn is None or self._drawn[0] != self.epoch:
             drawn = draw_seeded(self.source, self.seed + self.epoch)
             what = f"rows that {type(self.source).__name__} drew for an evaluation"
             expected = f"{self.global_rows}, its length when the loader was set up"
-            is_whole, fix = len(drawn) == self.global_rows, "Let its __len__ say what it draws, in every epoch."
+            is_whole, fix = len(drawn) == self.global_rows, "Let its __len__ return the rows of every epoch."
             expect(is_whole, what, expected=expected, got=len(drawn), fix=fix, error=InputError)
             self._drawn = (self.epoch, drawn)
         return self._drawn[1]
 
     def digest(self) -> str:
-        """Return a hash of the order of this epoch: ranks that draw differently would repeat rows and leave out others."""
+        """Return a hash of this epoch's order: ranks that draw differently would repeat some rows and leave out others."""
         return draw_digest([list(self.order())]).hex()
 
     def batches(self) -> Iterator[list[Any]]:
@@ -130,10 +130,10 @@ class EvaluationSampler(DistributedSampler[Any]):
 
 
 def len_of(sampler: Any) -> int:
-    """Return how many rows a sampler draws.
+    """Return the number of rows that a sampler draws.
 
     Raises:
-        ConfigurationError: where it does not say.
+        ConfigurationError: for a sampler without a length.
     """
     try:
         return len(sampler)
@@ -144,15 +144,15 @@ def len_of(sampler: Any) -> int:
 
 
 class EvaluationBatches(BatchSampler):
-    """The batches of an ``EvaluationSampler``, as a DataLoader wants them.
+    """The batches of an ``EvaluationSampler``, for a DataLoader.
 
     Args:
-        sampler: It.
+        sampler: The sampler.
     """
 
     def __init__(self, sampler: EvaluationSampler) -> None:
         super().__init__(sampler, sampler.batch_size, sampler.drop_last)
-        self.sampler: EvaluationSampler = sampler  # under this name Lightning looks for set_epoch
+        self.sampler: EvaluationSampler = sampler  # Lightning calls its set_epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.sampler.batches()
@@ -162,8 +162,8 @@ class EvaluationBatches(BatchSampler):
 
 
 def repeated_rows(loader: DataLoader[Any]) -> int:
-    """Return the rows that a padding sampler hands out twice, all ranks together."""
-    # a batch sampler of the user's is built around Lightning's sampler
+    """Return the number of rows that a padding sampler hands out twice, all ranks together."""
+    # Lightning builds the user's batch sampler around its own sampler
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
     is_exact = isinstance(sampler, (EvaluationSampler, GlobalBatchSampler))  # ranks may have different numbers of rows
     if is_exact or not isinstance(sampler, DistributedSampler) or sampler.drop_last:

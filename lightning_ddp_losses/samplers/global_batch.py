@@ -1,14 +1,14 @@
-"""The batches that one process would draw, each cut over the ranks in rank order.
+"""Cuts the batches that one process would draw over the ranks, in rank order.
 
-Lightning re-shuffles a custom training sampler under DDP: batches with M rows per class are destroyed without a word, and
+Lightning re-shuffles a custom training sampler under DDP: batches with M rows per class are silently destroyed, and
 a sampler that draws at random draws differently on each rank (rows seen twice, rows never seen). It leaves two things
-alone, which is why there are two forms:
+alone, so there are two forms:
 
 * A ``DistributedSampler`` given as ``sampler=`` is not replaced. It yields indices and the DataLoader cuts them into
   batches of a fixed size, so all full batches are cut evenly: G is W times the DataLoader's batch size.
 * A ``BatchSampler`` given as ``batch_sampler=`` makes the batches itself, of any size, but is *rebuilt* as
   ``type(b)(sampler, batch_size=b.batch_size, drop_last=...)`` around a sampler of Lightning's, in prediction always. Ours
-  carries the draw in its ``batch_size``, the one thing that comes through every way of rebuilding, and ignores the rest.
+  carries the draw in its ``batch_size``, the only argument that every way of rebuilding keeps, and ignores the rest.
 
 One class cannot be both: a ``DistributedSampler`` yields indices, a ``BatchSampler`` lists.
 
@@ -32,42 +32,41 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     """Deals the batches of one process to the ranks: rank r gets the r-th contiguous part of each.
 
     Equivalent to: ``DataLoader(data, batch_size=W * local_batch_size, sampler=sampler)`` in one process, whose k-th batch
-    is the concatenation over ranks of their k-th batches. What a random sampler draws in epoch ``e`` is what it draws in
+    is the concatenation over ranks of their k-th batches. A random sampler draws in epoch ``e`` what it draws in
     one process after ``seed_everything(seed + e)``, for any W.
 
-    This class goes to ``DataLoader(sampler=...)``. Where the number of ranks may not divide a batch, or where the sampler
+    This class goes to ``DataLoader(sampler=...)``. If the number of ranks may not divide a batch, or if the sampler
     makes the batches, use ``GlobalBatchSampler.batches`` as ``DataLoader(batch_sampler=...)``. Lightning leaves both as
     they are, with ``use_distributed_sampler`` True or False, in fit, validate, test and predict.
 
-    Of a sampler with M rows per class, M grows with the ranks where ``local_batch_size`` stays: M x labels has to be at least
+    For a sampler with M rows per class, M grows with the ranks if ``local_batch_size`` stays: M x labels has to be at least
     ``W * local_batch_size``, which is the ``batch_size`` to give it, and M has to divide that.
 
-    Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and put back afterwards:
-    sampling takes nothing from, and gives nothing to, the random numbers of training. So are lists and arrays that the sampler
-    shuffles in place: an epoch that is set again has the same order. Lightning calls ``set_epoch``;
-    without it, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
+    Every generator (torch, numpy, Python, those that the sampler holds) is seeded for the draw and restored afterwards:
+    sampling does not change the random numbers of training, and does not depend on them. Lists and arrays that the sampler
+    shuffles in place are restored too: an epoch that is set again has the same order. Lightning calls ``set_epoch``.
+    Without it, an epoch that was read to its end is followed by the next. Before torch.distributed is initialised the
     world is one process, and so is ``len``.
 
     Args:
-        sampler: What one process would use, over the whole data set, equal on every rank: a sampler of torch or
+        sampler: Sampler that one process would use, over the whole data set, equal on every rank: a sampler of torch or
             pytorch-metric-learning, or any iterable over indices that has a length.
-        local_batch_size: The DataLoader's ``batch_size``; the two must be equal (``DDPLossStrategy`` refuses others).
+        local_batch_size: ``batch_size`` of the DataLoader. The two must be equal (``DDPLossStrategy`` refuses others).
         drop_last: Leave out a last global batch that is not full. Else its rows are dealt as evenly as possible. Set it
             here and not on the DataLoader, which can drop a batch on some ranks only.
-        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets, or the seed of a state that is
-            loaded.
+        seed: 0 to 2**32 - 1. None: ``torch.initial_seed()`` of rank 0, which ``seed_everything`` sets, or the seed of a loaded state.
 
-    A run that is resumed under ``DDPLossStrategy`` goes on with the global batch that would have come, also in the middle of an epoch, with
-    workers, and on another number of ranks (also ``devices=1``) with the same global batch; inside an accumulation window with its first
-    micro-batch. Random numbers of training (dropout) go on too, on as many ranks; those of workers (augmentation) do
-    not in the middle of an epoch.
+    A run that is resumed under ``DDPLossStrategy`` goes on with the next global batch, also in the middle of an epoch, with
+    workers, and on another number of ranks (also ``devices=1``) with the same global batch. Inside an accumulation window it goes on with
+    the window's first micro-batch. Random numbers of training (dropout) go on too, on the same number of ranks. Those of workers
+    (augmentation) do not in the middle of an epoch.
 
-    Communication: two handshakes per epoch, when the first batch is asked for. All ranks iterate together, or none.
+    Communication: two handshakes per epoch, at its first batch. All ranks iterate together, or none.
 
     Raises:
         ConfigurationError: no sampler, one without length, one that is cut by rank already, sizes that do not match.
-        InputError: a batch with fewer rows than ranks, or batches where indices were expected.
-        RankMismatchError: on every rank, where the ranks' samplers drew different indices.
+        InputError: a batch with fewer rows than ranks, or batches in place of indices.
+        RankMismatchError: on every rank, if the ranks' samplers drew different indices.
 
     Example:
         >>> import torch
@@ -88,22 +87,18 @@ class GlobalBatchSampler(DistributedSampler[Any]):
     def __init__(
         self, sampler: Any, local_batch_size: int, *, drop_last: bool = False, seed: int | None = None
     ) -> None:
+        is_indices, got = not isinstance(sampler, BatchSampler), type(sampler).__name__
         fix = "Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler))."
-        what, got, is_batches = (
-            "GlobalBatchSampler as sampler=",
-            type(sampler).__name__,
-            isinstance(sampler, BatchSampler),
-        )
-        expect(not is_batches, what, expected="a sampler of indices", got=got, fix=fix)
+        expect(is_indices, "GlobalBatchSampler as sampler=", expected="a sampler of indices", got=got, fix=fix)
         self.local_batch_size = local_batch_size
         self._draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
-        # rank and world size are placeholders of the base class's: they are asked for anew at each use
+        # rank and world size are placeholders for the base class: they are read again at each use
         super().__init__(sampler, num_replicas=1, rank=0, shuffle=False, seed=seed or 0, drop_last=drop_last)
-        self._ask_groups()
+        self._read_ranks()
 
     @property
     def draw(self) -> GlobalDraw:
-        """What the batches of all ranks are drawn by."""
+        """The draw of the batches of all ranks."""
         return self._draw
 
     @property
@@ -116,45 +111,45 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         self._draw.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        self._ask_groups()
+        self._read_ranks()
         return iter(self._draw)
 
     def __len__(self) -> int:
-        self._ask_groups()
+        self._read_ranks()
         return self._draw.rows()
 
     def latest_batches(self) -> list[list[Any]]:
-        """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
+        """Return this rank's part of each batch of the epoch that was drawn last, empty before the first."""
         return self._draw.latest_batches()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return where training stands, the same on every rank that trained; save rank 0's. ``batches`` has it too.
+        """Return the place of training, the same on every rank that trained. Save rank 0's. ``batches`` has this method too.
 
         Args:
-            batches: Batches of this epoch that were trained on. None: those that were handed out, which is right without workers; a
+            batches: Number of trained batches of this epoch. None: those that were handed out, which is right without workers. A
                 DataLoader with workers has drawn more.
 
         Returns:
-            ``epoch``, ``seed`` and ``rows`` (of this epoch, all ranks together), and what is compared when it is loaded: ``sampler``,
+            ``epoch``, ``seed`` and ``rows`` (of this epoch, all ranks together), and entries that are compared on loading: ``sampler``,
             ``length``, ``global_batch_size``, ``drop_last``, ``digest``. Numbers and texts only.
         """
         return self._draw.state_dict(batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where training stood, on any number of ranks with the same global batch: the next batch is the one that would have come.
+        """Go on with the next batch after the saved place, on any number of ranks with the same global batch.
 
-        Load on every rank, before a DataLoader makes its iterator. The epoch is drawn anew from its seed and skipped forward, at
+        Load on every rank, before a DataLoader makes its iterator. The epoch is drawn again from its seed and skipped forward, at
         the cost of one draw. ``len`` stays that of the whole epoch. ``DDPLossStrategy`` saves and loads it in its checkpoints.
 
         Args:
-            state: What ``state_dict`` returned.
+            state: Result of ``state_dict``.
 
         Raises:
             InputError: another sampler, length, seed or global batch than was saved; names both.
         """
         self._draw.load_state_dict(state)
 
-    def _ask_groups(self) -> None:
+    def _read_ranks(self) -> None:
         self.num_replicas, self.rank = process_groups.world_size(), process_groups.rank()
 
     @staticmethod
@@ -165,31 +160,31 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         drop_last: bool = False,
         seed: int | None = None,
     ) -> BatchSampler:
-        """The form for ``DataLoader(batch_sampler=...)``: batches of any size, cut as evenly as possible.
+        """Return the form for ``DataLoader(batch_sampler=...)``: batches of any size, cut as evenly as possible.
 
         Args:
             sampler: A sampler of indices with ``global_batch_size``, or one of batches without.
-            global_batch_size: G, the same for any number of ranks.
-            drop_last: Leave out a last batch of fewer than G rows; in prediction it is kept all the same, as Lightning
+            global_batch_size: Rows of a global batch, G, the same for any number of ranks.
+            drop_last: Leave out a last batch of fewer than G rows. In prediction it is kept all the same, as Lightning
                 does in one process.
-            seed: As above.
+            seed: Seed, as above.
 
         Returns:
-            A ``BatchSampler`` over this rank's parts; its ``batch_size`` is G, its length the number of batches, the same
+            A ``BatchSampler`` over this rank's parts. Its ``batch_size`` is G, its length the number of batches, the same
             on every rank and before torch.distributed is initialised.
         """
         if type(sampler) is BatchSampler:
             expect(
                 global_batch_size is None and not drop_last,
                 "GlobalBatchSampler.batches of a BatchSampler",
-                expected="no global_batch_size or drop_last beside its own",
+                expected="no global_batch_size or drop_last in addition to its own",
                 got=f"global_batch_size={global_batch_size}, drop_last={drop_last}",
                 fix="Set them on one of the two.",
             )
             sampler, global_batch_size, drop_last = sampler.sampler, sampler.batch_size, sampler.drop_last
-        expected, fix = "False where the sampler makes the batches", "Leave it to the sampler."
-        has_size, what = global_batch_size is not None, "drop_last of GlobalBatchSampler.batches"
-        expect(has_size or not drop_last, what, expected=expected, got=True, fix=fix)
+        is_known, what = global_batch_size is not None or not drop_last, "drop_last of GlobalBatchSampler.batches"
+        expected = "False if the sampler makes the batches"
+        expect(is_known, what, expected=expected, got=True, fix="Leave it to the sampler.")
         draw = GlobalDraw(sampler, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
         return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
 
@@ -201,12 +196,12 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
         Args:
             length: Rows of the data set.
-            global_batch_size: G, the same for any number of ranks.
-            seed: 0 to 2**32 - 1; each epoch has an order of its own.
+            global_batch_size: Rows of a global batch, G, the same for any number of ranks.
+            seed: 0 to 2**32 - 1. Each epoch has a different order.
             drop_last: Leave out a last batch of fewer than G rows.
 
         Returns:
-            As of ``batches``.
+            A ``BatchSampler``, as ``batches``.
 
         Communication: one handshake per epoch.
         """
@@ -220,7 +215,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
 
 
 class _CarriedSize(int):
-    """A batch size that brings its draw along when Lightning builds the batch sampler anew."""
+    """A batch size that carries its draw when Lightning rebuilds the batch sampler."""
 
     draw: GlobalDraw
 
@@ -233,11 +228,11 @@ class _CarriedSize(int):
 
 
 class GlobalBatches(BatchSampler):
-    """What ``GlobalBatchSampler.batches`` returns.
+    """Batches of this rank, from ``GlobalBatchSampler.batches``.
 
     Args:
-        sampler: Ignored; Lightning hands in its own, which would cut a second time.
-        batch_size: Carries the draw.
+        sampler: Ignored: Lightning hands in its own, which would cut a second time.
+        batch_size: The size that carries the draw.
         drop_last: False keeps a last batch that was to be left out (Lightning in prediction).
     """
 
@@ -246,25 +241,25 @@ class GlobalBatches(BatchSampler):
         if not isinstance(draw, GlobalDraw):
             raise ConfigurationError(
                 "batch_size of GlobalBatches",
-                expected="what GlobalBatchSampler.batches gave it",
+                expected="the size that GlobalBatchSampler.batches gave it",
                 got=repr(batch_size),
                 fix="Write GlobalBatchSampler.batches(sampler, global_batch_size).",
             )
         if draw.drop_last and not drop_last:
             draw = draw.keeping_last()
         super().__init__(draw, batch_size, draw.drop_last)
-        self.sampler: GlobalDraw = draw  # under this name Lightning looks for set_epoch
+        self.sampler: GlobalDraw = draw  # Lightning calls its set_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next (Lightning does)."""
+        """Set the next epoch, as Lightning does."""
         self.sampler.set_epoch(epoch)
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return where training stands; see ``GlobalBatchSampler.state_dict``."""
+        """Return the place of training, as ``GlobalBatchSampler.state_dict``."""
         return self.sampler.state_dict(batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where training stood; see ``GlobalBatchSampler.load_state_dict``."""
+        """Go on from a saved place, as ``GlobalBatchSampler.load_state_dict``."""
         self.sampler.load_state_dict(state)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -277,15 +272,15 @@ class GlobalBatches(BatchSampler):
 def batches_in_place(
     length: int, local_batch_size: int, *, shuffled: bool, drop_last: bool, seed: int | None, title: str
 ) -> GlobalBatches:
-    """Return the batches of a DataLoader that has no sampler of its own, for all ranks together.
+    """Return the batches of a DataLoader without a custom sampler, for all ranks together.
 
     Args:
         length: Rows of the data set.
-        local_batch_size: The DataLoader's ``batch_size``.
-        shuffled: Whether each epoch has an order of its own; else rows come as they are.
+        local_batch_size: ``batch_size`` of the DataLoader.
+        shuffled: Whether each epoch is shuffled. Else rows come as they are.
         drop_last: Leave out a last batch that is not full.
-        seed: What ``seed_everything`` was called with; None where it was not.
-        title: How errors name them.
+        seed: Seed of ``seed_everything``, None if it was not called.
+        title: Name in errors.
     """
     order = Permutation(length) if shuffled else NaturalOrder(length)
     draw = ShuffledDraw(order, title=title, local_batch_size=local_batch_size, drop_last=drop_last, seed=seed)
@@ -296,7 +291,7 @@ def batches_in_place(
 
 
 def draw_of(dataloader: object) -> GlobalDraw | None:
-    """Return what a loader's global sampler draws from; None where it has no such sampler."""
+    """Return the draw of a loader's global sampler, None if it has no such sampler."""
     batch_sampler, sampler = getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None)
     if isinstance(batch_sampler, GlobalBatches):
         return batch_sampler.sampler

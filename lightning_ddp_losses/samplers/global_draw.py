@@ -1,11 +1,11 @@
-"""The batches of one process, drawn alike on every rank, dealt to the ranks, and resumed in the middle of an epoch.
+"""Draws the batches of one process on every rank, deals them to the ranks, and resumes in the middle of an epoch.
 
 Every rank draws all indices of an epoch (``seeded_draw``), the ranks compare them in a handshake, and each keeps its contiguous part of
 every batch.
 
 The place in an epoch counts rows that were trained on, of all ranks together. So it means the same for any number of ranks, and rows that
 the workers of a DataLoader had already drawn are drawn again. The rest of a saved state is compared: another sampler, seed, data set or
-global batch would give other batches without a word.
+global batch would silently give other batches.
 
 Legend: ``W`` ranks, ``G`` rows of a global batch.
 """
@@ -16,6 +16,7 @@ import copy
 import math
 import operator
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect, expect_count
@@ -39,8 +41,8 @@ class EpochPlace(NamedTuple):
 
     Attributes:
         epoch: The epoch whose order is drawn.
-        rows: Rows of it that were trained on, all ranks together.
-        digest: Digest of its draw (hexadecimal); empty if it is not known.
+        rows: Trained rows of that epoch, all ranks together.
+        digest: Digest of its draw (hexadecimal), empty if it is not known.
         announced: Epoch that ``set_epoch`` may name without moving on from here.
     """
 
@@ -51,21 +53,21 @@ class EpochPlace(NamedTuple):
 
 
 class GlobalDraw:
-    """The batches of one process, dealt to the ranks; asks for rank and world size each time.
+    """The batches of one process, dealt to the ranks. Rank and world size are read at each use.
 
     Args:
-        sampler: Yields indices, or batches where no size is given.
-        local_batch_size: G is W times this.
-        global_batch_size: G.
+        sampler: Sampler that yields indices, or batches if no size is given.
+        local_batch_size: Rows of a rank's batch. G is W times this.
+        global_batch_size: Rows of a global batch, G.
         drop_last: Leave out a last batch of fewer than G rows.
-        seed: Epoch ``e`` is drawn from ``seed + e``; None: from rank 0's ``torch.initial_seed()``.
+        seed: Seed of epoch 0. Epoch ``e`` is drawn from ``seed + e``. None: rank 0's ``torch.initial_seed()``.
         title: Name in errors.
     """
 
-    _place: EpochPlace | None = None  # where the epoch goes on that is drawn next
-    _announced: EpochPlace | None = None  # where the epoch began whose iterator was made before its name was said
+    _place: EpochPlace | None = None  # place from which the next epoch goes on
+    _announced: EpochPlace | None = None  # first place of the epoch with an iterator that was made before ``set_epoch``
     _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
-    _begun = (0, 0)  # the epoch that is being read, and how many of its batches were handed out
+    _begun = (0, 0)  # the epoch that is being read, and the number of its batches that were handed out
     local_name = "local_batch_size"
     """The user's name for the rows of one rank."""
     seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
@@ -84,28 +86,24 @@ class GlobalDraw:
         _refuse_other_sampler(sampler)
         self.source = sampler
         self.title = title or f"GlobalBatchSampler({type(sampler).__name__})"
-        self.local_batch_size = local_batch_size
-        self.global_batch_size = global_batch_size
-        if local_batch_size is not None:
-            expect_count(f"{self.title}: local_batch_size", local_batch_size)
-        if global_batch_size is not None:
-            expect_count(f"{self.title}: global_batch_size", global_batch_size)
+        self.local_batch_size, self.global_batch_size = local_batch_size, global_batch_size
+        for name in ("local_batch_size", "global_batch_size"):
+            if getattr(self, name) is not None:
+                expect_count(f"{self.title}: {name}", getattr(self, name))
         is_seed = isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < NUMPY_SEEDS
         expected = f"a whole number from 0 to {NUMPY_SEEDS - 1}"
         expect(seed is None or is_seed, f"{self.title}: seed", expected=expected, got=repr(seed))
-        self.drop_last = drop_last
-        self.seed = seed
-        self.epoch = 0
+        self.drop_last, self.seed, self.epoch = drop_last, seed, 0
         self._own_seed: int | None = None  # this rank's offer, kept so that all epochs start from one seed
-        self._turn = 0  # how often set_epoch was called
+        self._turn = 0  # number of calls of set_epoch
         self._kept: tuple[tuple[int, int, int], bytes, Sequence[list[Any]]] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next (Lightning does); a place that was loaded stays where it is in that epoch."""
+        """Set the next epoch, as Lightning does. A loaded place in that epoch stays."""
         if any(place is not None and epoch == place.announced for place in (self._place, self._announced)):
             return
         self._place = self._announced = None
-        # the epoch that is being read may be named once more, while workers read ahead
+        # Lightning may name the epoch that is being read once more, while workers read ahead
         if epoch != self.epoch:
             self.epoch = epoch
             self._turn += 1
@@ -113,11 +111,11 @@ class GlobalDraw:
             self._begun = (epoch, 0)
 
     def announce_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iterators read; ``set_epoch`` names it later, when workers may have read it to its end."""
+        """Set the epoch of the next iterators. ``set_epoch`` names it later, when workers may have read it to its end."""
         self._announce(EpochPlace(epoch, 0, "", epoch))
 
     def go_back(self) -> None:
-        """Let the next iterator begin where that of the announced epoch began: it takes its place."""
+        """Let the next iterator begin at the first place of the announced epoch's iterator, which it replaces."""
         if self._announced is not None:
             self._announce(self._announced)
 
@@ -136,11 +134,10 @@ class GlobalDraw:
     # ------------------------------------------------------------------ saving and resuming
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
-        """Return where training stands; see ``GlobalBatchSampler.state_dict``."""
+        """Return the place of training, as ``GlobalBatchSampler.state_dict``."""
         epoch, handed_out = self._begun
         place = self._place
-        if place is not None and handed_out == 0 and not batches:
-            # nothing was asked for since a state was loaded
+        if place is not None and handed_out == 0 and not batches:  # no batch was drawn since a state was loaded
             return self._state(place.epoch, place.rows, place.digest)
         trained = handed_out if batches is None else batches
         if trained and trained >= (len(self._sizes) if self._global_rows() is None else self.count()):
@@ -151,8 +148,8 @@ class GlobalDraw:
         """Return the state of a run that has trained on some batches of an epoch.
 
         Args:
-            epoch: The epoch.
-            batches: Batches of it that were trained on.
+            epoch: Number of the epoch.
+            batches: Number of its trained batches.
         """
         G = self._global_rows()
         is_kept = self._kept is not None and self._kept[0][0] == epoch
@@ -164,7 +161,7 @@ class GlobalDraw:
             rows = sum(self._sizes[:batches])
         else:
             rows = min(batches * G, self._epoch_rows(G))
-        # a draw that can be compared: another order after a resume is an error, not other batches
+        # the digest makes another order after a resume an error
         digest = self._kept[1].hex() if rows and is_kept and self._kept else ""
         return self._state(epoch, rows, digest)
 
@@ -172,7 +169,7 @@ class GlobalDraw:
         return {"epoch": epoch, "seed": self._offer(), "rows": rows, **self._compared(), "digest": digest}
 
     def _compared(self) -> dict[str, Any]:
-        """Return what two samplers must have in common for a place in one to be a place in the other."""
+        """Return the properties that make a place in one sampler a place in another."""
         return {
             "sampler": type(self.source).__name__,
             "length": len(self.source),
@@ -181,10 +178,10 @@ class GlobalDraw:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, announced: int | None = None) -> None:
-        """Go on where training stood; see ``GlobalBatchSampler.load_state_dict``.
+        """Go on from a saved place, as ``GlobalBatchSampler.load_state_dict``.
 
         Args:
-            state: What ``state_dict`` returned.
+            state: Result of ``state_dict``.
             announced: Number that ``set_epoch`` will give this epoch, after its iterator is made. None: its own, before.
         """
         try:
@@ -197,18 +194,18 @@ class GlobalDraw:
             self._announced = None
 
     def forget_place(self) -> None:
-        """Start the next epoch at its beginning, whatever was loaded."""
+        """Start the next epoch at its beginning, even if a state was loaded."""
         self._place = self._announced = None
 
     def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
-        """Return the place that a saved state names; refuse a state of another sampler, naming both."""
-        what = f"state that {self.title} loads"
-        expected, got = "what its state_dict() returned", type(state).__name__
-        expect(isinstance(state, Mapping), what, expected=expected, got=got, error=InputError)
-        counts = [state.get(name) for name in ("epoch", "seed", "rows")]
+        """Return the place in a saved state. Refuse a state of another sampler, naming both."""
+        what, expected = f"state that {self.title} loads", "the result of its state_dict()"
+        is_mapping = isinstance(state, Mapping)
+        counts = [state.get(name) if is_mapping else None for name in ("epoch", "seed", "rows")]
         is_state = all(isinstance(count, int) and count >= 0 for count in counts)
-        expect(is_state, what, expected=expected, got=dict(state), error=InputError)
-        # 1. the seed: the order of every epoch hangs on it
+        got = dict(state) if is_mapping else type(state).__name__
+        expect(is_state, what, expected=expected, got=got, error=InputError)
+        # 1. the seed, which gives every epoch its order
         seed, fix = state["seed"], self.seed_fix.format(seed=state["seed"])
         is_known = self.seed is None or self.seed == seed
         expect(is_known, f"{what}: seed", expected=seed, got=self.seed, fix=fix, error=InputError)
@@ -240,7 +237,7 @@ class GlobalDraw:
     # ------------------------------------------------------------------ sizes, without drawing
 
     def count(self) -> int:
-        """Number of batches, the same on every rank."""
+        """Return the number of batches, the same on every rank."""
         G = self._global_rows()
         if G is None:
             return len(self.source)
@@ -248,7 +245,7 @@ class GlobalDraw:
         return full + bool(rest)
 
     def rows(self) -> int:
-        """This rank's number of indices in an epoch (where a batch size is given)."""
+        """Return this rank's number of indices in an epoch, if a batch size is given."""
         G = self._global_rows()
         assert G is not None
         full, rest = self._cut(G)
@@ -257,7 +254,7 @@ class GlobalDraw:
         return full * of_full + of_rest
 
     def _cut(self, G: int) -> tuple[int, int]:
-        """Return the number of full batches, and the rows of the smaller one that follows; 0 where it is left out."""
+        """Return the number of full batches, and the rows of the smaller one that follows, 0 if it is left out."""
         full, rest = divmod(len(self.source), G)
         if self.drop_last:
             return full, 0
@@ -266,7 +263,7 @@ class GlobalDraw:
         return full, rest
 
     def _global_rows(self) -> int | None:
-        """Return G now; None if the sampler makes the batches."""
+        """Return the present G, None if the sampler makes the batches."""
         W = process_groups.world_size()
         G = self.global_batch_size if self.local_batch_size is None else W * self.local_batch_size
         declared = getattr(self.source, "batch_size", None)
@@ -274,13 +271,13 @@ class GlobalDraw:
             fix = f"Give it batch_size={G}{_larger_m(self.source, G)}"
             if self.local_batch_size is not None:
                 fix += f", or keep its batches of {declared}: batch_sampler=GlobalBatchSampler.batches(sampler, {declared})"
-                fix += " cuts them unevenly where the number of ranks does not divide them" if declared % W else ""
+                fix += " cuts them unevenly if the number of ranks does not divide them" if declared % W else ""
             what = f"batch_size of the {type(self.source).__name__}"
             raise ConfigurationError(what, expected=self._meaning_of(G), got=declared, fix=f"{fix}.")
         return G
 
     def _meaning_of(self, G: int | None) -> str:
-        """Return G as text, with the numbers it is made of."""
+        """Return G as text, with its factors."""
         if self.local_batch_size is None:
             return f"{G} (global_batch_size)"
         return f"{G} ({process_groups.world_size()} ranks * {self.local_name} {self.local_batch_size})"
@@ -298,7 +295,7 @@ class GlobalDraw:
     # ------------------------------------------------------------------ drawing
 
     def latest_batches(self) -> Batches:
-        """Return this rank's part of each batch of the epoch that was drawn last; empty before the first."""
+        """Return this rank's part of each batch of the epoch that was drawn last, empty before the first."""
         return [] if self._kept is None else list(self._kept[2])
 
     def __iter__(self) -> Iterator[Any]:
@@ -306,30 +303,47 @@ class GlobalDraw:
             yield from batch
 
     def batches(self) -> Iterator[list[Any]]:
-        """This rank's part of each batch of the epoch.
+        """Yield this rank's part of each batch of the epoch.
 
-        An epoch that was read to its end is followed by the next one, unless ``set_epoch`` says otherwise.
+        An epoch that was read to its end is followed by the next one, unless ``set_epoch`` sets another.
 
-        Communication: two handshakes when the first batch is asked for; one where the epoch was drawn before.
+        Communication: two handshakes at the first batch, or one if the epoch was drawn before.
         """
         place, turn = self._place, self._turn
+        if place is None:
+            self._warn_of_unread_place()
         epoch = self.epoch if place is None else place.epoch
         try:
-            own = self._meet(epoch)
+            own = self._draw_together(epoch)
             start = self._first_batch(place)
         except Exception as error:
             handshake.raise_on_all_ranks(error, f"{self.title}, epoch {epoch}")
         for number in range(start, len(own)):
             self._begun = (epoch, number + 1)
             yield own[number]
-        # the epoch is over, and the place in it
+        # the epoch is over, and so is the place in it
         if self._place is place:
             self._place = None
         if turn == self._turn:
             self.epoch = epoch + 1
 
+    def _warn_of_unread_place(self) -> None:
+        """Warn in a fit that was resumed inside an epoch by a strategy that restores no sampler."""
+        trainer = compat.fitting_trainer()
+        if trainer is None or not trainer.ckpt_path or process_groups.rank():
+            return
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        trained = progress.current.ready
+        if trained and not progress.is_last_batch:
+            warnings.warn(
+                f"This fit goes on after {trained} batches of an epoch, but {self.title} has not read its place from "
+                f"{trainer.ckpt_path}: it begins the epoch again. Use DDPLossStrategy, which restores the place, also with devices=1, or "
+                "call its load_state_dict before fit.",
+                stacklevel=2,
+            )
+
     def _first_batch(self, place: EpochPlace | None) -> int:
-        """Return the batch at which the epoch that was just drawn goes on.
+        """Return the first batch to train on of the epoch that was just drawn.
 
         Raises:
             InputError: on every rank, for another order than before the checkpoint, and for a place that is not the end of a batch.
@@ -352,7 +366,8 @@ class GlobalDraw:
             raise InputError(what, expected=expected, got=f"row {place.rows}", fix=fix, collective=True)
         return ends.index(place.rows)
 
-    def _meet(self, epoch: int) -> Sequence[list[Any]]:
+    def _draw_together(self, epoch: int) -> Sequence[list[Any]]:
+        """Draw an epoch, compare it with the other ranks, and return this rank's part of each batch."""
         W, rank = process_groups.world_size(), process_groups.rank()
         place = (epoch, W, rank)
         kept = self._kept if self._kept and self._kept[0] == place else (place, _NONE, [])
@@ -360,7 +375,7 @@ class GlobalDraw:
         seeds, digests = zip(*map(_OFFER.unpack, payloads), strict=True)
         self._own_seed = seeds[0]
         if set(digests) == {kept[1]} and kept[1] != _NONE:
-            # a second look at the same epoch: a sampler that shuffles in place would not draw the same again
+            # read a second time: a sampler that shuffles in place would not draw the same again
             return kept[2]
         everything = self._draw(seeds[0] + epoch, epoch)
         digest = draw_digest(everything)
@@ -381,7 +396,7 @@ class GlobalDraw:
         return own
 
     def _must_match(self, epoch: int) -> dict[str, object]:
-        """Return what ranks that draw together have in common."""
+        """Return the properties that ranks must have in common to draw together."""
         rows = 0 if self._place is None else self._place.rows
         return {"epoch": epoch, "seed": self.seed, **self._compared(), "rows trained on": rows}
 
@@ -403,7 +418,7 @@ class GlobalDraw:
         G = self._global_rows()
         # batches of the sampler
         if G is None:
-            fix = "Say how many indices make a batch: GlobalBatchSampler.batches(sampler, global_batch_size)."
+            fix = "Give it the size of a batch: GlobalBatchSampler.batches(sampler, global_batch_size)."
             what, is_batches = f"{self.title} without a batch size", all(map(_is_batch, drawn))
             expect(is_batches, what, expected="batches", got="indices", fix=fix, error=InputError)
             return [list(map(_plain, items)) for items in drawn]
@@ -421,7 +436,7 @@ def _is_batch(items: Any) -> bool:
 
 
 def _larger_m(source: Any, G: int) -> str:
-    """Return what else to give an M-per-class sampler whose batches grow with the ranks: it needs m x labels >= batch size."""
+    """Return the larger m that an M-per-class sampler needs if its batches grow with the ranks: m x labels >= batch size."""
     m, labels = source.m_per_class, len(getattr(source, "labels", ()))
     if not labels or (m * labels >= G and G % m == 0):
         return ""
@@ -433,14 +448,14 @@ def _plain(index: Any) -> Any:
     try:
         return operator.index(index)  # numpy's integers and 0-d tensors
     except TypeError:
-        return index  # a key of a data set that is no sequence
+        return index  # a key of a data set that is not a sequence
 
 
 def _refuse_other_sampler(sampler: Any) -> None:
-    """Refuse all but a sampler over the whole data set that knows its length."""
+    """Refuse anything but a sampler over the whole data set that knows its length."""
     name, what, expected = type(sampler).__name__, "GlobalBatchSampler", "a sampler with a length"
     is_sampler = isinstance(sampler, Iterable) and not isinstance(sampler, (Dataset, DataLoader, str, bytes, dict))
-    fix = "Give it what you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...)."
+    fix = "Give it the sampler that you would give to DataLoader(sampler=...) or DataLoader(batch_sampler=...)."
     expect(is_sampler, what, expected=expected, got=name, fix=fix)
     fix = "Give it the sampler that one process would use, over the whole data set."
     for inner in nested_samplers(sampler):

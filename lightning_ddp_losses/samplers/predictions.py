@@ -1,7 +1,7 @@
-"""`gather_predictions`: what ranks have computed for the rows of a data set, joined as one process would have it.
+"""`gather_predictions`: the predictions of all ranks for the rows of a data set, joined in the order of one process.
 
-A distributed sampler deals rows in turn (rank 0 has rows 0, W, 2 W, ...) and may repeat some so that all ranks have as many. So what ranks
-return has to be put back into the order of the data set, each row once, before it is compared with anything that one process has computed:
+A distributed sampler deals rows in turn (rank 0 has rows 0, W, 2 W, ...) and may repeat some so that all ranks have the same number. So
+predictions have to be put back into the order of the data set, each row once, before they are compared with those of one process:
 a metric that searches for a query's neighbours among one rank's rows is another metric.
 
 Legend: ``W`` ranks, ``B`` rows of a batch, ``G`` rows of the data set.
@@ -32,31 +32,31 @@ _TITLE = "gather_predictions"
 
 
 def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = None) -> Any:
-    """Join what ranks have predicted, in the order of the data set, each row once.
+    """Join the predictions of all ranks in the order of the data set, each row once.
 
-    Equivalent to: ``trainer.predict`` in one process without shuffling, its batches concatenated. Where rows were left out
-    (``limit_predict_batches``), those that are there, in ascending order.
+    Equivalent to: ``trainer.predict`` in one process without shuffling, its batches concatenated. If rows were left out
+    (``limit_predict_batches``), the remaining ones in ascending order.
 
-    After ``trainer.predict`` it takes what that returned. In ``on_validation_epoch_end`` and ``on_test_epoch_end`` it takes one entry for
-    each batch that the step has seen, for loaders whose order is known: those that do not shuffle, ``DistributedSampler``,
-    ``GlobalBatchSampler``, and all that ``DDPLossStrategy(evaluation="exact")`` deals.
+    After ``trainer.predict`` it takes the returned predictions. In ``on_validation_epoch_end`` and ``on_test_epoch_end`` it takes one entry
+    for each batch that the step has seen, for loaders with a known order: those that do not shuffle, ``DistributedSampler``,
+    ``GlobalBatchSampler``, and all loaders under ``DDPLossStrategy(evaluation="exact")``.
 
     Args:
-        trainer: The one that made the predictions; it knows which rows they are of.
-        predictions: This rank's: a list with an entry per batch, or of such lists where there are several loaders. An entry is a tensor
-            (B, ...) or a nest of dicts, lists and tuples of such.
-        dst: The one rank that keeps them. None: every rank.
+        trainer: Trainer that made the predictions. Its loaders give their rows.
+        predictions: This rank's predictions: a list with an entry per batch, or a list of such lists for several loaders. An entry is a
+            tensor (B, ...) or a nest of dicts, lists and tuples of tensors.
+        dst: The only rank that keeps them. None: every rank.
 
     Returns:
-        (G, ...) in the place of each (B, ...), on its device, without graph; a list of such for several loaders; None on ranks other than
+        (G, ...) in the place of each (B, ...), on its device, without graph. A list of these for several loaders. None on ranks other than
         ``dst``.
 
     Communication: one handshake, and a handshake and a gather for each loader. All ranks hold the rows of one loader for a while.
 
     Raises:
-        ConfigurationError: where the processes that predicted are gone (``ddp_spawn``, ``ddp_fork``).
-        InputError: on every rank, for entries that have not one row for each row of their batch, that are no tensors, or that differ
-            between ranks; for loaders whose order nobody can know; for ranks that drew from different orders.
+        ConfigurationError: if the processes that predicted are gone (``ddp_spawn``, ``ddp_fork``).
+        InputError: on every rank, for entries without one row for each row of their batch, that are not tensors, or that differ
+            between ranks, for loaders with an unknown order, and for ranks that drew from different orders.
 
     Example:
         >>> import torch
@@ -77,8 +77,8 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         f"{_TITLE}: process group",
         expected=f"that of the {trainer.world_size} ranks that predicted",
         got=f"none: the processes of {type(trainer.strategy).__name__} are gone",
-        fix="Write each rank's rows where they are made, with lightning.pytorch.callbacks.BasePredictionWriter; or use a strategy "
-        "whose processes stay, as 'ddp_losses'.",
+        fix="Write each rank's rows in its own process, with lightning.pytorch.callbacks.BasePredictionWriter, or use a strategy "
+        "with processes that stay, as 'ddp_losses'.",
     )
     # 1. the rows of this rank, by loader
     try:
@@ -93,18 +93,16 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
     # 2. places and form of the rows of all ranks
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     try:
-        everyone = [list(starmap(_LoaderRows, safe_payload.unpack(payload))) for payload in payloads]
+        rows_by_rank = [list(starmap(_LoaderRows, safe_payload.unpack(payload))) for payload in payloads]
     except pickle.UnpicklingError as error:
-        expected = (
-            "tensors in dicts, lists, tuples, named tuples and dataclasses, of modules that every rank has imported"
-        )
+        expected = "tensors in dicts, lists, tuples and dataclasses of modules that every rank has imported"
         got = str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0]
         handshake.raise_on_all_ranks(InputError("predictions", expected=expected, got=got), _TITLE)
     # 3. the rows themselves
     is_kept = dst is None or process_groups.rank() == dst
     joined = []
     for number, rows in enumerate(local_rows):
-        of_loader = [of_rank[number] for of_rank in everyone]
+        of_loader = [of_rank[number] for of_rank in rows_by_rank]
         gathered = _gather_rows(trainer, rows, of_loader, f"loader {number}")
         if is_kept:
             joined.append(gathered)
@@ -119,7 +117,7 @@ class _LoaderRows(NamedTuple):
     Attributes:
         nest: Tensors (B, ...), all batches together. None if the rank has no batch.
         places: (B,), places of the rows in the data set.
-        rows_of_set: Number of rows in the data set, if the ranks together were to be given all of them, else 0.
+        rows_of_set: Number of rows in the data set, if all of them were dealt, else 0.
         device: Type of the tensors' device. Empty if the rank has no batch.
     """
 
@@ -142,7 +140,7 @@ class _LoaderRows(NamedTuple):
 
 
 def current_loaders(trainer: Trainer) -> list[Any]:
-    """Return the loaders of what the trainer does, or did last."""
+    """Return the loaders of the trainer's present stage, or of its last one."""
     if trainer.validating or trainer.sanity_checking or trainer.training:
         found = compat.validation_loaders(trainer)
     elif trainer.testing:
@@ -158,7 +156,7 @@ def current_loaders(trainer: Trainer) -> list[Any]:
 
 
 def _by_loader(predictions: Any, loaders: Sequence[Any]) -> list[Any]:
-    """Return the predictions of each loader; Lightning returns None on a rank without a single batch."""
+    """Return the predictions of each loader. Lightning returns None on a rank without batches."""
     if predictions is None and not any(map(len, loaders)):
         return [[] for _ in loaders]
     found, expected = [predictions], "a list with an entry per batch"
@@ -189,7 +187,7 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
         expect(is_on_one, what, expected="tensors on one device", got=form, error=InputError)
         first = _form_of(batches[0])
         expect(form == first, what, expected=f"as of batch 0: {first}", got=form, error=InputError)
-    # one tensor in the place of one of each batch
+    # the tensors of all batches as one
     parts = zip(*map(nests.tensors_in, batches), strict=True)
     joined = [torch.cat(part).detach() for part in parts]
     nest = _like(batches[0], joined)
@@ -201,13 +199,13 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
 
 
 def _like(nest: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a nest of the same form that holds other tensors."""
+    """Return a nest of the same form with other tensors."""
     remaining = iter(tensors)
     return nests.map_tensors(lambda _: next(remaining), nest)
 
 
 def _rows_of_set(loader: Any, batches: int) -> int:
-    """Return the rows that the ranks together were to be given; 0 where nobody can say."""
+    """Return the number of rows that were dealt to the ranks together, 0 if it is unknown."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     # limits leave out some
     if not isinstance(sampler, DistributedSampler) or isinstance(sampler, GlobalBatchSampler) or batches < len(loader):
@@ -216,9 +214,9 @@ def _rows_of_set(loader: Any, batches: int) -> int:
 
 
 def _drawn_batches(loader: Any) -> list[list[Any]]:
-    """Return the indices of each batch that this rank was given, in order; more than were used where a loader read ahead.
+    """Return the indices of each batch of this rank, in order, including batches that a loader has read ahead.
 
-    Lightning notes them in predict. Else they are drawn once more, where that gives the same.
+    Lightning notes them in predict. Else they are drawn once more, if a second draw is the same.
     """
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     noted: list[list[Any]] | None = getattr(batch_sampler, "seen_batch_indices", None)
@@ -234,7 +232,7 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
             indices = list(chain.from_iterable(sampler.latest_batches()))
             size = batch_sampler.batch_size
             return [indices[start : start + size] for start in range(0, len(indices), size)]
-        # all others only where a second draw is the first one
+        # others only if a second draw is the same
         inner = compat.wrapped_sampler(getattr(sampler, "dataset", None))  # Lightning's wrapper cuts it by rank
         if type(sampler if inner is None else inner) in (SequentialSampler, DistributedSampler):
             return list(batch_sampler)
@@ -243,23 +241,21 @@ def _drawn_batches(loader: Any) -> list[list[Any]]:
         f"{_TITLE}: order of {type(loader).__name__}",
         expected="one that is known: shuffle=False, DistributedSampler, or GlobalBatchSampler",
         got=type(unknown).__name__,
-        fix="Use trainer.predict, whose order Lightning notes.",
+        fix="Use trainer.predict: Lightning notes its order.",
     )
 
 
 def _refuse_other_leaves(batch: Any, what: str) -> None:
-    """Refuse what is no strided tensor with rows."""
-    if type(batch) is dict:
-        for value in batch.values():
+    """Refuse leaves that are not strided tensors with rows."""
+    if type(batch) in (dict, list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
+        for value in batch.values() if isinstance(batch, dict) else batch:
             _refuse_other_leaves(value, what)
-    elif type(batch) in (list, tuple) or (isinstance(batch, tuple) and hasattr(batch, "_fields")):
-        for value in batch:
-            _refuse_other_leaves(value, what)
-    elif not isinstance(batch, Tensor) or batch.ndim == 0 or batch.layout != torch.strided:
-        got = type(batch).__name__
-        if isinstance(batch, Tensor):
-            got = f"a {batch.ndim}-dim {batch.layout} tensor"
-        raise InputError(what, expected="tensors (B, ...), also in plain dicts, lists and tuples", got=got)
+        return
+    is_tensor = isinstance(batch, Tensor)
+    is_rows = is_tensor and batch.ndim > 0 and batch.layout == torch.strided
+    got = f"a {batch.ndim}-dim {batch.layout} tensor" if is_tensor else type(batch).__name__
+    expected = "tensors (B, ...), also in plain dicts, lists and tuples"
+    expect(is_rows, what, expected=expected, got=got, error=InputError)
 
 
 def _form_of(nest: Any) -> str:
@@ -274,58 +270,58 @@ def _form_of(nest: Any) -> str:
 # ---------------------------------------------------------------------- rows of all ranks
 
 
-def _gather_rows(trainer: Trainer, own: _LoaderRows, everyone: Sequence[_LoaderRows], name: str) -> Any:
+def _gather_rows(trainer: Trainer, own: _LoaderRows, by_rank: Sequence[_LoaderRows], name: str) -> Any:
     """Gather the rows of one loader, each row once, in the order of the data set."""
-    forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in everyone]
+    forms = ["no batch" if rows.nest is None else f"{_form_of(rows.nest)} {rows.device}" for rows in by_rank]
     if len(set(forms) - {"no batch"}) != 1:
         expected = "the same tensors on every rank, on one at least"
         raise InputError(f"{_TITLE}: predictions of {name}", expected=expected, ranks=forms, collective=True)
     # a rank without batches takes part with tensors without rows
     nest = own.nest
     if nest is None:
-        peer = next(rows for rows in everyone if rows.nest is not None)
+        peer = next(rows for rows in by_rank if rows.nest is not None)
         device = trainer.strategy.root_device if peer.device != "cpu" else torch.device("cpu")
         nest = nests.map_tensors(lambda tensor: tensor.to(device), peer.nest)
     given = {f"tensor {number}": tensor for number, tensor in enumerate(nests.tensors_in(nest))}
     with torch.no_grad():
         gathered = gather_batch(f"{_TITLE}, {name}", given, {}).tensors
     # every rank knows all places, so all ranks raise or none does
-    order = _first_places(torch.cat([rows.places for rows in everyone]))
-    _refuse_other_draws(len(order), everyone, name)
+    order = _first_places(torch.cat([rows.places for rows in by_rank]))
+    _refuse_other_draws(len(order), by_rank, name)
     return _like(nest, [tensor[order.to(tensor.device)] for tensor in gathered])
 
 
-def _refuse_other_draws(different: int, everyone: Sequence[_LoaderRows], name: str) -> None:
+def _refuse_other_draws(different: int, by_rank: Sequence[_LoaderRows], name: str) -> None:
     """Refuse rows of ranks that drew from different orders: some rows came to several ranks, and others to none.
 
     Args:
         different: Number of different rows that the ranks have together.
-        everyone: Rows of each rank.
+        by_rank: Rows of each rank.
         name: Name of the loader in errors.
     """
-    counts = [len(torch.unique(rows.places)) for rows in everyone]
+    counts = [len(torch.unique(rows.places)) for rows in by_rank]
     repeated = sum(counts) - different
-    # drawn with replacement, a row may well come to several
-    with_replacement = any(len(rows.places) != count for rows, count in zip(everyone, counts, strict=True))
+    # with replacement, a row may come to several ranks
+    with_replacement = any(len(rows.places) != count for rows, count in zip(by_rank, counts, strict=True))
     is_all_on_each = all(count == different for count in counts)
     if with_replacement or is_all_on_each or not repeated:
         return
-    rows_of_set = max(rows.rows_of_set for rows in everyone)
+    rows_of_set = max(rows.rows_of_set for rows in by_rank)
     # a sampler that pads repeats fewer rows than there are ranks, and leaves out none
-    if repeated < len(everyone) and different >= rows_of_set:
+    if repeated < len(by_rank) and different >= rows_of_set:
         return
     missing = f", and {rows_of_set - different} to none" if rows_of_set > different else ""
     raise InputError(
         f"{_TITLE}: rows of {name}",
         expected="each on one rank, cut from one order",
         got=f"{repeated} that came to several ranks{missing}",
-        fix="Seed alike on every rank, or predict under DDPLossStrategy, whose ranks draw one order.",
+        fix="Use the same seed on every rank, or predict under DDPLossStrategy, where ranks draw one order.",
         collective=True,
     )
 
 
 def _first_places(places: Tensor) -> Tensor:
-    """Return where each place stands for the first time, in ascending order of the places."""
+    """Return the index of the first occurrence of each place, in ascending order of the places."""
     ascending, order = torch.sort(places, stable=True)
     is_first = torch.ones_like(ascending, dtype=torch.bool)
     is_first[1:] = ascending[1:] != ascending[:-1]

@@ -1,7 +1,7 @@
-"""Draws an epoch of any sampler from a seed, alike on every rank, and leaves the process and the sampler as they were.
+"""Draws an epoch of any sampler from a seed, the same on every rank, and leaves the process and the sampler as they were.
 
-Every rank draws all indices of an epoch from the same seed. That is cheap next to loading. So every generator that a sampler may use is
-seeded for the draw and put back afterwards: seeding them for training instead would give all ranks the same dropout. A sampler may also
+Every rank draws all indices of an epoch from the same seed, which is cheap compared to loading. So every generator that a sampler may use
+is seeded for the draw and restored afterwards: seeding them for training instead would give all ranks the same dropout. A sampler may also
 shuffle its own lists and arrays in place, which is undone.
 
 Legend: ``W`` ranks.
@@ -33,12 +33,11 @@ _MAX_COPIED = 256 << 20  # bytes of an array
 
 
 def draw_seeded(sampler: Any, seed: int) -> list[Any]:
-    """Return everything that a sampler yields after seeding; generators and the sampler's containers are as before afterwards.
+    """Return everything that a sampler yields after seeding, and restore the generators and the sampler's containers.
 
     Args:
         sampler: Sampler over the whole data set.
-        seed: Seed of all generators: the global ones, pytorch-metric-learning's, and all that are attributes of the sampler or of
-            samplers inside it.
+        seed: Seed of all generators: the global ones, pytorch-metric-learning's, and attributes of the sampler and of samplers inside it.
     """
     generators = [*global_generators(), getattr(sys.modules.get(PML), "NUMPY_RANDOM", None)]
     for owner in nested_samplers(sampler):
@@ -60,7 +59,7 @@ def draw_digest(batches: Iterable[list[Any]]) -> bytes:
 
 
 def share(rows: int, world_size: int, rank: int) -> slice:
-    """Return the rank's contiguous part of ``rows``; sizes differ by one at most, the larger parts first."""
+    """Return the rank's contiguous part of ``rows``. Sizes differ by one at most, with the larger parts first."""
     each, extra = divmod(rows, world_size)
     start = rank * each + min(rank, extra)
     return slice(start, start + each + (rank < extra))
@@ -80,31 +79,29 @@ def _attributes(owner: object) -> dict[str, Any]:
     return getattr(owner, "__dict__", {})
 
 
-# ---------------------------------------------------------------------- the sampler's own containers
+# ---------------------------------------------------------------------- the sampler's containers
 
 
 @contextlib.contextmanager
 def preserve_shuffled(sampler: object) -> Iterator[None]:
-    """Undo changes of a sampler to its own lists and arrays: an epoch is the same whether or not others were drawn before it.
+    """Undo a sampler's changes to its lists and arrays: an epoch does not depend on the epochs drawn before it.
 
-    Restores lists, dicts, sets, arrays and tensors in its attributes, also inside each other, and which of them an attribute names.
+    Restores the lists, dicts, sets, arrays and tensors in its attributes, also inside each other, and which of them an attribute names.
 
     Raises:
-        ConfigurationError: an array that is too large to be copied was changed.
+        ConfigurationError: if an array that is too large for a copy was changed.
     """
-    named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    queue: list[Any] = []
-    for attributes in map(_attributes, nested_samplers(sampler)):
-        named.append((attributes, {name: value for name, value in attributes.items() if _is_container(value)}))
-        queue += attributes.values()
+    owners = list(map(_attributes, nested_samplers(sampler)))
+    named = [{name: value for name, value in owner.items() if _is_container(value)} for owner in owners]
+    queue = [value for owner in owners for value in owner.values()]
     kept = [(own, _saved(own)) for own in _containers_in(queue)]
     try:
         yield
     finally:
         for own, before in kept:
             _restore_(own, before, type(sampler).__name__)
-        for attributes, values in named:
-            attributes.update(values)
+        for owner, values in zip(owners, named, strict=True):
+            owner.update(values)
 
 
 def _is_container(value: object) -> bool:
@@ -117,14 +114,14 @@ def _is_numpy_array(value: object) -> bool:
 
 
 def _containers_in(queue: list[Any]) -> Iterable[Any]:
-    """Return the containers among values and inside them, each once; takes the values out of the queue."""
+    """Return the containers among values and inside them, each once. The queue is empty afterwards."""
     found: dict[int, Any] = {}
     while queue:
         value = queue.pop()
         if id(value) in found or not _is_container(value):
             continue
         found[id(value)] = value
-        # numbers and texts hold nothing; most lists are of them
+        # most lists hold numbers or texts, without containers inside
         if isinstance(value, dict):
             queue += value.values()
         elif isinstance(value, (list, tuple, deque)) and not set(map(type, value)) <= _PLAIN:
@@ -133,7 +130,7 @@ def _containers_in(queue: list[Any]) -> Iterable[Any]:
 
 
 def _saved(own: Any) -> Any:
-    """Return a shallow copy of a container, or a hash of an array that is too large for one; None if it cannot be written to."""
+    """Return a shallow copy of a container, a hash of an array that is too large for one, or None for a read-only one."""
     if isinstance(own, Tensor):
         if own.layout != torch.strided or own.is_meta:
             return None
@@ -153,14 +150,11 @@ def _restore_(own: Any, before: Any, name: str) -> None:
     if isinstance(before, int):
         what, fix = f"{name}, an array of {own.nbytes >> 20} MiB", "Let it shuffle a list of indices, or a copy."
         expect(_saved(own) == before, what, expected="unchanged by drawing", got="another order", fix=fix)
-    elif isinstance(own, (dict, set)):
-        own.clear()
-        own.update(before)
-    elif isinstance(own, (list, deque)):
-        own.clear()
-        own.extend(before)
-    elif isinstance(own, array):
+    elif isinstance(own, (list, array)):
         own[:] = before
+    elif isinstance(own, (dict, set, deque)):
+        own.clear()
+        own.extend(before) if isinstance(own, deque) else own.update(before)
     else:  # numpy's array or a tensor, which may have no dimension
         with torch.no_grad():
             own[...] = before

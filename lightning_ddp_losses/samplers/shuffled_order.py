@@ -1,4 +1,4 @@
-"""Epochs whose order every rank computes from the seed: a permutation of the rows, or the rows as they come.
+"""Epochs in an order that every rank computes from the seed: a permutation of the rows, or the rows as they come.
 
 The permutation of epoch ``e`` is ``torch.randperm`` from ``seed + e``. It is kept as a tensor (4 bytes a row). Each batch becomes a list
 when it is read. A resumed epoch starts at its place at once.
@@ -9,7 +9,7 @@ Legend: ``n`` rows of the data set, ``W`` ranks, ``G`` rows of a global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,10 @@ from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_bytes
 from lightning_ddp_losses.distributed.raw_collectives import host_memory
-from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_draw import EpochPlace, GlobalDraw
 from lightning_ddp_losses.samplers.seeded_draw import share
 
 _INT32_ROWS = 1 << 31
-# the order of states that were saved before it was ``torch.randperm``'s
-_FORMER_ORDER = "ShuffledOrder"
 
 
 class Permutation(Sampler[int]):
@@ -52,7 +49,7 @@ class Permutation(Sampler[int]):
         return torch.int32 if self.length < _INT32_ROWS else torch.int64
 
     def order(self, seed: int) -> Tensor:
-        """Return the order that belongs to a seed.
+        """Return the order for a seed.
 
         Returns:
             (n,), int32 if the numbers fit.
@@ -71,7 +68,7 @@ class NaturalOrder(Permutation):
 
 @dataclass(frozen=True)
 class LocalBatches(Sequence[list[int]]):
-    """This rank's part of each batch of an epoch, made when it is read.
+    """This rank's part of each batch of an epoch. A batch is made when it is read.
 
     Attributes:
         order: Row numbers of the epoch, all ranks together.
@@ -102,9 +99,9 @@ class ShuffledDraw(GlobalDraw):
     Args:
         sampler: Order of the rows.
         global_batch_size: Rows of a global batch, G.
-        local_batch_size: Rows of a rank's batch, instead of G, which is W times this.
+        local_batch_size: Rows of a rank's batch. G is W times this.
         drop_last: Leave out a last batch of fewer than G rows.
-        seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. None: 0, or the seed of a state that is loaded.
+        seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. None: 0, or the seed of a loaded state.
         title: Name in errors.
     """
 
@@ -113,21 +110,7 @@ class ShuffledDraw(GlobalDraw):
     def _first_seed(self) -> int:
         return 0  # ranks exchange none
 
-    def _read_place(self, state: Mapping[str, Any]) -> EpochPlace:
-        """Return the place that a saved state names; refuse one inside an epoch whose order was not yet ``torch.randperm``'s."""
-        if isinstance(state, Mapping) and state.get("sampler") == _FORMER_ORDER:
-            expect(
-                not state.get("rows"),
-                f"state that {self.title} loads",
-                expected="the end of an epoch: rows are shuffled by torch.randperm now",
-                got=f"row {state.get('rows')} of epoch {state.get('epoch')} of {_FORMER_ORDER}, another order",
-                fix="Resume from a checkpoint that was saved at the end of an epoch.",
-                error=InputError,
-            )
-            state = {**state, "sampler": type(self.source).__name__}
-        return super()._read_place(state)
-
-    def _meet(self, epoch: int) -> Sequence[list[Any]]:
+    def _draw_together(self, epoch: int) -> Sequence[list[Any]]:
         W, rank = process_groups.world_size(), process_groups.rank()
         G = self._global_rows()
         assert G is not None
@@ -137,7 +120,7 @@ class ShuffledDraw(GlobalDraw):
             digest = hash_bytes(host_memory(order)).to_bytes(8, "little", signed=True)
             self._kept = (place, digest, LocalBatches(order, G, W, rank))
         _, digest, batches = self._kept
-        # seed and length make the order; its hash tells ranks with other releases of torch
+        # seed and length give the order. Its hash finds ranks with other releases of torch
         handshake.all_gather(self.title, {**self._must_match(epoch), "order": digest.hex()})
         return batches
 

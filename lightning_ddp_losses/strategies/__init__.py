@@ -13,11 +13,11 @@
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
 * ``resume``: the rows and random numbers that come next, in a checkpoint; ``loader_states``: loaders that have a state.
-* ``shards``: weights of which each rank holds its own classes: their norms, overflows, parts and wholes.
+* ``shards``: weights with classes divided over the ranks: norms, overflows, parts and wholes.
 * ``checkpoint_files``: files that are whole or not there, and the same error on
   every rank. ``checkpoint_folder``: folders into which each rank writes its parts.
 
-What it gets right, beside plain ``ddp``:
+Differences from plain ``ddp``:
 
 | situation | plain ``ddp`` | ``ddp_losses`` |
 |---|---|---|
@@ -40,7 +40,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.strategies.ddp_losses import DDPLossStrategy
-from lightning_ddp_losses.strategies.ddp_setup import register_refusals, use_layer_sync
+from lightning_ddp_losses.strategies.ddp_setup import nearest_names, register_refusals, use_layer_sync
 from lightning_ddp_losses.strategies.fsdp_losses import ModelParallelLossStrategy
 from lightning_ddp_losses.strategies.loss_discovery import register_loss_type
 from lightning_ddp_losses.strategies.loss_forward import use_global_wrapper
@@ -59,5 +59,6 @@ _OURS = (DDPLossStrategy, ModelParallelLossStrategy)
 for _strategy in _OURS:
     _strategy.register_strategies(StrategyRegistry)
 register_refusals([name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in _OURS], STRATEGY_REGISTRY)
+compat.explain_unknown_strategy(nearest_names)
 # what a name may have, an instance may: both are tested
 compat.allow_precisions(ModelParallelLossStrategy, ("16-mixed", "64-true"))

@@ -5,7 +5,6 @@ Adopted losses leave the module with the fit; checkpoints hold them also after i
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -48,10 +47,9 @@ class Adoption(FitPart):
         refused, must_match = named + hidden.loose, {}
         if adopt:
             refused, must_match = hidden.loose, {"modules to adopt": "; ".join(named) or "none"}
-        payloads = handshake.all_gather("hidden losses", must_match, json.dumps(refused).encode())
-        refused_everywhere = [json.loads(payload) for payload in payloads]
+        refused_everywhere = handshake.all_gather_json("hidden losses", must_match, refused)
         if any(refused_everywhere):
-            raise _refusal(refused_everywhere, adopt=adopt)
+            raise _hidden_loss_error(refused_everywhere, adopt=adopt)
         return hidden
 
     def adopt(self, hidden: Hidden) -> list[FoundLoss]:
@@ -75,7 +73,7 @@ class Adoption(FitPart):
         self.fit.module.add_module(ADOPTED, adopted)
         self.undo.callback(delattr, self.fit.module, ADOPTED)
         ddp = strategy.wrapped_model
-        if ddp is not None:  # it reads the buffers of the live module anew each step
+        if ddp is not None:  # it reads the buffers of the live module in each step
             ddp.parameters_to_ignore |= {f"{ADOPTED}.{name}" for name, _ in adopted.named_buffers()}
         raw_collectives.broadcast_([tensor for _, tensor in named_tensors(adopted) if shard_of(tensor) is None])
         rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
@@ -109,7 +107,7 @@ def _key(path: str) -> str:
     return re.sub(r"\W+", "_", path.removeprefix("self.")).strip("_")
 
 
-def _refusal(refused: list[list[str]], *, adopt: bool) -> HiddenLossError:
+def _hidden_loss_error(refused: list[list[str]], *, adopt: bool) -> HiddenLossError:
     """Return the error that names what each rank hides."""
     fix = (
         "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "

@@ -44,12 +44,12 @@ class AttachedPayload(NamedTuple):
 
 @dataclass
 class Calls:
-    """What the ranks said of their calls since the last synchronising backward.
+    """Calls of all ranks since the last synchronising backward.
 
     Attributes:
-        parameters: Those that the strategy reduces, as they are in this backward.
+        parameters: Parameters that the strategy reduces in this backward.
         expected: Per loss, whether its parameters may hold gradients.
-        uneven: By title of a loss with differing rows, the rows of each rank.
+        uneven: Rows of each rank, by the title of a loss whose ranks differ.
     """
 
     parameters: list[ReducedParameter]
@@ -66,13 +66,13 @@ class _UnsentHandshake(NamedTuple):
     new_parameters: list[ReducedParameter]
 
 
-class _SaidByRank(NamedTuple):
+class _RankPayload(NamedTuple):
     """A rank's payload.
 
     Attributes:
-        calls: Of each loss: calls, rows, whether a gradient is there already.
-        attached: The bytes of the checks.
-        upstream_grads: What came back into global values.
+        calls: Number of calls, number of rows, and presence of a gradient, for each loss.
+        attached: Bytes of the checks.
+        upstream_grads: Upstream gradients of global values.
         grads: Flags of gradients, and few bytes of them.
     """
 
@@ -141,7 +141,7 @@ class CallCheck:
             payload += sized(attached.measure())
         self._prepared = _UnsentHandshake(must_match, payload, parameters, new)
         self._calls, self._ready_bytes = None, 0
-        # what came back into global values by then travels along
+        # upstream gradients of global values travel along
         self._upstream_grads.start()
 
     def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
@@ -170,19 +170,19 @@ class CallCheck:
             self._parameters.admit(prepared.new_parameters)
 
     def finish(self) -> Calls | None:
-        """Return what the ranks said, exchanged now if backward met nobody; None where no handshake was prepared."""
+        """Return the calls of all ranks, and exchange them now if backward did not; None if no handshake was prepared."""
         self.exchange()
         calls, self._calls = self._calls, None
         return calls
 
     def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
-        # most ranks say the same, which is read once
+        # equal payloads are read once
         first = self._read(payloads[0])
-        said = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
+        by_rank = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
         calls = Calls(parameters)
         missing: list[str] = []
         for index, counter in enumerate(self._counters):
-            counts, num_rows, grads = zip(*[rank.calls[index] for rank in said], strict=True)
+            counts, num_rows, grads = zip(*[rank.calls[index] for rank in by_rank], strict=True)
             calls.expected.append(any(counts) or any(grads))
             if counter.loss.learnable and any(counts) and not all(counts):
                 missing.append(_missing_text(counter.loss.title, counts, num_rows))
@@ -191,25 +191,21 @@ class CallCheck:
         if missing:
             fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
             raise LossCallError("\n".join([*missing, fix]), collective=True)
-        refuse_other_upstream_grads([rank.upstream_grads for rank in said])
+        refuse_other_upstream_grads([rank.upstream_grads for rank in by_rank])
         for index, attached in enumerate(self._attached):
-            attached.judge([rank.attached[index] for rank in said])
-        self._reducer.receive([rank.grads for rank in said])
+            attached.judge([rank.attached[index] for rank in by_rank])
+        self._reducer.receive([rank.grads for rank in by_rank])
         return calls
 
-    def _read(self, payload: bytes) -> _SaidByRank:
+    def _read(self, payload: bytes) -> _RankPayload:
         """Read a rank's payload."""
         end = _CALL.size * len(self._counters)
-        calls, parts = list(_CALL.iter_unpack(payload[:end])), list[bytes]()
-        for _ in range(len(self._attached) + 2):
-            part, end = read_sized(payload, end)
-            parts.append(part)
-        *attached, upstream_grads, grads = parts
-        return _SaidByRank(calls, attached, upstream_grads.decode(), grads)
+        *attached, upstream_grads, grads = read_sized(payload, end)
+        return _RankPayload(list(_CALL.iter_unpack(payload[:end])), attached, upstream_grads.decode(), grads)
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:
-    """Say of a loss that ran on some ranks only what each rank did."""
+    """Return the text for a loss that ran on some ranks only."""
     ranks = [f"{c} call{'s' * (c > 1)} on {r} rows" if c else "not called" for c, r in zip(calls, rows, strict=True)]
     return format_error(f"{title} ran on some ranks only", expected="every rank or none", ranks=ranks)
 

@@ -1,11 +1,11 @@
-"""Checkpoint files that are whole or not there, and what is wrong with one that is not, said on every rank.
+"""Checkpoint files that are whole or do not exist. Every rank reports the defect of one that cannot be used.
 
-A checkpoint is written to a temporary name in its own folder, brought to the disk and renamed: whatever ends the run in between (a signal,
-a full disk, a machine without power), the name holds what it held before. (Lightning 2.6 writes to the folder of temporary files, and
-where that is another file system, copies from there to the last name.) Paths that are not of this machine's file system stay with
+A checkpoint is written to a temporary name in its folder, brought to the disk and renamed. If the run ends in between (a signal, a full
+disk, a power failure), the name still holds the former file. (Lightning 2.6 writes to the folder of temporary files. If that is another
+file system, it copies from there to the final name.) Paths that are not of this machine's file system stay with
 Lightning.
 
-What a rank that was killed while it wrote has left behind (``.partial-*``) goes with the next save into that folder.
+Partial files of a killed rank (``.partial-*``) are removed by the next save into that folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOSS_KINDS = "ddp_losses_kinds"
 
 _PARTIAL = ".partial-"
 _OWNER = re.compile(re.escape(_PARTIAL) + r"(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]+")
-_SHOWN_CHARACTERS = 600  # of what a library says; torch's advice about weights_only is long
+_SHOWN_CHARACTERS = 600  # of a library's error; torch's advice about weights_only is long
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -73,7 +73,7 @@ def is_folder(path: Any) -> bool:
 
 
 def is_local(path: Any) -> bool:
-    """Say whether a path is of this machine's file system, and not of one that ``fsspec`` reaches."""
+    """Return whether a path is of this machine's file system, and not of one that ``fsspec`` reaches."""
     protocol = get_filesystem(path).protocol
     return "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
@@ -87,14 +87,14 @@ def local_path(path: Any) -> Path:
 
 
 def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write a file of which the name never holds a part.
+    """Write a file so that its name never holds a part of it.
 
     Args:
-        path: Of the file; its folder is made.
+        path: Path of the file. Its folder is created.
         write: Writes the content to an open file.
 
     Raises:
-        OSError: where the file system refuses; nothing is left behind then, and a former file stays.
+        OSError: if the file system refuses. The former file stays, and no partial file does.
     """
     folder = path.absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 @contextlib.contextmanager
 def file_errors() -> Iterator[None]:
-    """Raise the file system's error in place of that of ``torch.save``, which says only that a write failed."""
+    """Raise the file system's error in place of ``torch.save``'s, which names no cause."""
     try:
         yield
     except RuntimeError as error:
@@ -154,13 +154,13 @@ def saved_on_all_ranks(path: Any, *, is_collective: bool) -> Iterator[None]:
     """Let a checkpoint that one rank cannot write be an error on every rank.
 
     Args:
-        path: Of the checkpoint, as the user knows it.
-        is_collective: Every rank comes here; else (after an error, in a signal) only this rank hears of it.
+        path: Path of the checkpoint, quoted in the error.
+        is_collective: Whether every rank calls this. Otherwise (after an error, in a signal) only this rank raises.
 
     Raises:
         DDPLossError: on every rank, naming the rank and the file.
 
-    Communication: one handshake where ``is_collective``.
+    Communication: one handshake if ``is_collective``.
     """
     try:
         yield
@@ -180,7 +180,7 @@ def unwritten(path: Any, failures: Mapping[int, BaseException], *, collective: b
     Args:
         path: Path of the checkpoint, as the user knows it.
         failures: Errors by rank.
-        collective: Whether every rank has them.
+        collective: Set if every rank has these errors.
     """
     return DDPLossError(
         f"checkpoint {path}",
@@ -198,9 +198,9 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
     """Load a checkpoint; one that any rank cannot read is an error on every rank, and so are ranks that read different ones.
 
     Args:
-        path: Of the file.
-        load: Reads it.
-        checks_bits: This rank compares the file with the checksums in it, which torch does not.
+        path: Path of the file.
+        load: Function that reads it.
+        checks_bits: This rank compares the file with the checksums in it. Torch does not.
 
     Returns:
         What ``load`` returned.
@@ -240,7 +240,7 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
 
 
 def _content_of(path: Path, *, checks_bits: bool) -> str:
-    """Return a text that is equal for equal files; nothing for a file without checksums, of which ``torch.load`` says what it thinks.
+    """Return a text that is equal for equal files; empty for a file without checksums, which ``torch.load`` judges.
 
     Raises:
         ValueError: if bits are checked, for a file that is not what its own checksums say, naming the part.
@@ -257,11 +257,11 @@ def _content_of(path: Path, *, checks_bits: bool) -> str:
 
 @contextlib.contextmanager
 def loaded_on_all_ranks(path: Any, what: str) -> Iterator[None]:
-    """Say on every rank what of a checkpoint does not fit this module.
+    """Raise an error of the block on every rank: a checkpoint that does not fit this module.
 
     Args:
-        path: Of the checkpoint.
-        what: Is being loaded.
+        path: Path of the checkpoint.
+        what: Loaded part, for the message.
 
     Raises:
         InputError: on every rank.
@@ -287,9 +287,9 @@ def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[st
     """Refuse to go on with another loss than the one that was trained, where both would take the same weights.
 
     Args:
-        path: Of the checkpoint.
-        saved: ``name: class`` of each loss that the checkpoint was saved with; None where it does not say.
-        own: Of this module.
+        path: Path of the checkpoint.
+        saved: ``name: class`` of each saved loss; None if the checkpoint has no such entry.
+        own: ``name: class`` of each loss of this module.
 
     Raises:
         InputError: the same on every rank.

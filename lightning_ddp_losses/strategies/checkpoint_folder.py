@@ -22,7 +22,6 @@ Imported where a folder is written or read: that part of torch is 70 modules, an
 
 from __future__ import annotations
 
-import json
 import pickle
 import secrets
 import shutil
@@ -126,8 +125,7 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
     """
     rank = process_groups.rank()
     # 1. rank 0 chooses the place
-    place = json.dumps([str(path), _BLOCKS_PREFIX + secrets.token_hex(4)])
-    folder, name = json.loads(handshake.all_gather_between_steps(SAVING, {}, place.encode())[0])
+    folder, name = handshake.all_gather_json(SAVING, {}, [str(path), _BLOCKS_PREFIX + secrets.token_hex(4)])[0]
     path, blocks = Path(folder), Path(folder, name)
     rest, state = _parted(checkpoint, shards)
     group = process_groups.internal_groups().get("host") if process_groups.is_distributed() else None
@@ -139,13 +137,13 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
         except CheckpointException as error:  # on every rank, with the errors of all
             raise unwritten(path, {r: failure[0] for r, failure in error.failures.items()}, collective=True) from error
         own = {found.name: _checksum(found) for found in blocks.glob(f"__{rank}_*")}
-        payloads = handshake.all_gather_between_steps(SAVING, {}, json.dumps(own).encode())
+        by_rank = handshake.all_gather_json(SAVING, {}, own)
         if rank > 0:
             return
         # 3. the file that names them, from which on this is the checkpoint
         checksums = {_INDEX: _checksum(blocks / _INDEX)}
-        for payload in payloads:
-            checksums.update(json.loads(payload))
+        for found in by_rank:
+            checksums.update(found)
         sync_folder(blocks)
         rest[BLOCKS] = {"folder": name, "checksums": checksums}
         write_whole(path / METADATA, partial(torch.save, rest))

@@ -1,4 +1,4 @@
-"""`DDPLossStrategy`: distributed data parallelism for learnable losses, beside the model's own DDP.
+"""`DDPLossStrategy`: distributed data parallelism for learnable losses, next to the model's own DDP.
 
 The model's DDP ignores the losses' parameters; `LossReducer` does for them what DDP does, at one place and by name. The module that the
 user sees keeps its attributes, parameter names and checkpoint keys.
@@ -10,6 +10,7 @@ Here is what is particular to DDP: the wrap, the start of the world, checkpoints
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
 
 
 class DDPLossStrategy(LossHooks, DDPStrategy):
-    """DDP in which every learnable loss gets the mean of its gradients, whatever each rank called and in which order.
+    """DDP in which every learnable loss gets the mean of its gradients, regardless of the calls of each rank and their order.
 
     Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
     where that is not so: losses that alternate, that are called several times or in another order per rank, parameters
@@ -132,7 +133,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             fix="Leave static_graph out.",
         )
         self._losses = LossParallelism(self, options)
-        self._sync_blocked = self._graph_is_recorded = False
+        self._graph_is_recorded = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -160,7 +161,6 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
         self._layer_sync = ddp_setup.choose_layer_sync(self.root_device, self._layer_sync)
-        self._sync_blocked = False
         self._losses.setup(trainer, super().setup, self._refuse)
 
     def _refuse(self, module: pl.LightningModule) -> None:
@@ -173,7 +173,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         self._losses.compare_ranks()
         plan = self._wrap()
         ddp_setup.broadcast_unsynchronised(plan.unsynchronised, self._ddp_kwargs)
-        first_bucket = ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs)
+        first_bucket = self._first_bucket(plan)
         self._losses.start_reducing(plan.reduced, sorted(plan.ignored_by_user), first_bucket=first_bucket)
         self._losses.note_unusual()
 
@@ -185,7 +185,23 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         if plan.reduced:  # else DDP would refuse the module
             with ddp_setup.ignoring(module, plan.ignored):
                 super().configure_ddp()
+            if self._sends_late:
+                assert self.wrapped_model is not None
+                ddp_setup.reduce_after_backward(self.wrapped_model, self._losses.exchange_calls)
         return plan
+
+    def _first_bucket(self, plan: ddp_setup.WrapPlan) -> float:
+        """Return the bytes of gradient that must be ready before the model's DDP sends any."""
+        return math.inf if self._sends_late else ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs)
+
+    @property
+    def _sends_late(self) -> bool:
+        """Whether ranks may use different parts of the model next to a loss that communicates in backward."""
+        is_global = bool(self._losses.options.global_batch) or any(
+            loss.sees_global_batch for loss in self._losses.found
+        )
+        has_hook = compat.has_ddp_comm_hook(self)
+        return is_global and not has_hook and bool(self._ddp_kwargs.get("find_unused_parameters", False))
 
     # ------------------------------------------------------------------ steps
 
@@ -196,11 +212,10 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             self._leave_out_frozen()
 
     def _leave_out_frozen(self) -> None:
-        """Wrap the model anew where some of what its DDP reduces was frozen: DDP would wait for those gradients.
+        """Wrap the model again if parameters that its DDP reduces were frozen: DDP would wait for their gradients.
 
-        (Lightning's ``BaseFinetuning`` and hooks freeze before this one, and outside ``no_sync``, whose state is the wrap's.) Ranks
-        that froze nothing are on their way to forward, where DDP broadcasts buffers: nothing may be exchanged before that. What was
-        frozen is compared in the call check.
+        (Lightning's ``BaseFinetuning`` and hooks freeze before this hook, and outside ``no_sync``.) No collective here: other ranks may
+        already be inside DDP's forward, which broadcasts buffers. The call check compares the frozen names.
 
         Communication: none; without ``check_calls`` one handshake where something was frozen.
         """
@@ -209,20 +224,20 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         if wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
             return
         if compat.ddp_comm_state(self) is not None:
-            return  # ``pre_backward`` refuses it, where the peers can be told
+            return  # ``pre_backward`` refuses it and informs the peers
         frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
         if not self._losses.options.check_calls:
             with self._losses.raise_on_all_ranks("on_train_batch_start"):
                 what = "parameters frozen since the model was wrapped"
                 handshake.all_gather_between_steps(what, {"names": ", ".join(frozen)})
         self.model, wrapped = module, None  # the old one leaves its hooks with its last reference
-        # what was equal stays so: to broadcast it again would hide a difference
+        # no second broadcast: it would hide a difference between ranks
         kwargs, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
         try:
             plan = self._wrap()
         finally:
             self._ddp_kwargs = kwargs
-        parameters.leave_out(plan.reduced, ddp_setup.first_bucket(plan.reduced, kwargs))
+        parameters.leave_out(plan.reduced, self._first_bucket(plan))
         parameters.frozen += frozen
         if self._losses.call_check is not None:
             self._losses.call_check.watch_gradients()
@@ -259,23 +274,27 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward.
 
-        But for the first backward of a static graph: torch's DDP records the graph there, and ends in an internal assertion where
-        it does not synchronise (torch 2.13). The mean of what has accumulated by then is the mean of the parts.
+        The first backward of a static graph does synchronise: torch's DDP records the graph there, and ends in an internal assertion
+        otherwise (torch 2.13). The result is the same, as the mean of a sum is the sum of the means.
         """
         ddp = self.wrapped_model
         if ddp is not None and ddp.static_graph and not self._graph_is_recorded:
             yield
             return
-        before, self._sync_blocked = self._sync_blocked, True
-        try:
-            with super().block_backward_sync():
-                yield
-        finally:
-            self._sync_blocked = before
+        with super().block_backward_sync():
+            yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Name this strategy in Lightning's advice about unused parameters: its own would lead to plain DDP."""
+        super().on_exception(exception)
+        theirs, ours = "'ddp_find_unused_parameters_true'", f"'{self.strategy_name}_find_unused_parameters_true'"
+        if any(theirs in str(argument) for argument in exception.args):
+            text = str(exception.args[0]).replace(theirs, ours).replace("=DDPStrategy(", f"={type(self).__name__}(")
+            exception.args = (text, *exception.args[1:])
 
     @property
     def wrapped_model(self) -> DistributedDataParallel | None:
-        """The model's DDP; None in a world where nothing but losses trains."""
+        """The model's DDP; None if only losses train."""
         return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     @property
@@ -283,10 +302,3 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
         ddp = self.wrapped_model
         return not self._sync_blocked if ddp is None else bool(ddp.require_backward_grad_sync)
-
-    # ------------------------------------------------------------------ checkpoints
-
-    @property
-    def _writes_folder(self) -> bool:
-        """Whether a checkpoint is a folder."""
-        return self._losses.options.sharded_checkpoints and self._losses.sharding.is_divided

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import inspect
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import has_buffers
 from lightning_ddp_losses.distributed import process_groups, raw_collectives, rendezvous
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.errors import ConfigurationError, expect, listed
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, named_tensors
 
 _FIRST_BUCKET_BYTES = 1 << 20  # DDP's own (torch 2.13)
@@ -40,7 +41,6 @@ _OPTIONS_THAT_CHANGE_BUCKETS = (
     "delay_all_reduce_named_params",
     "find_unused_parameters",
 )
-_MAX_SHOWN = 6  # names shown in an error
 _WITHOUT_TORCHS_BATCH_NORM = ("cpu", "mps")
 
 # ---------------------------------------------------------------------- options of torch's DDP
@@ -70,12 +70,10 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
         ddp_kwargs: Names that are left for torch's DDP.
 
     Raises:
-        ConfigurationError: for a name that nothing takes, and for one that Lightning passes itself.
+        ConfigurationError: for an unknown name, and for one that Lightning passes itself.
     """
     of_ddp = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module", "device_ids"}
     unknown = sorted(set(ddp_kwargs) - of_ddp)
-    if not unknown:
-        return
     # every option by name, of the strategy and of its bases
     known = set(of_ddp)
     for cls in strategy.__mro__:
@@ -84,7 +82,8 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
                 known.add(name)
     meant = [difflib.get_close_matches(name, sorted(known), n=1) for name in unknown]
     questions = [f"Did you mean {close[0]}?" for close in meant if close]
-    raise ConfigurationError(
+    expect(
+        not unknown,
         f"{strategy.__name__}: options",
         expected="its own, those of Lightning's DDPStrategy, or those of torch's DistributedDataParallel",
         got=", ".join(unknown),
@@ -123,7 +122,7 @@ class WrapPlan:
     Attributes:
         reduced: Parameters that the model's DDP reduces; none, where DDP would refuse the module (a frozen encoder).
         ignored: Names that the model's DDP leaves alone: the losses', class shards, and the user's own.
-        ignored_by_user: Names that the user told DDP to ignore, which nobody reduces.
+        ignored_by_user: Names that the user excluded from DDP. Their gradients stay local.
         unsynchronised: Tensors that DDP will not broadcast and that ought to start equal.
     """
 
@@ -144,7 +143,7 @@ def plan(module: nn.Module, losses: Iterable[FoundLoss]) -> WrapPlan:
     shards = {name for name, tensor in tensors.items() if shard_of(tensor) is not None}
     ignored = of_losses | by_user | shards
     reduced = [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
-    # without a DDP around the model nobody else broadcasts it
+    # without a DDP around the model there is no other broadcast
     left = of_losses if reduced else set(tensors) - by_user
     unsynchronised = [tensor for name, tensor in tensors.items() if name in left - shards]
     return WrapPlan(reduced, ignored, by_user, unsynchronised)
@@ -159,7 +158,7 @@ def ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) -> int:
-    """Return the bytes of gradient of which DDP sends nothing before all are ready; 0 where that cannot be said.
+    """Return the bytes of gradient that must be ready before DDP sends any; 0 if unknown.
 
     DDP fills buckets of one dtype and device each, the first up to 1 MiB, and sends them in order.
     """
@@ -170,6 +169,37 @@ def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) ->
         kind = parameter.dtype, parameter.device
         totals[kind] = totals.get(kind, 0) + parameter.nbytes
     return min([_FIRST_BUCKET_BYTES, *totals.values()])
+
+
+def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable[[], None]) -> None:
+    """Let DDP send its buckets when backward is through, in the order of the buckets, which is the same on every rank.
+
+    With ``find_unused_parameters`` ranks may use different parts of the model. Gradients then arrive in another order on each rank, and a
+    bucket that left at once could meet what a global loss exchanges in backward on a rank where that comes first.
+
+    Args:
+        ddp: The model's DDP, without a communication hook.
+        exchange_calls: Exchanges the call check of this backward.
+    """
+    waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+
+    def send() -> None:
+        exchange_calls()
+        started = [(future, raw_collectives.start_mean(gradients)) for future, gradients in waiting]
+        waiting.clear()
+        for future, wait in started:
+            future.set_result(wait())
+
+    def keep(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        if bucket.index() == 0:
+            waiting.clear()  # of a backward that failed
+            compat.call_after_backward(send)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        waiting.append((future, bucket.buffer()))
+        return future
+
+    keep.__annotations__.clear()  # DDP compares them with types, not with their names
+    ddp.register_comm_hook(None, keep)
 
 
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
@@ -195,7 +225,7 @@ def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs
 
 
 def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str, Any]) -> None:
-    """Give all ranks rank 0's values of what DDP does not broadcast, unless its options say that nothing shall be."""
+    """Give all ranks rank 0's values of tensors that DDP does not broadcast, unless its options forbid it."""
     if ddp_kwargs.get("init_sync", True):
         buffers = ddp_kwargs.get("broadcast_buffers", True) is not False
         raw_collectives.broadcast_([t for t in tensors if buffers or isinstance(t, nn.Parameter)])
@@ -211,24 +241,24 @@ def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
 
 
 def refuse_frozen(names: Sequence[str], comm_state: object) -> None:
-    """Refuse parameters that were frozen where the model cannot be wrapped anew without them.
+    """Refuse parameters that were frozen if the model cannot be wrapped again without them.
 
     Args:
-        names: Of the parameters.
-        comm_state: Of DDP's communication hook; None where there is none.
+        names: Names of the parameters.
+        comm_state: State of DDP's communication hook; None without one.
 
     Raises:
         ConfigurationError: naming them.
     """
-    if comm_state is not None:  # it keeps something of each bucket, and buckets would be others
-        raise ConfigurationError(
-            f"parameters frozen during the fit: {', '.join(names[:_MAX_SHOWN])}",
-            expected="no ddp_comm_state, which is of the buckets that DDP had at the start",
-            got=type(comm_state).__name__,
-            fix="Set their learning rate to 0 instead, or take a hook without a state.",
-        )
+    expect(
+        comm_state is None,  # it keeps something of each bucket, and buckets would be others
+        f"parameters frozen during the fit: {listed(names)}",
+        expected="no ddp_comm_state, which is of the buckets that DDP had at the start",
+        got=type(comm_state).__name__,
+        fix="Set their learning rate to 0 instead, or take a hook without a state.",
+    )
     raise ConfigurationError(
-        f"parameters frozen inside training_step: {', '.join(names[:_MAX_SHOWN])}",
+        f"parameters frozen inside training_step: {listed(names)}",
         expected="a gradient of each of them in this backward, as when the step began",
         got="requires_grad=False",
         fix="Freeze them before the step (on_train_batch_start, BaseFinetuning); where optimizers take turns (toggle_optimizer), set "
@@ -237,21 +267,20 @@ def refuse_frozen(names: Sequence[str], comm_state: object) -> None:
 
 
 def refuse_sharded_parameters(module: nn.Module) -> None:
-    """Refuse parameters of which each rank holds a part (``fully_shard``, tensor parallelism): DDP wants them whole.
+    """Refuse parameters that are divided over the ranks (``fully_shard``, tensor parallelism): DDP needs them whole.
 
     Raises:
         ConfigurationError: with their names.
     """
     parts = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-    if parts:
-        more = f" and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
-        raise ConfigurationError(
-            f"parameters {', '.join(parts[:_MAX_SHOWN])}{more}",
-            expected="whole parameters on every rank, which DDP averages",
-            got="DTensors, of which each rank holds a part (fully_shard or tensor parallelism)",
-            fix='Take strategy="fsdp2_ddp_losses" (ModelParallelLossStrategy): FSDP2 beside exact losses. Or leave out fully_shard: an '
-            "encoder that fits only in pieces of the batch runs in microbatched(encoder, rows).",
-        )
+    expect(
+        not parts,
+        f"parameters {listed(parts)}",
+        expected="whole parameters on every rank, which DDP averages",
+        got="DTensors, of which each rank holds a part (fully_shard or tensor parallelism)",
+        fix='Take strategy="fsdp2_ddp_losses" (ModelParallelLossStrategy): FSDP2 beside exact losses. Or leave out fully_shard: an '
+        "encoder that fits only in pieces of the batch runs in microbatched(encoder, rows).",
+    )
 
 
 def refuse_static_graph_by_hand(module: LightningModule, ddp_kwargs: Mapping[str, Any]) -> None:
@@ -278,7 +307,7 @@ _exact_layer_sync: list[type[LayerSync]] = []
 
 
 def use_layer_sync(kind: type[LayerSync]) -> None:
-    """Say what synchronises batch norm on any device (``SyncBatchNorm``).
+    """Set the plugin that synchronises batch norm on any device (``SyncBatchNorm``).
 
     Example:
         >>> from lightning_ddp_losses import SyncBatchNorm
@@ -338,11 +367,11 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
 
 
 class FabricRefusal(FabricDDPStrategy):
-    """Refuses our strategies' names in Fabric's registry: Fabric's loops are the caller's and need no strategy of ours.
+    """Refuses names of the Trainer's strategies in Fabric's registry that have no strategy of Fabric.
 
-    A hand-written loop is exact under Fabric's own ``"ddp"``, with every learnable loss set up like a model::
+    In a hand-written loop every learnable loss is set up like a model::
 
-        fabric = Fabric(strategy="ddp", devices=2)
+        fabric = Fabric(strategy="ddp_losses", devices=2)
         fabric.launch()
         encoder = fabric.setup_module(encoder)
         loss = fabric.setup_module(GlobalBatchLoss(ArcFaceLoss(num_classes=10, embedding_size=32)))
@@ -364,9 +393,17 @@ class FabricRefusal(FabricDDPStrategy):
             f"Fabric(strategy={asked!r})",
             expected="a strategy of Fabric: ours is for lightning.pytorch.Trainer",
             got="a hand-written loop, in which nothing calls a Trainer's hooks",
-            fix='Take Fabric(strategy="ddp"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a model. '
+            fix='Take Fabric(strategy="ddp_losses"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a '
+            "model. "
             "Loops whose gradients are those of one process: ddp-losses explain migrate fabric, for FSDP2 migrate fabric-fsdp2.",
         )
+
+
+def nearest_names(name: str) -> str:
+    """Return the registered strategy whose name is nearest to a name, and our names; an empty text if none is near."""
+    near = difflib.get_close_matches(name, StrategyRegistry, n=1)
+    ours = ", ".join(known for known in StrategyRegistry if "ddp_losses" in known)
+    return f"Did you mean {near[0]}? Names of ours: {ours}." if near else ""
 
 
 def register_refusals(names: list[str], registry: Any) -> None:

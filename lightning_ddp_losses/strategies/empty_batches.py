@@ -1,13 +1,12 @@
 """Empty batches: what a rank goes on with that ran out of training batches, and when that leaves the gradients exact.
 
-A batch of 0 rows adds nothing to a loss over the rows of all ranks. Any other loss would be wrong without a word: the mean of no rows is
+A batch of 0 rows does not change a loss over the rows of all ranks. Any other loss would be silently wrong: the mean of no rows is
 not a number, and a mean over one rank's rows is divided by W though fewer ranks have some. So the graph of what is back-propagated is
 looked at on every rank, whenever some rank has no rows: each path to a parameter must pass a value over all ranks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -110,7 +109,7 @@ def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
     """Refuse to back-propagate what is not over the rows of all ranks, on any rank.
 
     Args:
-        loss: What will be back-propagated.
+        loss: Value that will be back-propagated.
         module: Names the parameters.
 
     Raises:
@@ -118,10 +117,7 @@ def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
 
     Communication: one handshake.
     """
-    payloads = handshake.all_gather_between_steps(
-        "backward without rows on some rank", {}, json.dumps(_local_term(loss, module)).encode()
-    )
-    terms: list[str] = [json.loads(payload) for payload in payloads]
+    terms = handshake.all_gather_json("backward without rows on some rank", {}, _local_term(loss, module))
     if any(terms):
         raise InputError(
             _STEP,
@@ -143,7 +139,7 @@ def _local_term(loss: Tensor, module: nn.Module) -> str:
         children = node.next_functions
         if not children and hasattr(node, "variable"):
             return _describe_leaf(node, above, module)
-        if attaches_zero_grad(node):  # its other children get nothing but zeros
+        if attaches_zero_grad(node):  # its other children get zeros
             children = children[:1]
         for child, _ in children:
             if child is not None and child not in above:

@@ -18,7 +18,6 @@ empty batch (``empty_batches``).
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.strategies import empty_batches
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 N = TypeVar("N", int, float)
 _REMEMBERED = 8  # batches: more than Lightning fetches ahead
@@ -96,7 +95,7 @@ class UnevenEnds(FitPart):
         return with_common_ends(given, self)
 
     def compare_loaders(self, loaders: Sequence[Any]) -> None:
-        """Refuse loaders of which only some ranks know the length, or only some have batches, before Lightning sums lengths over ranks.
+        """Refuse loaders with a length, or with batches, on some ranks only, before Lightning sums lengths over ranks.
 
         Raises:
             InputError: on every rank.
@@ -106,10 +105,8 @@ class UnevenEnds(FitPart):
         """
         with self.fit.raise_on_all_ranks("len() of a training loader"):
             own = [sized_len(loader) for loader in loaders]
-        payloads = handshake.all_gather_between_steps(
-            "training loaders", {"number": len(own)}, json.dumps(own).encode()
-        )
-        for loader, lengths in zip(loaders, zip(*map(json.loads, payloads), strict=True), strict=True):
+        by_rank = handshake.all_gather_json("training loaders", {"number": len(own)}, own)
+        for loader, lengths in zip(loaders, zip(*by_rank, strict=True), strict=True):
             if None in lengths and set(lengths) != {None}:
                 expected, fix = "known on every rank or on none", None
             elif 0 in lengths and any(lengths) and not self._allows_no_batches():
@@ -150,7 +147,7 @@ class UnevenEnds(FitPart):
         """Refuse an end on some ranks only, or say what it leaves out.
 
         Args:
-            has_batch: Of each rank.
+            has_batch: For each rank, whether it has a batch.
             fetched: Batches of this epoch that every rank had.
 
         Raises:
@@ -186,10 +183,7 @@ class UnevenEnds(FitPart):
 class JoinedEnds(FitPart):
     """Looks at each step in which some rank lacks rows; a part with ``uneven="join"`` only."""
 
-    @classmethod
-    def is_on(cls, options: LossOptions) -> bool:
-        """Return whether the option is on."""
-        return options.uneven == "join"
+    needs = ("uneven", "join")
 
     def before_step(self) -> None:
         """Refuse layers that would need rows, if some rank lacks rows in this step.
@@ -233,12 +227,12 @@ def as_combined(given: Any, kind: type[CombinedLoader], members: dict[str, Any])
 
 
 class _EpochSizes(NamedTuple):
-    """What one rank says of its loaders when it makes an iterator.
+    """Sizes of one rank's loaders when it makes an iterator.
 
     Attributes:
-        lengths: Of each loader; None where it is unknown.
-        limits: Lightning's limit of each loader.
-        together: Batches that they make together, within the limits; None where it is unknown.
+        lengths: Number of batches of each loader; None if unknown.
+        limits: Lightning's limit for each loader.
+        together: Number of combined batches, within the limits; None if unknown.
     """
 
     lengths: list[int | None]
@@ -255,7 +249,7 @@ class _CommonEnds(CombinedLoader):
     """A combined loader that ends on every rank at the same batch; the class of a fit's own is made of this one and the user's.
 
     Attributes:
-        lacks_rows: Of the latest batches, whether some rank lacks rows.
+        lacks_rows: For the latest batches, whether some rank lacks rows.
     """
 
     ends: UnevenEnds
@@ -283,10 +277,8 @@ class _CommonEnds(CombinedLoader):
         with self.ends.fit.raise_on_all_ranks("the iterator of a training loader"):
             super().__iter__()
             own = self._own_sizes()
-        payloads = handshake.all_gather_between_steps(
-            "training epoch", {"uneven": self.ends.mode}, json.dumps(own).encode()
-        )
-        sizes = [_EpochSizes(*json.loads(payload)) for payload in payloads]
+        by_rank = handshake.all_gather_json("training epoch", {"uneven": self.ends.mode}, own)
+        sizes = [_EpochSizes(*found) for found in by_rank]
         if self.ends.mode == "error":
             self._agree_or_refuse(sizes)
         else:
@@ -344,9 +336,9 @@ class _Stream:
 
     Args:
         ends: The fit's.
-        title: How messages name what is iterated.
-        lengths: Of each rank; None where unknown.
-        loader: What is iterated anew where a shorter loader begins again; None: nothing.
+        title: Name of the loader in messages.
+        lengths: Number of batches on each rank; None if unknown.
+        loader: Loader to iterate again when it is shorter than others; None if that cannot happen.
         is_alone: Whether no other stream belongs to the same batches.
 
     Attributes:
@@ -381,7 +373,7 @@ class _Stream:
     def __next__(self) -> Any:
         if self._trained is None:
             self._trained = self._ends.trained_batches()
-        # of several loaders that resume, nobody says where each of them stands
+        # the places of several resumed loaders are unknown
         resumes_unknown = self._trained > 0 and not self._is_alone
         if self._lengths is None or resumes_unknown:
             batch = self._next_by_exchange()
@@ -391,12 +383,12 @@ class _Stream:
         return batch
 
     def _next_by_length(self, lengths: Sequence[int], place: int) -> Any:
-        """Return the batch at a place of the epoch, of which every rank knows who has one."""
+        """Return the batch at a place of the epoch. All ranks know which of them have one."""
         if place >= len(self):
             raise StopIteration
         own = lengths[process_groups.rank()]
         self.lacks_rows = place >= min(lengths)
-        # at the first fetch of a rank that has none: nothing it could go on with
+        # first fetch of a rank without batches: it does not know the structure of one
         must_share = self.lacks_rows and self._fetched == 0 and not self._is_shared
         if place >= own:
             if must_share:
@@ -418,7 +410,7 @@ class _Stream:
         return batch
 
     def _next_by_exchange(self) -> Any:
-        """Return a batch where every rank has one; each says so. Communication: one handshake."""
+        """Return a batch if every rank has one. Communication: one handshake."""
         has_batch, batch = self._own_batch()
         is_joining = self._ends.mode == "join"
         if has_batch and is_joining:
@@ -438,7 +430,7 @@ class _Stream:
         return batch if has_batch else self._empty_batch()
 
     def _keep_structure(self, batch: Any) -> None:
-        """Remember a batch of 0 rows, for when this rank has run out; a batch of which there is none is an error then."""
+        """Remember a batch of 0 rows for when this rank has run out, or the error if there cannot be one."""
         self._has_empty = True
         try:
             self._empty = empty_batches.without_rows(batch)

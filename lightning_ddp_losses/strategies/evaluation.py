@@ -9,7 +9,7 @@ the user's own stay as Lightning makes them: what they do with the rows is their
 If ranks have different numbers of batches (a batch size of one), a step that exchanges something would wait for ever in the last
 batch. That is seen in the first batch, which all ranks have.
 
-A step of validation, test or prediction exchanges nothing, so the peers of a rank that fails would wait for it in the next collective:
+A step of validation, test or prediction has no collective. The peers of a rank that fails would wait for it in the next one:
 epoch values of metrics, the next training step. So all ranks meet after their last batch, before any of that. The hashes of iterable data
 sets (``UndividedData``) travel along. (Epoch values of several loaders in turn are reduced after each of them. Ranks meet after the
 last.)
@@ -37,7 +37,7 @@ from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler, len_of
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches
 from lightning_ddp_losses.samplers.predictions import current_loaders
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.training_data import UndividedData
 
 _PADDED = "evaluation='padded' repeats rows so that all ranks have as many"
@@ -48,7 +48,7 @@ class EvaluationEnds(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        self._is_inside = False  # an evaluation goes on, at the end of which the peers will listen
+        self._is_inside = False  # the peers will listen at the end of this evaluation
         self._data: dict[int, UndividedData] = {}  # by loader
 
     def setup(self) -> None:
@@ -89,30 +89,18 @@ class EvaluationEnds(FitPart):
         """
         self._is_inside = False
         trainer, indices = self.fit.trainer, sorted(self._data)
-        # of each loader some bytes, of which every rank has its own number
+        # a few bytes for each loader; their number differs by rank
         own = b"".join(sized(self._data[index].take()) for index in indices)
         everyone = handshake.all_gather_between_steps(f"the end of {_name(trainer)}", {}, own)
-        by_rank = [_parts(payload) for payload in everyone]
+        by_rank = [read_sized(payload) for payload in everyone]
         for index, of_ranks in zip(indices, zip(*by_rank, strict=False), strict=False):
             self._data[index].judge(trainer, of_ranks)
-
-
-def _parts(payload: bytes) -> list[bytes]:
-    """Take apart what a rank sent."""
-    parts, offset = list[bytes](), 0
-    while offset < len(payload):
-        part, offset = read_sized(payload, offset)
-        parts.append(part)
-    return parts
 
 
 class EvaluationLoaders(FitPart):
     """Gives the evaluation loaders of one run exact parts of the rows; a part with ``evaluation="exact"`` only."""
 
-    @classmethod
-    def is_on(cls, options: LossOptions) -> bool:
-        """Return whether the option is on."""
-        return options.evaluation == "exact"
+    needs = ("evaluation", "exact")
 
     _warned = False
 
@@ -164,6 +152,15 @@ class EvaluationLoaders(FitPart):
 
     def _refuse_few_rows(self, sampler: EvaluationSampler, what: str) -> None:
         counts = sampler.counts
+        limited = [_limited(self.fit.trainer, count) for count in counts]
+        if min(counts) > 0 and max(limited) > 0 and min(limited) == 0:
+            raise InputError(
+                f"batches of the {what} within the Trainer's limit",
+                expected="at least one on every rank",
+                ranks=[f"{few} of {count}" for few, count in zip(limited, counts, strict=True)],
+                fix=f"Raise the limit, or take more rows or batches of two rows or more ({_PADDED}).",
+                collective=True,
+            )
         if max(counts) > 0 and min(counts) == 0:
             raise InputError(
                 f"rows of the {what}",
@@ -184,7 +181,7 @@ class EvaluationLoaders(FitPart):
 
     @contextlib.contextmanager
     def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """Refuse a step that exchanges something, in the first batches of a loader of which some ranks have fewer.
+        """Refuse a step with collectives in the first batches of a loader, if some ranks have fewer batches.
 
         Raises:
             InputError: on every rank.
@@ -201,7 +198,9 @@ class EvaluationLoaders(FitPart):
         broadcasts = ddp is not None and ddp.will_sync_module_buffers()
         before = (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
         if not strategy.exchanges_in_forward:
+            lengths = _list_lengths(trainer.lightning_module)
             yield
+            self._refuse_grown_lists(sampler, lengths)
             if before == (handshake.number_opened(), 0 if broadcasts else compat.collectives_started()):
                 return
         raise InputError(
@@ -211,6 +210,20 @@ class EvaluationLoaders(FitPart):
             fix=f"Take batches of two rows or more, drop_last=True, or a number of rows that the ranks divide ({_PADDED}).",
             collective=True,
         )
+
+    def _refuse_grown_lists(self, sampler: EvaluationSampler, before: dict[str, int]) -> None:
+        """Refuse a metric that torchmetrics would gather item by item, from a different number of batches on each rank."""
+        trainer = self.fit.trainer
+        after = _list_lengths(trainer.lightning_module)
+        grown = [name for name, length in after.items() if length > before.get(name, 0)]
+        if grown:
+            raise InputError(
+                f"{_name(trainer)} step, which adds items to the list states {', '.join(grown)}",
+                expected="as many batches on every rank, because torchmetrics gathers them item by item",
+                ranks=[f"{count} batches" for count in sampler.counts],
+                fix=f"Wrap the metric in lightning_ddp_losses.synced, or take batches of two rows or more ({_PADDED}).",
+                collective=True,
+            )
 
     def _uneven_sampler(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> EvaluationSampler | None:
         """Return the sampler of the loader that a batch is from, if ranks have different numbers of its batches."""
@@ -239,6 +252,18 @@ def _loaders_of(trainer: pl.Trainer, args: tuple[Any, ...]) -> tuple[int, list[A
     return 0, loaders
 
 
+def _list_lengths(module: Any) -> dict[str, int]:
+    """Return the lengths of list states that torchmetrics gathers item by item, by path."""
+    found = {}
+    for path, metric in module.named_modules():
+        reductions = {} if getattr(metric, "gathers_lists_at_once", False) else compat.state_reductions(metric) or {}
+        for name, reduction in reductions.items():
+            value = getattr(metric, name, None)
+            if isinstance(value, list) and getattr(reduction, "__name__", "") != "dim_zero_cat":
+                found[f"{path}.{name}"] = len(value)
+    return found
+
+
 def _limited(trainer: pl.Trainer, count: int) -> int:
     """Return how many of a loader's batches the trainer runs."""
     limits = {"test": trainer.limit_test_batches, "predict": trainer.limit_predict_batches}
@@ -248,14 +273,14 @@ def _limited(trainer: pl.Trainer, count: int) -> int:
 
 
 def _needs_no_sampler(trainer: pl.Trainer, loader: Any) -> bool:
-    """Say of a loader for which Lightning may want a sampler that it gets one of ours, or has one."""
+    """Return whether a loader gets a sampler of ours, or has one, so that Lightning adds none."""
     if trainer.training or not isinstance(loader, DataLoader):
         return False
     return _is_served(loader) or isinstance(compat.inner_batch_sampler(loader), GlobalBatches)
 
 
 def _is_served(loader: Any) -> bool:
-    """Say whether a loader is one for ``EvaluationSampler``."""
+    """Return whether a loader gets an ``EvaluationSampler``."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches = compat.inner_batch_sampler(loader)

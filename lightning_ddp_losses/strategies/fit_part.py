@@ -3,7 +3,7 @@
 A new option is a field of ``LossOptions``, which validates all of them, a keyword of the strategies, and its use in a part.
 
 ``LossParallelism`` has a list of parts and calls them in order; ``teardown`` goes through the list backwards. A feature that is switched
-off is not in the list, and a hook that a part does not override costs a step nothing. ``losses=[]`` has no parts.
+off is not in the list, and a hook that a part does not override does not cost a step any time. ``losses=[]`` has no parts.
 
 | hook | when |
 |---|---|
@@ -17,7 +17,6 @@ off is not in the list, and a hook that a part does not override costs a step no
 | ``training_step`` | around each ``training_step`` |
 | ``before_backward`` | before each backward, with the value that is back-propagated |
 | ``on_gradients_reduced`` | after a synchronising backward, before the hooks ``on_after_backward`` |
-| ``after_backward`` | after a synchronising backward and those hooks |
 | ``evaluation_step`` | around each step of validation, test and prediction |
 | ``state_dict``, ``load_state_dict`` | a checkpoint of the fit is saved or loaded |
 | ``on_exception`` | this rank failed, outside the blocks that inform the peers |
@@ -118,6 +117,9 @@ class HostStrategy(ParallelStrategy):
     kinds_of_parts: ClassVar[tuple[type[FitPart], ...]]
     """Features of this kind of strategy."""
 
+    divides_model: ClassVar[bool] = False
+    """Whether a rank holds parts of the model only."""
+
     @property
     def wrapped_model(self) -> Any:
         """The model's DDP; None without one."""
@@ -128,18 +130,15 @@ class HostStrategy(ParallelStrategy):
         """Whether each forward of the model, in evaluation too, waits for all ranks."""
         return False
 
-    @property
-    def divides_model(self) -> bool:
-        """Whether a rank holds parts of the model only."""
-        return False
-
     divided_parameters: frozenset[str] = frozenset()
-    """Names of the parameters of which each rank holds a part."""
+    """Names of parameters that are divided over the ranks."""
+
+    _sync_blocked = False
 
     @property
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        raise NotImplementedError
+        return not self._sync_blocked
 
 
 class Fit(Protocol):
@@ -178,7 +177,7 @@ class Fit(Protocol):
 
     @property
     def is_divided(self) -> bool:
-        """Whether there is something of which no rank holds the whole; the same on every rank."""
+        """Whether parameters are divided over the ranks; the same on every rank."""
 
     def exchange_calls(self) -> None:
         """Exchange the call check of this backward now, if it has not been exchanged yet."""
@@ -200,8 +199,11 @@ class FitPart:
         fit: The fit that it belongs to.
 
     Attributes:
+        needs: Option and its value without which a strategy does not have this part.
         undo: Undoes changes outside of this part, in ``teardown``.
     """
+
+    needs: ClassVar[tuple[str, object] | None] = None
 
     def __init__(self, fit: Fit) -> None:
         self.fit, self.undo = fit, ExitStack()
@@ -209,7 +211,7 @@ class FitPart:
     @classmethod
     def is_on(cls, options: LossOptions) -> bool:
         """Return whether a strategy with these options has this part."""
-        return True
+        return cls.needs is None or getattr(options, cls.needs[0]) == cls.needs[1]
 
     def setup_environment(self) -> None:
         """Install what the user's ``setup`` hooks and loaders must find."""
@@ -243,9 +245,6 @@ class FitPart:
 
     def on_gradients_reduced(self) -> None:
         """Look at gradients that are those of all ranks now."""
-
-    def after_backward(self) -> None:
-        """Look at gradients that the user's hooks have seen."""
 
     def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[None]:
         """Return the context of a step of validation, test or prediction.

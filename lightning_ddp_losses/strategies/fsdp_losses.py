@@ -1,4 +1,4 @@
-"""`ModelParallelLossStrategy`: FSDP2 for the model, exact learnable losses beside it.
+"""`ModelParallelLossStrategy`: FSDP2 for the model, next to exact learnable losses.
 
 Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``, in which ``fully_shard`` divides the encoder. What that leaves
 whole, the losses above all, is ours: compared and broadcast at the start, reduced once per synchronising backward. What any strategy does
@@ -24,7 +24,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
@@ -35,7 +34,7 @@ from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallel
 
 
 class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
-    """FSDP2 in which every learnable loss, beside the sharded model, gets the gradient of one process.
+    """FSDP2 in which every learnable loss next to the sharded model gets the gradient of one process.
 
     The encoder is divided over all ranks, by the user's ``configure_model``::
 
@@ -62,21 +61,22 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         data_parallel_size: Ranks over which the model is divided: all of them.
         tensor_parallel_size: 1; tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
         save_distributed_checkpoint: Whether a checkpoint is a folder into which each rank writes its part, or one file.
-        process_group_backend: Of torch.distributed; None: by the device.
-        timeout: Of collectives.
+        process_group_backend: Backend of torch.distributed; None: chosen by the device.
+        timeout: Time-out of collectives.
 
     Attributes:
-        divided_parameters: Names of the parameters of which each rank holds a part.
+        divided_parameters: Names of parameters that are divided over the ranks.
 
     Gradient: as under ``DDPLossStrategy``: after backward every parameter holds the mean over ranks, a divided one its part of it. With
         ``accumulate_grad_batches`` nothing is reduced before the last micro-batch, and each rank keeps the whole gradient until then.
 
-    Communication: per synchronising backward, beside FSDP2's own: one handshake (``check_calls``), one all-reduce for all small gradients
-        of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB.
+    Communication: per synchronising backward, in addition to FSDP2's own: one handshake (``check_calls``), one all-reduce for all small
+        gradients of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB.
 
     Raises:
         ConfigurationError: on every rank, for a module that shards nothing or shards otherwise, a loss inside a sharded module, and a
-            loss that shares a parameter with one; for a torch that cannot tell the last (older than 2.13).
+            loss that shares a parameter with one. A torch older than 2.13 does not mark shared parameters: there it is also refused that
+            ``configure_model`` makes the parameters of a loss.
         HiddenLossError, LossCallError, InputError, RankMismatchError: as ``DDPLossStrategy``.
 
     Example:
@@ -86,7 +86,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     """
 
     strategy_name = "fsdp2_ddp_losses"
-    kinds_of_parts = (*PARTS, fsdp_setup.ShardedBackward, fsdp_setup.PartsOfScaledGradients)
+    kinds_of_parts = (*PARTS, fsdp_setup.ShardedBackward)
+    divides_model = True
 
     def __init__(
         self,
@@ -106,20 +107,13 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        options = LossOptions.from_arguments(locals())
+        options = LossOptions.from_arguments({**locals(), "sharded_checkpoints": save_distributed_checkpoint})
         if tensor_parallel_size not in ("auto", 1):
             raise ConfigurationError(
                 "tensor_parallel_size",
                 expected="1: losses see the rows of every rank, and ranks that divide a layer have the same rows",
                 got=repr(tensor_parallel_size),
                 fix="Leave it out; the model is divided over all ranks by fully_shard.",
-            )
-        if not compat.marks_sharded():
-            raise ConfigurationError(
-                self.strategy_name,
-                expected="a torch whose fully_shard marks what it divides (2.13 does): that tells which parameters a loss shares",
-                got=f"torch {torch.__version__}",
-                fix='Install a newer torch, or train with strategy="ddp_losses".',
             )
         super().__init__(
             data_parallel_size=data_parallel_size,
@@ -133,8 +127,6 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         self._sharded: list[FSDPModule] = []  # they, and those inside them
         self.divided_parameters: frozenset[str] = frozenset()
         self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
-        self._saves_folder = save_distributed_checkpoint
-        self._sync_blocked = False
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -156,12 +148,12 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """Let the ranks hold the same parameters before ``configure_model``, inside the block, divides them."""
         fsdp_setup.share_whole_parameters(self._losses.module)
+        fsdp_setup.note_names_(self._losses.module)
         with super().model_sharded_context():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, let Lightning set up the sharded module, synchronise what is whole."""
-        self._sync_blocked = False
         self._losses.setup(trainer, super().setup, self._refuse, fsdp_setup.refuse_mixed_groups)
 
     def _refuse(self, module: nn.Module) -> None:
@@ -217,24 +209,13 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward."""
-        before, self._sync_blocked = self._sync_blocked, True
+        before = self._sync_blocked
         fsdp_setup.set_gradient_sync(self._roots, enabled=False)
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            self._sync_blocked = before
             fsdp_setup.set_gradient_sync(self._roots, enabled=not before)
-
-    @property
-    def divides_model(self) -> bool:
-        """Whether a rank holds parts of the model only."""
-        return True
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the next backward reduces gradients: not on a step that only accumulates."""
-        return not self._sync_blocked
 
     def on_validation_end(self) -> None:
         """Leave no parameter gathered: a forward without a backward leaves those of the outermost sharded modules so."""
@@ -245,17 +226,12 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Optimizers are restored when Lightning says so, as under DDP; not while the checkpoint is read."""
+        """Optimizers are restored at Lightning's usual place, as under DDP, and not while the checkpoint is read."""
         return bool(self._losses.parts) or super().lightning_restore_optimizer
-
-    @property
-    def _writes_folder(self) -> bool:
-        """Whether a checkpoint is a folder."""
-        return self._saves_folder
 
     @with_losses
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, of which each rank holds its parts."""
+        """Return the module's state with this rank's parts."""
         fsdp_setup.reshard(self._sharded)
         return super().lightning_module_state_dict()
 

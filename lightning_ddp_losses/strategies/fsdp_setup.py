@@ -1,4 +1,4 @@
-"""What the set-up of FSDP2 needs: which modules and parameters are sharded, what cannot be trained beside them, who starts equal.
+"""Set-up for FSDP2: sharded modules and parameters, refusals, and equal starts.
 
 ``fully_shard`` makes each parameter of a module a ``DTensor``, of which a rank holds a part; it gathers them around forward and backward,
 and scatters the mean of their gradients. All other parameters (those of losses, and what the user has not sharded) stay whole on every
@@ -15,8 +15,7 @@ rank, and ours.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +25,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
 from lightning_ddp_losses.distributed.shard import local_part, shard_of
-from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.errors import expect, listed
 from lightning_ddp_losses.strategies.fit_part import FitPart
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, named_tensors
 
-_MAX_SHOWN = 6  # names shown in an error
+_NAMES = "_ddp_losses_names"  # attribute of a parameter between the start of ``configure_model`` and the check after it
 
 
 def sharded_roots(module: nn.Module) -> Iterator[FSDPModule]:
@@ -54,7 +54,7 @@ def reshard(modules: Iterable[FSDPModule]) -> None:
     """Let each rank hold its parts alone, also where a forward without a backward has left parameters gathered.
 
     Args:
-        modules: As ``sharded_modules`` returned them; each step comes here, and to find them takes long.
+        modules: Result of ``sharded_modules``. Each step needs them, and the search takes long.
     """
     for module in modules:
         module.reshard()
@@ -70,38 +70,43 @@ def refuse_other_parallelism(module: nn.Module) -> None:
         ConfigurationError: naming parameters.
     """
     found = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
-    if not found:
-        raise ConfigurationError(
-            "ModelParallelLossStrategy",
-            expected="a module whose configure_model shards something",
-            got="no parameter that fully_shard has divided",
-            fix='Write fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"]) in configure_model, or take "ddp_losses".',
-        )
+    expect(
+        found,
+        "ModelParallelLossStrategy",
+        expected="a module whose configure_model shards something",
+        got="no parameter that fully_shard has divided",
+        fix='Write fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"]) in configure_model, or take "ddp_losses".',
+    )
     inside = {id(p) for root in sharded_roots(module) for p in root.parameters()}  # type: ignore[attr-defined]
-    wrong = {name: _placement(p) for name, p in found.items() if id(p) not in inside or not _is_over_all_ranks(p)}
-    if wrong:
-        shown = [f"{name} ({placement})" for name, placement in list(wrong.items())[:_MAX_SHOWN]]
-        more = f" and {len(wrong) - _MAX_SHOWN} more" if len(wrong) > _MAX_SHOWN else ""
-        raise ConfigurationError(
-            "parameters of the model",
-            expected=f"each divided by fully_shard over all {process_groups.world_size()} ranks",
-            got=f"{', '.join(shown)}{more}",
-            fix='Write fully_shard(module, mesh=self.device_mesh["data_parallel"]). Of other meshes, replicas x parts '
-            "of all ranks are supported; tensor parallelism is not.",
-        )
+    wrong = {name: p for name, p in found.items() if id(p) not in inside or not _is_over_all_ranks(p)}
+    expect(
+        not wrong,
+        "parameters of the model",
+        expected=f"each divided by fully_shard over all {process_groups.world_size()} ranks",
+        got=listed([f"{name} ({_placement(p)})" for name, p in wrong.items()]),
+        fix='Write fully_shard(module, mesh=self.device_mesh["data_parallel"]). Of other meshes, replicas x parts '
+        "of all ranks are supported; tensor parallelism is not.",
+    )
 
     # what has replicas: on one mesh, so that a rank has the same replicas of all that it holds
     meshes = {name: p.device_mesh for name, p in found.items() if replicated_dim(p) is not None}
-    first = next(iter(meshes), None)
-    others = {name: mesh for name, mesh in meshes.items() if mesh != meshes[str(first)]}
-    if others:
-        shown = [f"{name} over {mesh.mesh.tolist()}" for name, mesh in list(others.items())[:_MAX_SHOWN]]
-        raise ConfigurationError(
-            "parameters of the model with replicas",
-            expected=f"all on one mesh, {meshes[str(first)].mesh.tolist()} of {first}",
-            got=", ".join(shown),
-            fix="Make the mesh of replicas and parts once, in configure_model, and give it to each fully_shard.",
-        )
+    texts = [f"{name} over {mesh.mesh.tolist()}" for name, mesh in meshes.items()]
+    expect(
+        len(set(meshes.values())) <= 1,
+        "parameters of the model with replicas",
+        expected="all on one mesh",
+        got=listed(texts),
+        fix="Make the mesh of replicas and parts once, in configure_model, and give it to each fully_shard.",
+    )
+
+
+def note_names_(module: nn.Module) -> None:
+    """Note on each parameter the names that it has before ``configure_model``, for ``refuse_losses``."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, found in names.items():
+        setattr(parameter, _NAMES, found)
 
 
 def refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
@@ -112,23 +117,37 @@ def refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
     """
     for loss in losses:
         divided = [name for name, p in loss.module.named_parameters() if isinstance(p, DTensor)]
-        if divided:
-            raise ConfigurationError(
-                loss.title,
-                expected="beside the modules that fully_shard divides: its own parameters are averaged, or divided by class",
-                got=f"{', '.join(divided[:_MAX_SHOWN])} inside one of them",
-                fix="Make the loss an attribute of the LightningModule, and shard the encoder alone; a weight that is too large for one "
-                "rank goes into ClassShardedLoss.",
-            )
-    # fully_shard gives a module another parameter than the one that it shared
-    torn = [name for name, p in module.named_parameters() if not isinstance(p, DTensor) and compat.was_sharded(p)]
-    if torn:
-        raise ConfigurationError(
-            f"parameters {', '.join(torn[:_MAX_SHOWN])}",
-            expected="of their own: fully_shard divides a parameter where it is, and what shared it keeps the whole",
-            got="shared with a module that fully_shard has divided",
-            fix="Give the loss a parameter of its own, or leave the shared module out of fully_shard.",
+        expect(
+            not divided,
+            loss.title,
+            expected="beside the modules that fully_shard divides: its own parameters are averaged, or divided by class",
+            got=f"{listed(divided)} inside one of them",
+            fix="Make the loss an attribute of the LightningModule, and shard the encoder alone; a weight that is too large for one "
+            "rank goes into ClassShardedLoss.",
         )
+        unknown = [name for name, p in loss.module.named_parameters() if not hasattr(p, _NAMES)]
+        expect(
+            not unknown or compat.marks_sharded(),
+            f"parameters of {loss.title}",
+            expected="made before configure_model: this torch does not show which of them fully_shard divides elsewhere",
+            got=f"{listed(unknown)} made inside it",
+            fix="Make the loss in __init__, or install torch 2.13.",
+        )
+    # fully_shard gives a module another parameter than the one that it shared
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    torn = []
+    for name, parameter in tensors.items():
+        names_before = vars(parameter).pop(_NAMES, ())
+        is_divided = any(isinstance(tensors.get(other), DTensor) for other in names_before)
+        if not isinstance(parameter, DTensor) and (is_divided or compat.was_sharded(parameter)):
+            torn.append(name)
+    expect(
+        not torn,
+        f"parameters {listed(torn)}",
+        expected="of their own: fully_shard divides a parameter where it is, and what shared it keeps the whole",
+        got="shared with a module that fully_shard has divided",
+        fix="Give the loss a parameter of its own, or leave the shared module out of fully_shard.",
+    )
 
 
 def refuse_mixed_groups(module: nn.Module, optimizers: Iterable[Any]) -> None:
@@ -141,19 +160,18 @@ def refuse_mixed_groups(module: nn.Module, optimizers: Iterable[Any]) -> None:
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             is_joint = group.get("foreach") or group.get("fused")
-            whole = [p for p in group["params"] if not isinstance(p, DTensor)]
-            if is_joint and 0 < len(whole) < len(group["params"]):
-                shown = [names.get(id(p), "a parameter") for p in whole[:_MAX_SHOWN]]
-                raise ConfigurationError(
-                    f"parameter group of optimizer {number} with foreach or fused",
-                    expected="only parameters that fully_shard divides, or none of them",
-                    got=f"{', '.join(shown)} among such",
-                    fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
-                )
+            whole = [names.get(id(p), "a parameter") for p in group["params"] if not isinstance(p, DTensor)]
+            expect(
+                not is_joint or len(whole) in (0, len(group["params"])),
+                f"parameter group of optimizer {number} with foreach or fused",
+                expected="only parameters that fully_shard divides, or none of them",
+                got=f"{listed(whole)} among such",
+                fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
+            )
 
 
 def _is_over_all_ranks(parameter: DTensor) -> bool:
-    """Say whether gradients are averaged over all ranks: one dimension of the mesh divides, others replicate."""
+    """Return whether gradients are averaged over all ranks: one dimension of the mesh divides, others replicate."""
     shards = sum(placement.is_shard() for placement in parameter.placements)
     replicas = sum(placement.is_replicate() for placement in parameter.placements)
     covers = parameter.device_mesh.size() == process_groups.world_size()
@@ -161,7 +179,7 @@ def _is_over_all_ranks(parameter: DTensor) -> bool:
 
 
 def replicated_dim(parameter: Tensor) -> int | None:
-    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter; None where each part is on one rank."""
+    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter; None if each part is on one rank."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -234,6 +252,7 @@ class ShardedBackward(FitPart):
             if isinstance(inner, FSDPModule):
                 self.undo.callback(inner.register_forward_hook(self._watch, prepend=True).remove)
 
+    @eager_recursive
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             return
@@ -246,45 +265,6 @@ class ShardedBackward(FitPart):
 
     def _reach(self, _: Tensor) -> None:
         self.fit.exchange_calls()
-
-
-class PartsOfScaledGradients(FitPart):
-    """Lets a gradient scaler unscale parts of gradients."""
-
-    def on_model_ready(self) -> None:
-        """Replace the scaler's function, if there is a scaler."""
-        scaler = getattr(self.fit.strategy.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self.undo.callback(compat.replace_unscaling(scaler, unscale_parts))
-
-
-def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]) -> dict[Any, Tensor]:
-    """Unscale what this rank holds of an optimizer's gradients, and let what overflowed on one rank count on all.
-
-    (torch takes no list in which some gradients are ``DTensor``; and a part that overflowed is on one rank alone.)
-
-    Args:
-        own: The scaler's.
-        optimizer: Whose gradients are unscaled.
-        args: What the scaler gives its own function beside.
-
-    Returns:
-        By device, 1 where a gradient of some rank is not finite, else 0.
-
-    Communication: one sum of a number for each device.
-    """
-    holders: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                holder = local_part(parameter.detach())
-                holder.grad = local_part(parameter.grad)
-                holders.append(holder)
-    overflowed: dict[Any, Tensor] = own(SimpleNamespace(param_groups=[{"params": holders}]), *args)
-    shared = {}
-    for device, flag in overflowed.items():
-        shared[device] = (raw_collectives.sum_over_ranks(flag.reshape(1), None) > 0).to(flag.dtype).reshape(flag.shape)
-    return shared
 
 
 def set_gradient_sync(roots: Sequence[FSDPModule], *, enabled: bool) -> None:

@@ -189,25 +189,25 @@ class _AfterError(Callback):
         callbacks += self._set_aside
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Tell the peers, then settle what the callbacks after this one may save, and with whom.
+        """Inform the peers, then decide which callbacks after this one may save, and with which ranks.
 
         Communication: one handshake, which meets the peers' next one; one more where something is divided and all ranks have the error.
         """
         if self._sigterm.is_known and isinstance(exception, SIGTERMException):
             return
         self._fit.on_exception(exception)
-        is_divided, is_told = self._fit.is_divided, handshake.has_reached_all(exception)
-        self.is_together = is_divided and is_told and _made_the_same_steps(trainer)
+        is_divided, is_known = self._fit.is_divided, handshake.has_reached_all(exception)
+        self.is_together = is_divided and is_known and _made_the_same_steps(trainer)
         self._fit.is_alone = not self.is_together
         savers = [callback for callback in trainer.callbacks if _saves_after_errors(callback)]  # type: ignore[attr-defined]
         if not savers or self.is_together:
             return
         if is_divided:
-            _log.error("%s", _refusal())
+            _log.error("%s", _refused_checkpoint())
             for callback in savers:  # each would take the checkpoint for saved, and remove a former one
                 trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
             self._set_aside = savers
-        elif not is_told and not trainer.is_global_zero:
+        elif not is_known and not trainer.is_global_zero:
             _log.warning(
                 "Rank %d saves nothing after its error: rank 0 does, unless it has ended.", trainer.global_rank
             )
@@ -220,10 +220,10 @@ def refuse_alone(fit: Fit) -> None:
         DDPLossError: saying why; on this rank.
     """
     if fit.is_alone and fit.is_divided:
-        raise _refusal()
+        raise _refused_checkpoint()
 
 
-def _refusal() -> DDPLossError:
+def _refused_checkpoint() -> DDPLossError:
     return DDPLossError(
         "a checkpoint after an error",
         expected="all ranks after the same step, to put together what is divided over them",
@@ -234,14 +234,14 @@ def _refusal() -> DDPLossError:
 
 
 def _saves_after_errors(callback: Callback) -> bool:
-    """Say whether this is one of Lightning's callbacks that save, and will do so after an error."""
+    """Return whether this is one of Lightning's callbacks that save after an error."""
     if not isinstance(callback, Checkpoint) or type(callback).on_exception is Callback.on_exception:
         return False
     return bool(getattr(callback, "save_on_exception", True))
 
 
 def _made_the_same_steps(trainer: pl.Trainer) -> bool:
-    """Meet the other ranks, all of which have the error, and say whether their optimizers have made as many steps as this one's."""
+    """Return whether the optimizers of all ranks have made the same number of steps. All ranks have the error and call this."""
     try:
         pending = handshake.start("the end of a run after an error", {"global_step": trainer.global_step})
         pending.receive(handshake.PEER_TIMEOUT)

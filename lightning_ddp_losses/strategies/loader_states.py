@@ -9,9 +9,9 @@ state before each fetch, and a checkpoint takes the note of the batch with which
 | an ``IterableDataset`` with both, in a DataLoader without workers | the data set |
 | such a data set in a DataLoader with workers | nothing: the workers' copies move on. A warning, inside an epoch an error |
 
-After ``load_state_dict`` the next iterator gives what comes after the state. A state from the end of an epoch, after which nothing comes,
-is followed by the next epoch. Another number of ranks cannot divide a part of an epoch: that is an error. Between two epochs a warning
-says that loaders begin as they are made.
+After ``load_state_dict`` the next iterator gives what comes after the state. A state from the end of an epoch is followed by the next
+epoch. Another number of ranks cannot divide a part of an epoch: that is an error. Between two epochs a warning says that loaders begin as
+they are made.
 
 Legend: ``W`` ranks, ``k`` batches of an epoch.
 """
@@ -206,7 +206,7 @@ def _restore_states_(combined: NotingLoader, saved: Mapping[str, Any] | None) ->
         return ()
     for holder, state in zip(holders, saved["states"][rank], strict=True):
         holder.load_state_dict(state)
-        # after an epoch nothing comes; an owner that has begun again by then gives its first rows, which are still to come
+        # an iterator after the end of an epoch must be empty. If it has rows, the owner has begun again, and they are still to come.
         if saved["at_end"] and next(iter(holder), _NOTHING) is not _NOTHING:
             holder.load_state_dict(state)
     return () if saved["at_end"] else saved["ended"][rank]

@@ -74,7 +74,7 @@ def register_loss_type(cls: T) -> T:
 
 
 def is_loss(module: nn.Module) -> bool:
-    """Say whether ``module`` is of a loss type, or a metric with trainable parameters."""
+    """Return whether ``module`` is of a loss type, or a metric with trainable parameters."""
     inner = uncompiled(module)
     if isinstance(inner, torchmetrics.Metric):
         return any(p.requires_grad for p in inner.parameters())
@@ -135,7 +135,7 @@ def _outermost(root: nn.Module, matches: Callable[[str, nn.Module], bool]) -> It
 
 
 def _describe(root: nn.Module, found: list[tuple[str, nn.Module]]) -> list[FoundLoss]:
-    """Say of each found module whether it has parameters, and whether they are its own alone."""
+    """Describe each found module: whether it has parameters, and whether it shares one with the model."""
     inside: set[int] = set()
     for _, module in found:
         inside.update(map(id, module.modules()))

@@ -51,7 +51,6 @@ class LossForwardPatch(ForwardPatch):
         self.calls = self.rows = 0
         self._refuse_nan = refuse_nan
         self.value_reading = inputs.ValueReading()
-        self._paths = autograd_graph.ParameterPaths()
 
     def reset(self) -> None:
         """Forget the calls so far."""
@@ -87,9 +86,7 @@ class LossForwardPatch(ForwardPatch):
                 args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self.value_reading)
             if getattr(self._inner, "sees_global_batch", False) and isinstance(self._inner, WithProcessGroup):
                 return self.original(*args, **kwargs)  # which computes wide by itself, and sends rows as they come
-            return autograd_graph.run_full_precision(
-                self.module, self.original, args, kwargs, paths=self._paths, tensors=tensors
-            )
+            return autograd_graph.run_full_precision(self.module, self.original, args, kwargs, tensors=tensors)
         self._in_global_loss = True
         try:
             return self._global_loss(*args, **kwargs)
@@ -162,7 +159,7 @@ class LossCalls(FitPart):
 
 
 def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
-    """Say what makes a loss global (``GlobalBatchLoss``).
+    """Set the wrapper that makes a loss global (``GlobalBatchLoss``).
 
     Example:
         >>> from lightning_ddp_losses import GlobalBatchLoss

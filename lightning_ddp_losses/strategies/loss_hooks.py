@@ -74,13 +74,13 @@ class LossHooks(HostStrategy):
         return twin
 
     def _broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers before a synchronising step, where nothing around the model does."""
+        """Give all ranks rank 0's buffers before a synchronising step, if no DDP around the model does."""
         raise NotImplementedError
 
     @property
     def _writes_folder(self) -> bool:
         """Whether a checkpoint is a folder."""
-        raise NotImplementedError
+        return self._losses.options.sharded_checkpoints and self._losses.is_divided
 
     # ------------------------------------------------------------------ set-up
 
@@ -105,7 +105,7 @@ class LossHooks(HostStrategy):
     # ------------------------------------------------------------------ data
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Say when Lightning destroys a sampler's structure; refuse what a global sampler cannot serve; let it resume."""
+        """Return a loader as this rank should have it."""
         return super().process_dataloader(self._losses.process_dataloader(dataloader))
 
     def on_train_start(self) -> None:
@@ -186,9 +186,9 @@ class LossHooks(HostStrategy):
     ) -> None:
         """Take what losses count in the whole accumulation window.
 
-        Gradients are then divided by the right number from the start, and nothing is corrected at the end. Losses whose counts are not in
-        the same proportion in each micro-batch need it. Call it on every rank before the window's first backward, in ``training_step``
-        or a hook before it.
+        Gradients are then divided by the right number from the start, without a correction at the end. This is needed if the counts of
+        losses are not in the same proportion in each micro-batch. Call it on every rank before the window's first backward, in
+        ``training_step`` or a hook before it.
 
         Args:
             counts: This rank's own count in all micro-batches of the window together: one number for all losses, or by the path of a loss
@@ -245,10 +245,19 @@ class LossHooks(HostStrategy):
         self._losses.reduce_gradients()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Let a shard's gradient that overflowed on one rank count on all."""
+        """End a backward."""
         super().post_backward(closure_loss)
-        self._losses.after_backward()
         self.closure_loss = None
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Reduce nothing inside the block."""
+        before, self._sync_blocked = self._sync_blocked, True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._sync_blocked = before
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as Lightning does, but not with gradients that an accumulation window has yet to correct."""
@@ -264,7 +273,7 @@ class LossHooks(HostStrategy):
         their mean number of rows, hence too large where W does not divide the rows. (Lightning 2.6.6, issue 21859)
 
         Args:
-            tensor: What is reduced, in place; integers are not changed. What is no tensor is returned.
+            tensor: Tensor to reduce in place; integers are not changed. Any other object is returned.
             group: The process group; None for all ranks.
             reduce_op: ``"mean"``, ``"sum"`` and so on, or one of ``torch.distributed.ReduceOp``.
 
@@ -357,9 +366,7 @@ class LossHooks(HostStrategy):
             as_folder = self._writes_folder
             checkpoint = losses.sharding.completed(checkpoint, as_folder=as_folder)
             if as_folder:
-                from lightning_ddp_losses.strategies import checkpoint_folder
-
-                checkpoint_folder.write_folder(Path(filepath), checkpoint, losses.sharding.parameters)
+                _folders().write_folder(Path(filepath), checkpoint, losses.sharding.parameters)
                 return
             if self.is_global_zero and is_folder(filepath):
                 shutil.rmtree(filepath, ignore_errors=True)
@@ -377,9 +384,8 @@ class LossHooks(HostStrategy):
 
         def load() -> dict[str, Any]:
             if as_folder:
-                from lightning_ddp_losses.strategies import checkpoint_folder
-
-                return checkpoint_folder.read_rest(Path(checkpoint_path), weights_only=weights_only)
+                rest: dict[str, Any] = _folders().read_rest(Path(checkpoint_path), weights_only=weights_only)
+                return rest
             return self._read_file(checkpoint_path, weights_only)
 
         file = Path(checkpoint_path) / METADATA if as_folder else checkpoint_path
@@ -410,10 +416,8 @@ class LossHooks(HostStrategy):
         with checkpoint_files.loaded_on_all_ranks(self._loaded_from, "parameters and buffers"):
             likes = {**module.state_dict(), **losses.sharding.parameters}
             if BLOCKS in checkpoint:
-                from lightning_ddp_losses.strategies import checkpoint_folder
-
                 found = {**checkpoint, "state_dict": state}
-                state = checkpoint_folder.read_state(Path(self._loaded_from), found, likes)
+                state = _folders().read_state(Path(self._loaded_from), found, likes)
             else:
                 state = {name: shards.own_part(value, likes.get(name)) for name, value in state.items()}
             module.load_state_dict(state, strict=strict)
@@ -426,10 +430,8 @@ class LossHooks(HostStrategy):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
             for number, (optimizer, saved) in enumerate(pairs):
                 if BLOCKS in checkpoint:
-                    from lightning_ddp_losses.strategies import checkpoint_folder
-
                     parameters = self._parameters
-                    own = checkpoint_folder.own_optimizer_state(Path(path), checkpoint, number, parameters, optimizer)
+                    own = _folders().own_optimizer_state(Path(path), checkpoint, number, parameters, optimizer)
                 else:
                     own = shards.own_optimizer_state(optimizer, saved)
                 states.append(own)
@@ -471,15 +473,25 @@ class LossHooks(HostStrategy):
 
     def teardown(self) -> None:
         """Give the module back as it came."""
-        self._losses.teardown()
-        with tags_kept(self._losses.module):  # it goes back to the CPU
-            super().teardown()
-        self._losses.forget()
+        try:
+            self._losses.teardown()
+            with tags_kept(self._losses.module):  # it goes back to the CPU
+                super().teardown()
+        finally:
+            liveness.end_run()
+            self._losses.forget()
         self.closure_loss = None
 
 
+def _folders() -> Any:
+    """Return ``checkpoint_folder``, which needs torch's checkpoints: to import them takes half a second."""
+    from lightning_ddp_losses.strategies import checkpoint_folder
+
+    return checkpoint_folder
+
+
 def _is_mean_of_integers(tensor: Any, reduce_op: Any) -> bool:
-    """Say whether Lightning would floor a reduction's result."""
+    """Return whether Lightning would floor the result of a reduction."""
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return False
     if isinstance(reduce_op, str):
@@ -515,8 +527,6 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
 
     Communication: none; each process that calls reads the folder by itself.
     """
-    from lightning_ddp_losses.strategies import checkpoint_folder
-
     path, got = Path(folder), "nothing there"
     if path.exists():
         got = "a file" if path.is_file() else "no file of that name in it"
@@ -528,4 +538,5 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
         fix="A file is read by torch.load.",
         error=InputError,
     )
-    return checkpoint_folder.read_whole(path, weights_only=weights_only)
+    whole: dict[str, Any] = _folders().read_whole(path, weights_only=weights_only)
+    return whole

@@ -1,4 +1,4 @@
-"""`LossParallelism`: learnable losses beside the model, whatever parallelises the model.
+"""`LossParallelism`: learnable losses next to a model that any strategy parallelises.
 
 A strategy has one and calls it from Lightning's hooks (``loss_hooks``). It finds the losses, synchronises them, reduces their gradients
 once after backward, and raises errors on every rank. All other features of a fit are its parts (``fit_part``).
@@ -53,7 +53,7 @@ PARTS: tuple[type[FitPart], ...] = (
     LightningWindows,
     Interruptions,
 )
-"""The features of any strategy, in the order in which their hooks are called."""
+"""Features of any strategy, in the order of their hook calls."""
 
 _HOOKS = [name for name, value in vars(FitPart).items() if callable(value) and name not in ("__init__", "is_on")]
 _log = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ class LossParallelism(Fit):
         options: Options of the strategy.
 
     Attributes:
-        parts: Features of this fit whose options are on; none under ``losses=[]``.
+        parts: Active features of this fit; none under ``losses=[]``.
         found: The losses of this fit.
         reducer: Averages their gradients; None outside of a fit.
         call_check: Compares their calls; None outside of a fit, and without ``check_calls``.
         adoption: Losses that the module does not register.
-        sharding: Weights of which each rank holds its own classes.
+        sharding: Weights with classes divided over the ranks.
         lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
         is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
         advice: Warnings.
@@ -116,7 +116,7 @@ class LossParallelism(Fit):
 
     @property
     def is_divided(self) -> bool:
-        """Whether there is something of which no rank holds the whole."""
+        """Whether parameters are divided over the ranks."""
         return self.strategy.divides_model or self.sharding.is_divided
 
     # ------------------------------------------------------------------ set-up
@@ -200,14 +200,14 @@ class LossParallelism(Fit):
         same_setup.compare_names(self.module, facts)
 
     def start_reducing(
-        self, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = (), *, first_bucket: int = 0
+        self, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = (), *, first_bucket: float = 0
     ) -> None:
-        """Take over the gradients that nothing else reduces.
+        """Take over the gradients that the model's own parallelism does not reduce.
 
         Args:
             reduced_elsewhere: Parameters that the model's own parallelism reduces.
-            ignored: Names of parameters that the user told it to leave alone.
-            first_bucket: Bytes of gradient of which it sends nothing before all are ready.
+            ignored: Names of parameters that the user excluded.
+            first_bucket: Bytes of gradient that must be ready before it sends any.
         """
         parameters = ReducedParameters(self.module, reduced_elsewhere, sorted(ignored), first_bucket=first_bucket)
         self.reducer = LossReducer(parameters, self.options.loss_reduce_dtype)
@@ -241,7 +241,7 @@ class LossParallelism(Fit):
 
         Args:
             step: Lightning's own step.
-            broadcast_buffers: Gives all ranks rank 0's buffers, if nothing around the model does.
+            broadcast_buffers: Function that gives all ranks rank 0's buffers, if no DDP around the model does.
         """
         self._calls.count(on=True)
         try:
@@ -295,11 +295,6 @@ class LossParallelism(Fit):
             self.reducer.reduce(calls.parameters, calls.expected)
             self.advice.uneven_rows(calls.uneven)
         self.call("on_gradients_reduced")
-
-    def after_backward(self) -> None:
-        """End a synchronising backward."""
-        if self._hooks["after_backward"] and self.strategy.sync_gradients:
-            self.call("after_backward")
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -359,6 +354,9 @@ class LossParallelism(Fit):
         if who is not None:
             _log.error("%s", liveness.lost_peer_error("its program", who, exception))
         liveness.report(exception)
+        # before anything touches a device on which a kernel waits for a peer
+        if process_groups.abort_stuck(self.strategy.root_device):
+            _log.error("Work on %s did not complete: NCCL's communicators were aborted.", self.strategy.root_device)
         if who is not None:
             return
         module = self.strategy.lightning_module
@@ -377,7 +375,6 @@ class LossParallelism(Fit):
 
     def teardown(self) -> None:
         """Give the module back as it came."""
-        liveness.end_run()
         if self.call_check is not None:
             self.call_check.remove()
         for part in reversed(self.parts):

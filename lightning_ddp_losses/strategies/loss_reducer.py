@@ -8,7 +8,7 @@ told DDP to ignore). Every gradient has its mean when ``reduce`` returns:
    Larger ones on the CPU leave as soon as all flags are known, next to the rest of backward. This counts if the gradients of all losses
    that ran are complete by then on every rank, and do not change later.
 1. Else one flat buffer of [flags | small gradients of the losses that may have some]. On an accelerator flags travel from host to host
-   instead, so that nothing waits for the device.
+   instead, without a wait for the device.
 2. Flags must sum to 0 or W: else the same error on every rank.
 3. The remaining gradients, all at once. Each one over ``LARGE_BYTES`` is reduced in its own memory.
 
@@ -24,8 +24,9 @@ import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import is_
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_ddp_losses.core.compat import tensor_version
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.reduction import reduced_by, reduction_of
+from lightning_ddp_losses.distributed.reduction import gradient_reduction_of, reduced_by
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -47,8 +48,8 @@ class ReducedParameter(NamedTuple):
     """A parameter that the strategy reduces by itself.
 
     Attributes:
-        name: In the module.
-        parameter: As the module holds it now.
+        name: Name in the module.
+        parameter: Current parameter of the module.
         owner: Index of its loss, -1 for a parameter outside all losses.
     """
 
@@ -58,13 +59,13 @@ class ReducedParameter(NamedTuple):
 
 
 class ReducedParameters:
-    """Every trainable parameter that the model's own DDP does not reduce, nor a shard, nor one the user told DDP to ignore.
+    """Trainable parameters that the model's own DDP does not reduce. Shards and names that the user excluded are left out.
 
     Args:
         module: The live LightningModule.
         reduced_elsewhere: Parameters that the model's DDP reduces.
-        ignored: Names that the user told DDP to leave alone.
-        first_bucket: Bytes of gradient of which the model's DDP sends nothing before all are ready.
+        ignored: Names that the user excluded from DDP.
+        first_bucket: Bytes of gradient that must be ready before the model's DDP sends any.
 
     Attributes:
         elsewhere: Parameters that the model's DDP reduces now.
@@ -77,7 +78,7 @@ class ReducedParameters:
         reduced_elsewhere: Sequence[Tensor],
         ignored: Sequence[str] = (),
         *,
-        first_bucket: int = 0,
+        first_bucket: float = 0,
     ) -> None:
         self._module = module
         self.leave_out(reduced_elsewhere, first_bucket)
@@ -89,7 +90,7 @@ class ReducedParameters:
         self._signature: tuple[object, ...] = ()
         self._description = ""
 
-    def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: int) -> None:
+    def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: float) -> None:
         """Leave parameters to the model's DDP from now on."""
         self.first_bucket = first_bucket
         # the tensors are kept, not only their ids: an id may be taken again
@@ -97,13 +98,13 @@ class ReducedParameters:
         self._module_parameters: list[Tensor] = []
 
     def watch(self, losses: Sequence[str]) -> None:
-        """Say what the losses are called; what exists now counts as synchronised."""
+        """Set the names of the losses; existing parameters count as synchronised."""
         self._losses = list(losses)
         self._module_parameters = []
         self._equal_on_all_ranks.update({p.name: p.parameter for p in self.now()})
 
     def now(self) -> list[ReducedParameter]:
-        """Return them, sorted by name. Names are looked up anew only where the module holds other parameters than before."""
+        """Return the parameters, sorted by name. Names are looked up again only if the module holds other parameters than before."""
         held = parameters_of(self._module)
         if len(held) != len(self._module_parameters) or not all(map(is_, held, self._module_parameters)):
             self._candidates = self._find()
@@ -141,8 +142,7 @@ class ReducedParameters:
         Communication: one handshake.
         """
         own = [hashlib.sha256(raw_collectives.host_bytes(p.parameter.cpu())).hexdigest() for p in new]
-        payloads = handshake.all_gather("new parameters", {}, json.dumps(own).encode())
-        columns = zip(*map(json.loads, payloads), strict=True)
+        columns = zip(*handshake.all_gather_json("new parameters", {}, own), strict=True)
         differ = [f"`{p.name}`" for p, column in zip(new, columns, strict=True) if len(set(column)) > 1]
         if differ:
             raise RankMismatchError(
@@ -179,10 +179,10 @@ class _SentGradients:
     """The gradients that left in the call check, or right after it.
 
     Attributes:
-        flags: Of all parameters.
-        parameters: Those whose gradients left.
-        seen: All gradients as they were then; empty on an accelerator, where flags alone leave.
-        mean: Waits for the mean of what left; None: nothing did.
+        flags: Flags of all parameters.
+        parameters: Parameters with gradients that have left.
+        seen: All gradients as they were then. Empty on an accelerator, where only flags leave.
+        mean: Function that waits for the mean of the gradients; None if no gradient has left.
     """
 
     flags: list[int]
@@ -218,7 +218,7 @@ class LossReducer:
         """Note the gradients that a backward is to write.
 
         Args:
-            parameters: As they are in this backward.
+            parameters: Parameters of this backward.
             called: Per loss, whether it ran on this rank.
         """
         self._sent = self._unwritten = None
@@ -231,7 +231,7 @@ class LossReducer:
             ]
 
     def pack(self, parameters: Sequence[ReducedParameter]) -> bytes:
-        """Return this rank's part of the call check: flags, and few bytes of gradients; nothing if some are yet to come."""
+        """Return this rank's part of the call check: flags, and few bytes of gradients; empty if some are yet to come."""
         unwritten, self._unwritten = self._unwritten, None
         # a parameter of no loss gets its gradient later
         if not parameters or any(p.owner < 0 for p in parameters) or process_groups.world_size() == 1:
@@ -273,7 +273,7 @@ class LossReducer:
         """Replace each gradient by its mean over ranks.
 
         Args:
-            parameters: As they are in this backward; None: they are looked up.
+            parameters: Parameters of this backward; None: they are looked up.
             expected: Per loss, whether its parameters may hold gradients, as all ranks have agreed; None: all may.
 
         Raises:
@@ -289,48 +289,64 @@ class LossReducer:
         if not parameters or world_size == 1:
             return
         flags = _flags_of(parameters)
-        reduced = [False] * len(parameters)
+        is_reduced = [False] * len(parameters)
         sent, self._sent = self._sent, None
-        changed = "" if sent is None else sent.changed(parameters, flags)
-        # 0. gradients that left in backward
-        if sent is not None and not changed:
-            sums = [flag * world_size for flag in flags]
-            if sent.mean is not None:
-                _write_mean_(sent.mean(), sent.parameters)
-                reduced = [_is_small(p) for p in parameters]
-        # 1. flags, and small gradients with them
-        elif sent is None and _are_on_host(parameters):
-            reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
-            sums = self._start_small([p for p, packed in zip(parameters, reduced, strict=True) if packed], flags)()
+        # 1. gradients that the call check has settled; or flags, on the host with small gradients
+        if sent is not None:
+            sums, is_reduced = self._finish_sent(sent, parameters, flags)
+        elif _are_on_host(parameters):
+            is_reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
+            sums = self._start_small([p for p, packed in zip(parameters, is_reduced, strict=True) if packed], flags)()
         else:
-            sums = self._sum_flags(parameters, flags, changed)
-            if sent is not None and sent.mean is not None:
-                sent.mean()  # nothing stays on the wire
+            sums = self._sum_flags("gradients", self.parameters.describe(parameters), flags)
         # 2. every gradient is there on all ranks, or on none
         if any(total not in (0, world_size) for total in sums):
             raise partial_gradients([p.name for p in parameters], flags)
-        # 3. the remaining gradients, all at once
-        rest = [p for p, total, done in zip(parameters, sums, reduced, strict=True) if total and not done]
-        small = [p for p in rest if _is_small(p)]
+        # 3. the remaining gradients
+        self._reduce_now([p for p, total, done in zip(parameters, sums, is_reduced, strict=True) if total and not done])
+
+    def _finish_sent(
+        self, sent: _SentGradients, parameters: Sequence[ReducedParameter], flags: Sequence[int]
+    ) -> tuple[list[int], list[bool]]:
+        """Reduce the gradients that all ranks had at the call check, and compare those that changed since.
+
+        A rank whose gradients changed first takes part in what its peers reduce, with zeros for a gradient that has vanished: they may
+        not know of the change. Its handshake then meets theirs of the same change, or their next one, and that is an error on every rank.
+
+        Returns:
+            The flags summed over ranks, and whether each gradient has its mean.
+        """
+        changed = sent.changed(parameters, flags)
+        in_check = [sent.mean is not None and _is_small(p) for p in parameters]
+        if sent.mean is not None:
+            mean = sent.mean()
+            if not changed:
+                _write_mean_(mean, sent.parameters)
+        is_dense = max(sent.flags) <= 1
+        is_agreed = [is_dense and flag == 1 and not done for flag, done in zip(sent.flags, in_check, strict=True)]
+        self._reduce_now([p for p, agreed in zip(parameters, is_agreed, strict=True) if agreed])
+        if not changed:
+            return [flag * process_groups.world_size() for flag in flags], [True] * len(parameters)
+        what = "gradients that changed after the call check"
+        # peers without a change do not come: this rank does not wait for them as long as its group would
+        return self._sum_flags(what, changed, flags, handshake.PEER_TIMEOUT), is_agreed
+
+    def _reduce_now(self, parameters: Sequence[ReducedParameter]) -> None:
+        """Replace gradients by their means, all at once; one that is gone counts as zeros, and stays gone."""
+        small = [p for p in parameters if _is_small(p)]
         finishes: list[Callable[[], object]] = [self._start_small(small)] if small else []
-        for p in rest:
+        for p in parameters:
             if not _is_small(p):
-                assert p.parameter.grad is not None
-                finishes.append(launch_in_place(p.parameter.grad, self._wire_dtype))
+                grad = p.parameter.grad
+                is_gone = grad is None or grad.is_sparse
+                dense = torch.zeros_like(p.parameter) if is_gone else cast("Tensor", grad)
+                finishes.append(launch_in_place(dense, self._wire_dtype))
         for finish in finishes:
             finish()
 
-    def _sum_flags(self, parameters: Sequence[ReducedParameter], flags: Sequence[int], changed: str) -> list[int]:
-        """Return the flags summed over ranks.
-
-        Gradients that changed after the call check must be the same on all ranks. Peers whose gradients did not change do not come here:
-        this rank does not wait for them as long as its group would.
-        """
-        what, must_match, timeout = "gradients", {"parameters": self.parameters.describe(parameters)}, None
-        if changed:
-            what, must_match = "gradients that changed after the call check", {"parameters": changed}
-            timeout = handshake.PEER_TIMEOUT
-        pending = handshake.start(what, must_match, json.dumps(flags).encode())
+    def _sum_flags(self, what: str, names: str, flags: Sequence[int], timeout: timedelta | None = None) -> list[int]:
+        """Return the flags summed over ranks. Communication: one handshake, of ranks with the same parameters."""
+        pending = handshake.start(what, {"parameters": names}, json.dumps(flags).encode())
         pending.receive(timeout)
         return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
 
@@ -429,8 +445,7 @@ def _is_small(reduced: ReducedParameter) -> bool:
 
 def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallError:
     """Return the error for gradients that ranks hold differently. Communication: one handshake, which all ranks come to."""
-    payloads = handshake.all_gather("gradients that differ", {}, json.dumps(list(flags)).encode())
-    columns = zip(*map(json.loads, payloads), strict=True)
+    columns = zip(*handshake.all_gather_json("gradients that differ", {}, list(flags)), strict=True)
     parts: list[str] = []
     fixes: dict[str, None] = {}  # each once, in order
     for name, column in zip(names, columns, strict=True):
@@ -470,14 +485,14 @@ class ModelReduction(FitPart):
         self._reduced = [("", strategy.wrapped_model)] if strategy.wrapped_model is not None else []
         if strategy.divides_model:
             self._reduced = list(self.fit.module.named_modules())
-            must_match = {"gradients end as": reduction_of(self._reduced)}
+            must_match = {"gradients end as": gradient_reduction_of(self._reduced)}
             handshake.all_gather_between_steps("the model's gradients", must_match)
             self._reduced = [(name, module) for name, module in self._reduced if isinstance(module, FSDPModule)]
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Read the reduction, which the user may set at any time."""
-        reduction = reduction_of(self._reduced)
+        reduction = gradient_reduction_of(self._reduced)
         self._scale = 1.0 if reduction is None else reduction.scale
         if self._scale != 1.0:
             self._watch_others()

@@ -86,6 +86,7 @@ class Resume(FitPart):
         self._trained = TrainedBatches(0, 0, rewinds=False)
         self._seed: int | None = None  # of the run that was resumed
         self._draws: list[GlobalDraw] = []  # of the training loaders, in Lightning's order
+        self._samplers: list[Any] = []  # of other training loaders, which draw by the number of the epoch
         self._num_placed = 0
         self._quiet = ExitStack()
 
@@ -231,6 +232,11 @@ class Resume(FitPart):
     def _place_loader(self, dataloader: object) -> None:
         draw = draw_of(dataloader)
         if draw is None:
+            # Lightning names the epoch when workers may have read its order ahead
+            samplers = [sampler for sampler in _samplers_of(dataloader) if hasattr(sampler, "set_epoch")]
+            self._samplers += samplers
+            for sampler in samplers:
+                sampler.set_epoch(self.fit.trainer.current_epoch if self._places is None else self._trained.epoch)
             return
         self._draws.append(draw)
         if self._places is None:
@@ -273,8 +279,12 @@ class Resume(FitPart):
         draws = self._draws if self._places is not None and not self._num_placed else []
         for draw in draws:
             self._place(draw)
+        late = self._samplers if self._places is not None else []
+        late = [sampler for sampler in late if getattr(sampler, "epoch", None) != self._trained.epoch]
+        for sampler in late:
+            sampler.set_epoch(self._trained.epoch)
         has_states = isinstance(combined, NotingLoader) and combined.holders()
-        if draws or (self._loaders is not None and has_states):
+        if draws or late or (self._loaders is not None and has_states):
             compat.make_iterator_anew(fit_loop)
         self._loaders = None
 
@@ -362,6 +372,12 @@ class Resume(FitPart):
         for loader in torchs:
             # the seed of the workers, as torch draws it for each iterator
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def _samplers_of(dataloader: Any) -> list[Any]:
+    """Return the samplers of a loader: its own, its batch sampler, and the one inside that."""
+    batches = getattr(dataloader, "batch_sampler", None)
+    return [getattr(dataloader, "sampler", None), batches, getattr(batches, "sampler", None)]
 
 
 def _places_in(combined: Any, trained: TrainedBatches) -> list[Mapping[str, Any]]:

@@ -29,14 +29,13 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.errors import RankMismatchError, listed
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, named_tensors
 
 _PACKAGE = __name__.partition(".")[0]
 _TRAINER_OPTIONS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 _LIBRARIES_OF_LOSSES = ("torch.", "pytorch_metric_learning.")
 _MAY_DIFFER = ("timeout", "start_method")  # how a node waits and starts its processes changes no gradient
-_SHOWN_RANKS = 8
 _MAX_SHOWN = 6  # differing names shown in an error
 
 
@@ -69,10 +68,10 @@ def setup_facts(
     """Return what must match on every rank, by name.
 
     Args:
-        losses: Those found in the module.
-        options: Of the strategy.
-        precision: As the precision plugin calls it.
-        trainer: Lightning's; None without.
+        losses: Losses of the module.
+        options: Options of the strategy.
+        precision: Name of the precision, by its plugin.
+        trainer: Lightning's trainer, or None.
     """
     facts = {
         _PACKAGE: str(getattr(sys.modules[_PACKAGE], "__version__", "")),
@@ -120,8 +119,7 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     if len({payload[: len(digest)] for payload in received}) == 1:
         return
     # swap all names, and show the first that differ
-    payloads = handshake.all_gather("all names", {}, json.dumps(own).encode())
-    tables: list[list[str]] = [json.loads(payload) for payload in payloads]
+    tables: list[list[str]] = handshake.all_gather_json("all names", {}, own)
     longest = max(map(len, tables))
     padded = [names + ["nothing"] * (longest - len(names)) for names in tables]
     places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
@@ -140,7 +138,7 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
 
 def _describe_tensor(name: str, tensor: Tensor) -> str:
     shard = shard_of(tensor)
-    if is_lazy(tensor):  # DDP is told to leave it alone, or refuses it
+    if is_lazy(tensor):  # the user has excluded it from DDP, or DDP refuses it
         return f"{name} uninitialized"
     shape = f"{tuple(tensor.shape)}"
     if shard is not None:  # ranks hold different rows of the same whole
@@ -171,10 +169,10 @@ def _releases() -> dict[str, str]:
 
 
 def note_differences(payloads: Sequence[bytes]) -> None:
-    """Say once what differs between nodes and is no error.
+    """Warn once of harmless differences between nodes.
 
     Args:
-        payloads: What ``pack_notes`` returned on each rank.
+        payloads: Result of ``pack_notes`` on each rank.
     """
     if len(set(payloads)) == 1:
         return
@@ -186,11 +184,6 @@ def note_differences(payloads: Sequence[bytes]) -> None:
         for rank, own in enumerate(notes):
             ranks_of.setdefault(own.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
-            shown = [f"{value} on rank {_some(ranks)}" for value, ranks in ranks_of.items()]
+            shown = [f"{value} on rank {listed(list(map(str, ranks)), 8)}" for value, ranks in ranks_of.items()]
             differences.append(f"{name}: {', '.join(shown)}")
     rank_zero_warn(f"Nodes differ, which changes no option of this package: {'; '.join(differences)}.")
-
-
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
-    return f"{shown} and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else shown

@@ -1,4 +1,4 @@
-"""`Shards`: parameters of which each rank holds its own classes, treated as one weight by everything around them.
+"""`Shards`: parameters with classes divided over the ranks, treated as one weight by everything around them.
 
 Losses divide themselves (``Shardable``) and tag their parameters. Lightning, DDP, optimizers and checkpoints take parameters to be equal
 on all ranks; here is the difference: they are divided at set-up, left out of broadcasts, scaled and clipped by the norm of the whole,
@@ -8,9 +8,10 @@ and put together for a checkpoint in one file.
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, local_part, shard_of, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
@@ -78,8 +80,8 @@ class Shards(FitPart):
         if shards:
             # every rank learns which rank holds which classes
             own = [[s.start, s.stop, s.num_classes, s.dim, s.per_class] for s in shards.values()]
-            payloads = handshake.all_gather("class shards", {}, json.dumps(own).encode())
-            for name, *rows in zip(shards, *map(json.loads, payloads), strict=True):
+            by_rank = handshake.all_gather_json("class shards", {}, own)
+            for name, *rows in zip(shards, *by_rank, strict=True):
                 of_ranks = [ClassShard(*row) for row in rows]
                 self.owners[name] = _owners_of_blocks(name, of_ranks)
                 self._replicas[name] = sum(s.classes for s in of_ranks) // of_ranks[0].num_classes
@@ -95,7 +97,7 @@ class Shards(FitPart):
         self.parameters = {name: parameters[name] for name in self.parameters}
 
     def install(self) -> None:
-        """Let optimizers and gradient clipping treat shards as parts of a whole.
+        """Let optimizers, gradient clipping and a gradient scaler treat shards as parts of a whole.
 
         Raises:
             ConfigurationError: on every rank, for an optimizer that computes with a weight as a whole.
@@ -109,6 +111,9 @@ class Shards(FitPart):
         # a rank holds a part of some parameter: classes of a loss, or of a model that ``fully_shard`` divides
         if self.parameters or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
             self._install_clipping(strategy.precision_plugin)
+            scaler = getattr(strategy.precision_plugin, "scaler", None)
+            if scaler is not None:
+                self.undo.callback(compat.replace_unscaling(scaler, unscale_parts))
 
     def setup_new_shards(self) -> None:
         """Divide and install once more, after losses were registered in the middle of set-up."""
@@ -163,7 +168,7 @@ class Shards(FitPart):
 
     @property
     def is_divided(self) -> bool:
-        """Whether there are weights of which no rank holds all classes."""
+        """Whether there are weights with divided classes."""
         return bool(self.parameters)
 
     def of(self, parameter: Tensor) -> str | None:
@@ -175,32 +180,14 @@ class Shards(FitPart):
         for loss in _shardable(self.fit.module) if self.parameters else ():
             loss.refuse_equal_shards()
 
-    def after_backward(self) -> None:
-        """Let a gradient that overflowed on one rank count on all, so that a gradient scaler skips the step everywhere or nowhere.
-
-        Communication: with a scaler, one sum of a number per shard.
-        """
-        grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        has_scaler = getattr(self.fit.strategy.precision_plugin, "scaler", None) is not None
-        if not grads or process_groups.world_size() == 1 or not has_scaler:
-            return
-        # 1. which shards overflowed, on any rank; a rank may hold no rows of one
-        sizes = [torch.linalg.vector_norm(g, ord=torch.inf) if g.numel() else g.new_zeros(()) for g in grads]
-        own = torch.stack([(~torch.isfinite(size)).float() for size in sizes])
-        overflowed = raw_collectives.sum_over_ranks(own, None) > 0
-        # 2. their first entry shows it, without waiting for the device
-        for grad, flag in zip(grads, overflowed, strict=True):
-            first = grad[(slice(1),) * grad.ndim]
-            first.copy_(torch.where(flag, torch.inf, first))
-
     def _install_clipping(self, plugin: Any) -> None:
         """Let the precision plugin clip by the norm over the parts of all ranks."""
 
         def clip(optimizer: Any, clip_val: float) -> None:
-            self._clip_(list(plugin.main_params(optimizer)), float(clip_val))
+            self.clip_(list(plugin.main_params(optimizer)), float(clip_val))
 
         def clip_values(optimizer: Any, clip_val: float) -> None:
-            # torch takes no list in which some tensors are DTensors
+            # torch takes no list that mixes DTensors and plain tensors
             for parameter in plugin.main_params(optimizer):
                 if parameter.grad is not None:
                     local_part(parameter.grad).clamp_(-float(clip_val), float(clip_val))
@@ -209,26 +196,35 @@ class Shards(FitPart):
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             self.undo.callback(vars(plugin).pop, name, None)
 
-    def _clip_(self, parameters: list[nn.Parameter], limit: float) -> None:
-        """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class."""
-        grads = [(local_part(p.grad), self._copies(p)) for p in parameters if p.grad is not None]
+    def clip_(self, parameters: list[nn.Parameter], limit: float) -> Tensor:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class, and return the norm, 0-dim."""
+        # 1. gradients by the number of ranks that hold the same part; None: all hold the whole
+        by_copies: dict[int | None, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                by_copies.setdefault(self._copies(parameter), []).append(local_part(parameter.grad))
+        grads = [grad for found in by_copies.values() for grad in found]
         if not grads:
-            return
-        # 1. squares of gradients that all ranks have, and of this rank's parts (once for all their replicas)
-        equal = own_parts = torch.zeros((), device=grads[0][0].device)
-        for grad, copies in grads:
-            square = torch.linalg.vector_norm(grad).to(equal.device).square()
+            return torch.zeros(())
+        # 2. squares in float32 or wider: that of a norm over 256 overflows in float16
+        device, dtypes = grads[0].device, {grad.dtype for grad in grads}
+        dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        equal = own_parts = torch.zeros((), device=device, dtype=dtype)
+        for copies, found in by_copies.items():
+            norms = torch.stack([norm.to(device) for norm in compat.norms(found, dtype)])
+            square = norms.square().sum()
             if copies is None:
-                equal = equal + square
+                equal = square
             else:
                 own_parts = own_parts + square / copies
-        # 2. the norm of the whole
+        # 3. the norm of the whole
         parts_of_all_ranks = raw_collectives.sum_over_ranks(own_parts.reshape(1), None)[0]
         norm = (equal + parts_of_all_ranks).sqrt()
-        # 3. scale, as torch does
+        # 4. scale, as torch does
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        for grad, _ in grads:
-            grad.mul_(factor.to(grad.device))
+        for place in {grad.device for grad in grads}:
+            compat.multiply_([grad for grad in grads if grad.device == place], factor.to(place))
+        return norm
 
     def _copies(self, parameter: nn.Parameter) -> int | None:
         """Return how many ranks hold the same part of a parameter; None if all hold the whole."""
@@ -380,6 +376,38 @@ def _refuse_custom_clipping(module: LightningModule, names: Iterable[str]) -> No
         )
 
 
+# ---------------------------------------------------------------------- steps
+
+
+def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]) -> dict[Any, Tensor]:
+    """Unscale what this rank holds of an optimizer's gradients, and let what overflowed on one rank count on all.
+
+    (Torch takes no list that mixes ``DTensor`` and plain gradients. A part that overflowed is on one rank alone.)
+
+    Args:
+        own: The scaler's own function.
+        optimizer: Optimizer of the gradients.
+        args: Further arguments of the scaler's own function.
+
+    Returns:
+        By device, 1 where a gradient of some rank is not finite, else 0.
+
+    Communication: one sum of a number for each device.
+    """
+    holders: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                holder = local_part(parameter.detach())
+                holder.grad = local_part(parameter.grad)
+                holders.append(holder)
+    overflowed: dict[Any, Tensor] = own(SimpleNamespace(param_groups=[{"params": holders}]), *args)
+    shared = {}
+    for device, flag in overflowed.items():
+        shared[device] = (raw_collectives.sum_over_ranks(flag.reshape(1), None) > 0).to(flag.dtype).reshape(flag.shape)
+    return shared
+
+
 # ---------------------------------------------------------------------- parts and wholes
 
 
@@ -448,7 +476,7 @@ def own_part(value: Any, like: Tensor | None) -> Any:
     if like is None or not isinstance(value, Tensor):
         return value
     if isinstance(like, DTensor) and value.shape == like.shape:
-        # every rank has read the whole and keeps its part: nothing is sent
+        # every rank has read the whole and keeps its part, without communication
         whole = value.to(like.to_local().device)
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
     shard = shard_of(like)

@@ -1,4 +1,4 @@
-"""The loaders that a user gives for training: loaders that are refused, loaders that are replaced, and data that no one divided.
+"""The loaders that a user gives for training: loaders that are refused, loaders that are replaced, and data that are not divided.
 
 * Samplers: under DDP, Lightning wraps any training sampler in a ``DistributedSamplerWrapper`` that shuffles, and builds a custom batch
   sampler again around a shuffling ``DistributedSampler``. Batches with M rows per class are lost without a message. `GivenLoaders` warns.
@@ -44,7 +44,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, format_error
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, batches_in_place, draw_of
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 _TITLE = "use_global_sampler=True"
 _FAULT = "F71"
@@ -106,7 +106,7 @@ def refuse_other_batches(dataloader: object) -> None:
     Such a sampler is known by its ``local_batch_size``; it cannot see what the DataLoader makes of its indices.
 
     Args:
-        dataloader: As ``Strategy.process_dataloader`` gets it.
+        dataloader: Argument of ``Strategy.process_dataloader``.
 
     Raises:
         ConfigurationError: another batch size, or ``drop_last`` on the DataLoader, which can leave ranks with different
@@ -121,20 +121,20 @@ def refuse_other_batches(dataloader: object) -> None:
         return
     name = type(sampler).__name__
     size = getattr(dataloader.batch_sampler, "batch_size", None)
-    if size != expected:
-        raise ConfigurationError(
-            f"batch_size of the DataLoader around {name}",
-            expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
-            got=repr(size),
-            fix="Give both the same number of rows per rank.",
-        )
-    if getattr(dataloader.batch_sampler, "drop_last", False) and not sampler.drop_last:
-        raise ConfigurationError(
-            f"drop_last of the DataLoader around {name}",
-            expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
-            got="drop_last=True on the DataLoader alone",
-            fix=f"Write {name}(sampler, {expected}, drop_last=True).",
-        )
+    expect(
+        size == expected,
+        f"batch_size of the DataLoader around {name}",
+        expected=f"{expected}, as in {name}(sampler, local_batch_size={expected})",
+        got=repr(size),
+        fix="Give both the same number of rows per rank.",
+    )
+    expect(
+        sampler.drop_last or not getattr(dataloader.batch_sampler, "drop_last", False),
+        f"drop_last of the DataLoader around {name}",
+        expected=f"drop_last=True on the {name}, which leaves out the same batch on every rank",
+        got="drop_last=True on the DataLoader alone",
+        fix=f"Write {name}(sampler, {expected}, drop_last=True).",
+    )
 
 
 # ---------------------------------------------------------------------- use_global_sampler=True
@@ -143,10 +143,7 @@ def refuse_other_batches(dataloader: object) -> None:
 class GlobalSamplers(FitPart):
     """Replaces the samplers of a fit's training loaders; a part with ``use_global_sampler=True`` only."""
 
-    @classmethod
-    def is_on(cls, options: LossOptions) -> bool:
-        """Return whether the option is on."""
-        return options.use_global_sampler
+    needs = ("use_global_sampler", True)
 
     _has_logged = False
 
@@ -185,7 +182,7 @@ def _log(loader: DataLoader[Any], batches: GlobalBatches) -> None:
 
 
 def _has_own_batches(dataloader: object) -> bool:
-    """Say whether the user, or a library, chose the batches of a loader: Lightning's way, or ``GlobalBatchSampler``'s, is left as it is."""
+    """Return whether the user, or a library, chose the batches of a loader, which is then left as it is."""
     if not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset):
         return False
     if draw_of(dataloader) is not None:
@@ -260,7 +257,7 @@ def _batches_for(loader: DataLoader[Any]) -> GlobalBatches:
 class SameRows:
     """Counts how long pairs of ranks have been given the same batches.
 
-    Batches that do not change from step to step prove nothing (a toy, or overfitting on purpose).
+    Batches that do not change from step to step are no evidence (a toy, or overfitting on purpose).
     """
 
     def __init__(self) -> None:
@@ -271,8 +268,8 @@ class SameRows:
         """Compare the contents of this step's batches by rank.
 
         Args:
-            contents: A hash of each rank's batch; 0 where it was not read.
-            distinct: How many different rows it has.
+            contents: Hash of each rank's batch; 0 if it was not read.
+            distinct: Number of different rows in each batch.
 
         Returns:
             The ranks of which it is certain by now that another has the same batches.
@@ -304,7 +301,7 @@ class UndividedData:
         stage: Its name.
 
     Attributes:
-        is_looking: Whether ``see`` looks at batches: at the first ones of an epoch.
+        is_looking: Whether ``see`` reads batches, which it does for the first ones of an epoch.
     """
 
     def __init__(self, stage: str) -> None:
@@ -329,7 +326,7 @@ class UndividedData:
         self._looked_at += 1
         self.is_looking = self._looked_at < _LOOKED_AT
         self._name = ", ".join(type(loader.dataset).__name__ for loader in loaders)
-        self._seen.append(_SEEN.pack(*_read(batch)))
+        self._seen.append(_SEEN.pack(*_hash_of(batch)))
 
     def take(self) -> bytes:
         """Return what has yet to travel."""
@@ -360,10 +357,7 @@ class UndividedData:
 class TrainingRows(FitPart):
     """Compares the first training batches of iterable data sets between ranks; a part with ``check_calls`` only."""
 
-    @classmethod
-    def is_on(cls, options: LossOptions) -> bool:
-        """Return whether the option is on."""
-        return options.check_calls
+    needs = ("check_calls", True)
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
@@ -386,7 +380,7 @@ def _is_iterable(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
-def _read(batch: Any) -> tuple[int, int]:
+def _hash_of(batch: Any) -> tuple[int, int]:
     """Return a hash of a batch and its number of different rows; zeros where it has none that can be read."""
     tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = tensors[0].shape[0] if tensors else 0
@@ -397,7 +391,7 @@ def _read(batch: Any) -> tuple[int, int]:
 
 
 def _is_checked(trainer: pl.Trainer) -> bool:
-    """Say whether a check is at work that looks for the same, or the audit."""
+    """Return whether a check for the same fault, or the audit, is active."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         checks = callback.checks_to_run() if hasattr(callback, "checks_to_run") else [callback]

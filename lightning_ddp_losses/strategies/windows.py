@@ -15,21 +15,17 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts, active, step_inside_window
 from lightning_ddp_losses.distributed.window_parts import compare_slopes
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 
 class LightningWindows(FitPart):
     """The accumulation windows of one fit; a part with ``accumulation="window"`` only."""
 
-    @classmethod
-    def is_on(cls, options: LossOptions) -> bool:
-        """Return whether the option is on."""
-        return options.accumulation == "window"
+    needs = ("accumulation", "window")
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
@@ -69,9 +65,7 @@ class LightningWindows(FitPart):
     def _open(self, micro_batches: int) -> AccumulationWindow:
         module = self.fit.module
         corrected = corrected_parameters(module, self.fit.strategy.optimizers)
-        self._window = AccumulationWindow(
-            corrected, micro_batches, modules={"": module}, gathered=lambda: compat.gathered_parameters(module)
-        )
+        self._window = AccumulationWindow(corrected, micro_batches, {"": module})
         return self._window
 
     # ------------------------------------------------------------------ manual optimisation

@@ -12,8 +12,8 @@ Then::
     def test_my_collective(ddp_ranks):
         assert ddp_ranks(2).run(torch.distributed.get_rank) == [0, 1]
 
-* `rank_pool`: the processes, and what a test learns of them.
-* `rank_worker`: what each of them runs.
+* `rank_pool`: the processes, and their results and failures.
+* `rank_worker`: the loop of each process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ranks:
 
     Args:
         pool: The processes.
-        count: How many ranks.
+        count: Number of ranks.
     """
 
     def __init__(self, pool: RankPool, count: int) -> None:
@@ -50,7 +50,7 @@ class Ranks:
             **kwargs: Its arguments by name.
 
         Raises:
-            RankFailure: a rank raised, died or hangs; each rank's story is in the text.
+            RankFailure: a rank raised, died or hangs. Each rank's story is in the text.
         """
         __tracebackhide__ = True
         return self._pool.run(self.count, fn, *args, **kwargs)
@@ -58,7 +58,7 @@ class Ranks:
     def assert_parity(
         self, build: Callable[[], Any], step: Callable[..., Any] | None = None, batches: Any = None, **options: Any
     ) -> AuditReport:
-        """Fail the test if a loop on these ranks is not that of one process; arguments as of ``parity``.
+        """Fail the test if a loop on these ranks is not that of one process. The arguments are those of ``parity``.
 
         Raises:
             AssertionError: with the report as its text.
@@ -79,5 +79,5 @@ def pool() -> Iterator[RankPool]:
 
 @pytest.fixture
 def ddp_ranks(pool: RankPool) -> Callable[[int], Ranks]:
-    """Return a function from a number of ranks to what a test does with them."""
+    """Return a function from a number of ranks to ``Ranks``."""
     return lambda count: Ranks(pool, count)

@@ -1,4 +1,4 @@
-"""What a rank process of the pool runs: wait for a task, join its group, call it, answer, leave no trace."""
+"""The loop of a rank process: wait for a task, join its group, call it, answer, leave no trace."""
 
 from __future__ import annotations
 
@@ -18,8 +18,12 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from lightning_ddp_losses.audit.worker import redirect_output
 from lightning_ddp_losses.distributed import process_groups
 
 GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
@@ -38,21 +42,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank's call returned."""
+    """The result of a rank's call."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class RankError:
-    """What a rank raised.
+    """The error of a rank.
 
     Attributes:
         type: Name of the class.
         bases: Names of the class and its bases, `module.Class`.
         message: The error's text.
-        seconds: From the start of the call to the error.
-        traceback: For the person who reads a failed test.
+        seconds: Seconds from the start of the call to the error.
+        traceback: Traceback, for the reader of a failed test.
     """
 
     rank: int
@@ -63,54 +67,53 @@ class RankError:
     traceback: str
 
     def is_a(self, name: str) -> bool:
-        """Say whether the error is of a class of this name, or of one derived from it."""
+        """Return whether the error is of a class of this name, or of one derived from it."""
         return any(base.rpartition(".")[2] == name for base in self.bases)
 
     @property
     def timed_out(self) -> bool:
-        """Say whether the rank learnt of its error no sooner than by the group's time-out."""
+        """Return whether the rank learnt of its error no sooner than by the group's time-out."""
         return self.seconds >= GROUP_TIMEOUT.total_seconds()
 
 
 def main(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None:
     """Answer one task after the other until the pool closes the pipe."""
-    _redirect_output(home)
+    redirect_output(Path(home) / "log")
     threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
-    sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests anew
-    os.chdir(home)  # whatever a test writes to the working directory goes when the pool goes
+    sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests again
+    os.chdir(home)  # files in the working directory go when the pool goes
     sys.argv = ["rank"]  # pytest's arguments are not the test's
-    import torch
-
     torch.set_num_threads(1)
     look_for_plugins_once()
     seed_no_absent_devices()
-    gc.freeze()  # what torch and Lightning brought stays: the collector need not look at it again
+    gc.freeze()  # objects of torch and Lightning stay: the collector need not look at them again
     generation = 0
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the pool has closed our pipe, or is gone
             break
-        os.ftruncate(2, 0)  # the log tells of one task
+        os.ftruncate(2, 0)  # the log holds one task
         if task.generation != generation:
             # a rank that fails here ends: torch would number its later groups otherwise than its peers do
             _leave_group()
-            _join_group(task, rank)
+            if task.world_size:
+                process_groups.join(task.store, rank, task.world_size, backend="gloo", timeout=GROUP_TIMEOUT)
             generation = task.generation
         started = time.monotonic()
         try:
             answer: Reply | RankError = Reply(_call(task))
             message = pickle.dumps(answer)
-        except BaseException as error:  # the test decides what it means, SystemExit included
+        except BaseException as error:  # the test judges it, SystemExit too
             message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
         pipe.send_bytes(message)
     _leave_group()
 
 
 def look_for_plugins_once() -> None:
-    """Let Lightning go through the installed packages once per process; each Trainer does, which is half the time of a small fit.
+    """Let Lightning go through the installed packages once per process. Each Trainer does, which is half the time of a small fit.
 
-    What every fit would bring first is brought here: the processes of an audit are forks, and each would bring it for itself.
+    Plugins are loaded here, because the processes of an audit are forks and each would load them again.
     """
     from lightning.fabric.utilities import registry as lightning_registry
 
@@ -126,8 +129,6 @@ def seed_no_absent_devices() -> None:
 
     For each it keeps a stack trace, in case the device is used later: that takes a hundred times as long as the seeding.
     """
-    import torch
-
     devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
     for device in devices:
         if not device.is_available():
@@ -146,25 +147,13 @@ def _write_stacks(asked: Connection) -> None:
             asked.send_bytes(b"")
 
 
-def _redirect_output(home: str) -> None:
-    log = os.open(os.path.join(home, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.enable(file=2)
-
-
-def _join_group(task: Task, rank: int) -> None:
-    if task.world_size:
-        process_groups.join(task.store, rank, task.world_size, backend="gloo", timeout=GROUP_TIMEOUT)
-
-
 def _leave_group() -> None:
     if process_groups.is_distributed():
         process_groups.close(world=True)  # all groups that were made under it too
         # now, when all ranks leave: a group with an unmet message waits until its peers are gone
         gc.collect()
-        gc.freeze()  # what is left is modules: the next group's end need not go through them again
-        # what DTensor remembers of a mesh names groups of this world
+        gc.freeze()  # the rest is modules: the next group's end need not go through them again
+        # DTensor's cache of meshes names groups of this world
         if "torch.distributed.tensor" in sys.modules:
             from torch.distributed.tensor import debug
 
@@ -172,8 +161,6 @@ def _leave_group() -> None:
 
 
 def _call(task: Task) -> Any:
-    import torch
-
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     random.seed(0)

@@ -75,6 +75,14 @@ def test_a_window_is_one_process_on_all_its_rows(
     compare(pool.run(world_size, fit, case, size, COUNT), trained_alone(case, size))
 
 
+def test_the_last_window_of_an_epoch_is_divided_by_what_it_has(pool: RankPool) -> None:
+    """Ten batches in windows of four: the third step has two. (Lightning divides its gradient by four.)"""
+    alone = pool.run(1, fit_alone, "global_mean", 4, 10, distributed=False)[0]
+    found = pool.run(2, fit, "global_mean", 4, 10)
+    assert [len(of_rank["gradients"]) for of_rank in found] == [3, 3]
+    compare(found, alone)
+
+
 REGULARISED = "ArcFace, non-zero, regularised"
 # case, ranks, windows, options of the trainer, of the strategy
 OPTIONS: dict[str, tuple[str, int, int | list[int], dict[str, Any], dict[str, Any]]] = {

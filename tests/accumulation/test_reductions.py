@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torchmetrics import MeanSquaredError
 
-from lightning_ddp_losses import accumulation_window, global_mean
+from lightning_ddp_losses import accumulation_window, differentiable, global_mean
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 
@@ -120,6 +121,25 @@ def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
 def test_a_divided_model(pool: RankPool, factor: float | None, window: int) -> None:
     for found in pool.run(2, from_module, factor, window):
         assert_close(found, truth(2, window))
+
+
+def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
+    net, metric = sharded(factor), differentiable(MeanSquaredError())
+    with accumulation_window(net):
+        for i in range(window):
+            rows = rows_of(i, dist.get_rank())
+            metric(net(rows), rows[:, :2].contiguous()).backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("factor", [None, 1.0, 300.0])
+def test_a_differentiable_metric(pool: RankPool, factor: float | None, window: int) -> None:
+    net = make_net()
+    rows = torch.cat([rows_of(i, place) for i in range(window) for place in range(2)])
+    (net(rows) - rows[:, :2]).square().mean().backward()
+    for found in pool.run(2, metric_of_a_divided_model, factor, window):
+        assert_close(found, gradients(net))
 
 
 # ---------------------------------------------------------------------- bad input

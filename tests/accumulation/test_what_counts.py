@@ -349,6 +349,22 @@ def counts_of_others(net: Net) -> None:
         pass
 
 
+def count_that_is_no_number(net: Net) -> None:
+    with accumulation_window(net, counts={"a": [3.0, float("nan")]}):
+        pass
+
+
+def unknown_name(net: Net) -> None:
+    with accumulation_window(net, counts={"square": 2 * len(own_rows()[0]), "nothing": 4}):
+        for _ in range(2):
+            mean_square(net, own_rows()[0]).backward()
+
+
+def unknown_module(net: Net) -> None:
+    with accumulation_window(net, counts={nn.BCELoss(): 5}):
+        plain(net, own_rows(), mean_square)
+
+
 ORIGINAL = torch.autograd.backward
 ERRORS: dict[Callable[[Net], None], list[str]] = {
     unbalanced: ["a weighted sum of losses", "PowBackward0 of", "counts and totals of the whole window"],
@@ -362,6 +378,9 @@ ERRORS: dict[Callable[[Net], None], list[str]] = {
     wrong_totals: ["total in expect_counts of global_mean `square`", "expected 2 over all ranks"],
     total_alone: ["total of `square`: expected its count, too"],
     infinite_count: ["finite counts, not negative", "inf"],
+    count_that_is_no_number: ["finite counts, not negative", "nan"],
+    unknown_name: ["expect_counts of global_mean `nothing`", "got 0"],
+    unknown_module: ["expect_counts of BCELoss", "got 0"],
     counts_of_others: ["global_mean `a`", "global_mean `b`"],
 }
 

@@ -97,6 +97,7 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "gather without any graph": ("F20", m.CutGather, even, GLOBAL),
     "gather without any graph, ArcFace": ("F20", on(learned, m.CutGather), even, GLOBAL),
     "own slot beside a right term": ("F20", m.BesideProxies, even, {}),
+    "self.all_gather next to a right term": ("F20", partial(m.LightningGather, sync_grads=False), even, {}),
     "all_reduce in place": ("F20", m.InPlaceReduce, even, {}),
     "PML's wrapper around ArcFace": ("F24", wrapped(learned), even, {}),
     "PML's wrapper around SoftTriple, 3 ranks": ("F24", wrapped(soft_triple), few, THREE),
@@ -175,6 +176,7 @@ TITLES = {
 WORDS = {
     "a metric as loss": "differentiable(metric)",
     "own slot beside a right term": "in own_slot: dist.all_gather(parts, z.detach())",
+    "self.all_gather next to a right term": "in objective: rows = self.all_gather(z, ",
     "no valid target in a micro-batch": "batch 0: rank 0 1.",
     "infinite on one rank": "rank 1 inf",
 }
@@ -245,6 +247,7 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "a class-sharded weight with replicas": (m.ShardedTwice, even, GLOBAL),
     "a class-sharded weight, 3 ranks": (m.Sharded, few, GLOBAL | THREE),
     "manual optimisation": (partial(m.Manual, right=True), even, {}),
+    "self.all_gather with its gradient": (partial(m.LightningGather, sync_grads=True), even, {}),
     "adopted loss": (m.Hidden, even, {"strategy": DDPLossStrategy(adopt=True)}),
     "unfrozen under ddp_losses": (m.Unfrozen, even, GLOBAL),
     "fp16 with a scaler": (Module, even, {"trainer_kwargs": scaler(256.0)}),

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from torchmetrics import Metric
 
-from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler
+from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler, synced
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject, Validated
 
 # ---------------------------------------------------------------------- data that ranks share, miss, or get in the wrong order
@@ -241,7 +241,24 @@ class PaddedInside(Padded):
         return [exact, DataLoader(rows, batch_size=4, sampler=ours)]
 
 
+class StreamOfWindows(Subject):
+    """An iterable data set of six batches, whose end is known at its last one."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(6, divided=True), batch_size=None)
+
+
+def three_or_two(sick: bool) -> int:
+    return 3 if sick else 2
+
+
+def four_or_three(sick: bool) -> int:
+    return 4 if sick else 3
+
+
 CUT = {"use_distributed_sampler": True}
+SHORT = {"accumulate_grad_batches": three_or_two}
+SHORT_STREAM = {"accumulate_grad_batches": four_or_three}
 
 DATA = [
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1)),
@@ -479,6 +496,25 @@ class FewerUpdates(Collecting):
             super().validation_step(batch, index)
 
 
+class FewerInAList(FewerUpdates):
+    """The same of a metric that is no submodule."""
+
+    def build(self) -> None:
+        self.hidden = [Collected(None)]
+        self.__dict__["collected"] = self.hidden[0]
+
+
+class FewerSynced(FewerUpdates):
+    """Healthy: the same of a metric whose one exchange takes any number of updates."""
+
+    def build(self) -> None:
+        self.collected = synced(Collected(None))
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        if index <= dist.get_rank():
+            self.collected.update(batch[0].mean(0))
+
+
 class OtherDtype(Collecting):
     """One rank's state has another dtype."""
 
@@ -552,4 +588,14 @@ STATES = [
     Case(Threads, "F73", "DeviceCheck", "threads", ranks=()),
 ]
 
-CASES = [*DATA, *LOSSES, *STATES]
+HEALTHY.append(FewerSynced)
+
+WINDOWS = [
+    Case(Subject, "F84", "BatchCheck", "has 1 of 3 batches", ranks=(), options=SHORT),
+    Case(FewerUpdates, "F51", "BufferSyncCheck", "collected.values", step=3, strategy="ddp_losses"),
+    Case(FewerInAList, "F51", "BufferSyncCheck", "collected.values", step=3),
+    Case(StreamOfWindows, "F84", "BatchCheck", "has 2 of 4 batches", step=1, ranks=(), options=SHORT_STREAM),
+    Case(Subject, "F84", "BatchCheck", "has 1 of 3 batches", ranks=(), strategy="ddp_losses", options=SHORT),
+]
+
+CASES = [*DATA, *LOSSES, *STATES, *WINDOWS]

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
-from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
 from tests.callbacks import data_cases, training_cases
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Outcome, Subject, Validated, drawn, run_all
 from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
@@ -180,6 +180,16 @@ class Ragged(GlobalContrast):
     is_ragged = True
 
 
+class WholeWindows(Subject):
+    """A loss over all ranks, which counts its rows."""
+
+    def build(self) -> None:
+        self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.head(self.encoder(features)), labels)
+
+
 class InTurn(Subject):
     """Two losses that alternate."""
 
@@ -243,6 +253,10 @@ def static() -> DDPStrategy:
     return DDPStrategy(static_graph=True)
 
 
+def windows() -> DDPLossStrategy:
+    return DDPLossStrategy(accumulation="window", process_group_backend="gloo")
+
+
 def views() -> DDPStrategy:
     return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=True)
 
@@ -260,7 +274,9 @@ HEALTHY = [
         for s in ("ddp", "ddp_losses")
     ),
     Case(Half, "", "", options={"precision": "bf16-mixed", "gradient_clip_val": 0.01}),
-    Case(Subject, "", "", options={"accumulate_grad_batches": 3, "max_epochs": 2}),
+    Case(Subject, "", "", options={"accumulate_grad_batches": 4, "max_epochs": 2}),
+    Case(WholeWindows, "", "", options={"accumulate_grad_batches": 3, "max_epochs": 2}, strategy=windows),
+    Case(Subject, "", "", options={"accumulate_grad_batches": 3, "max_steps": 1, "max_epochs": -1}),
     Case(Subject, "", "", options={"max_steps": 3, "max_epochs": -1}),
     Case(GlobalContrast, "", "", options={"accumulate_grad_batches": 2}, strategy="ddp_losses"),
     Case(Half, "", "", options=FP16),

@@ -46,11 +46,14 @@ class Logging(Subject):
 
 
 def loader(rows: tuple[int, ...]) -> DataLoader:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(rank)
+    first, *others = rows
+    return batches_of((first + (dist.get_rank() == dist.get_world_size() - 1), *others))
+
+
+def batches_of(rows: tuple[int, ...]) -> DataLoader:
+    generator = torch.Generator().manual_seed(dist.get_rank())
     batches = []
-    for index, number in enumerate(rows):
-        number += index == 0 and rank == world_size - 1
+    for number in rows:
         features = torch.randn(number, WIDTH, generator=generator, dtype=torch.float64)
         batches.append((features, torch.randint(CLASSES, (number,), generator=generator)))
     return DataLoader(batches, batch_size=None)
@@ -89,6 +92,33 @@ def test_a_floored_mean_is_named_with_both_values(pool: RankPool, world_size: in
             assert expected == pytest.approx(truth[name], rel=1e-7)
             assert logged > 1.01 * expected
             assert len(finding["values"]) == world_size
+
+
+def validated(strategy: str, rows: tuple[tuple[int, ...], ...]) -> dict[str, Any]:
+    """Validate alone; returns the findings, what was logged and the labels of this rank."""
+    checks = DDPChecks(action="log", summary=False, file=False)
+    trainer = make_trainer(strategy, callbacks=[checks])
+    loaders = [batches_of(rows[dist.get_rank()])] * 2
+    trainer.validate(Logging(False), loaders, verbose=False)
+    found = [finding.record() for finding in checks.findings]
+    labels = torch.cat([labels for _, labels in loaders[0]])
+    return {"found": found, "logged": trainer.callback_metrics, "labels": labels}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("rows", [((7, 3), (7, 2)), ((7, 3), (3,), (3,)), ((7, 3), (3, 7)), ((4, 4), (4, 4), (4, 4))])
+def test_a_floored_mean_is_named_in_validation_alone(
+    pool: RankPool, rows: tuple[tuple[int, ...], ...], strategy: str
+) -> None:
+    is_wrong = strategy == "ddp" and sum(map(sum, rows)) % len(rows) > 0
+    answers = pool.run(len(rows), validated, strategy, rows)
+    truth = float(torch.cat([answer["labels"] for answer in answers]).double().mean())
+    for answer in answers:
+        assert [finding["fault"] for finding in answer["found"]] == ["F82", "F82"] * is_wrong
+        assert (float(answer["logged"]["val/dataloader_idx_0"]) == pytest.approx(truth, rel=1e-6)) != is_wrong
+        for number, finding in enumerate(answer["found"]):
+            assert finding["name"] == f"val/dataloader_idx_{number}"
+            assert float(NUMBER.findall(finding["expected"])[0]) == pytest.approx(truth + number, rel=1e-7)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

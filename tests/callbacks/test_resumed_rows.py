@@ -70,6 +70,14 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
         DATA, batch_sampler=GlobalBatchSampler.batches(SequentialSampler(DATA), G, seed=3)
     ),
     "replacement": drawn_with_replacement,
+    "workers": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA), num_workers=1),
+    "rows": lambda: DataLoader(DATA, batch_size=None, sampler=DistributedSampler(DATA)),
+    "workers in order": lambda: DataLoader(
+        DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False), num_workers=1
+    ),
+    "ours, workers": lambda: DataLoader(
+        DATA, batch_sampler=GlobalBatchSampler.batches(RandomSampler(DATA), G, seed=3), num_workers=1
+    ),
     "one batch": lambda: DataLoader([[DATA.tensors[0][:3]] for _ in range(20)], batch_size=None),
 }
 
@@ -105,6 +113,55 @@ def test_rows_that_come_twice_after_a_resume(
         assert bool(found) == sick
         if sick:
             assert f"after the resume, batch {batches % 20} of epoch {batches // 20}, is the first one" in found[0]
+
+
+class Ids(Line):
+    """Remembers the rows of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, list[float]] = {}
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        rows = batch[0] if batch[0].ndim > 1 else batch[0][None]
+        self.rows.setdefault(self.trainer.current_epoch, []).extend(rows[:, 0].tolist())
+        return super().training_step([rows], index)
+
+
+def replayed(strategy: str, name: str, path: str) -> tuple[list[str], bool]:
+    """Train for an epoch, then resume for another one; what the check found, and whether the rows came in the order of the first."""
+    first = Ids()
+    trainer = make_trainer(strategy, max_epochs=1)
+    trainer.fit(first, LOADERS[name]())
+    trainer.save_checkpoint(path)
+    checks = DDPChecks(checks=[BatchCheck()], action="log", summary=False, file=False)
+    second = Ids()
+    make_trainer(strategy, callbacks=[checks], max_epochs=3).fit(second, LOADERS[name](), ckpt_path=path)
+    assert set(second.rows) == {1, 2}
+    assert (second.rows[2] == first.rows[0]) == name.endswith("in order")
+    return [finding.text() for finding in checks.findings if finding.fault == "F85"], second.rows[1] == first.rows[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "name", "sick"),
+    [
+        ("ddp", "workers", True),
+        ("ddp", "rows", True),
+        ("ddp", "shuffled", False),
+        ("ddp", "workers in order", False),
+        ("ddp", "ours, workers", True),
+        ("ddp_losses", "workers", None),  # whatever it does is named
+        ("ddp_losses", "ours, workers", False),
+    ],
+)
+def test_a_resumed_epoch_in_the_order_of_the_first(
+    pool: RankPool, tmp_path: Path, strategy: str, name: str, sick: bool | None, world_size: int
+) -> None:
+    for found, is_replayed in pool.run(world_size, replayed, strategy, name, str(tmp_path / "end.ckpt")):
+        assert len(found) == (is_replayed and name != "workers in order")
+        assert sick is None or len(found) == sick
+        assert all("epoch 1 after the resume has the order of epoch 0: `" in text for text in found)
 
 
 def test_a_window_that_is_done_again_and_a_second_resume_by_other_ranks(pool: RankPool, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
-from lightning_ddp_losses.callbacks.parameter_sync import ParameterRow
 from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
 from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
@@ -43,13 +42,6 @@ def test_rows_that_do_not_fit_together() -> None:
     assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
     sent = [row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")]
     assert row_exchange.decode_tables(sent, 1) == [{1: "broke"}]
-
-
-@pytest.mark.parametrize("shards", [(), (0, 5, 10), (0, 5, 10, 5, 10, 10)])
-@pytest.mark.parametrize("parts", [(), (1, 2)])
-def test_a_row_of_parameters_is_unpacked_as_it_was_packed(parts: tuple[int, ...], shards: tuple[int, ...]) -> None:
-    row = ParameterRow(7, -8, parts, shards)
-    assert ParameterRow.unpack(row.pack()) == row
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])

@@ -242,6 +242,37 @@ def token_mean(given: Names, *, of_means: bool = False) -> tuple[Tensor, None]:
     return total, None
 
 
+def routed(given: Names) -> tuple[Tensor, None]:
+    """Load balance and z-loss of a router."""
+    logits = given["model"](given["images"])
+    taken = torch.nn.functional.one_hot(logits.argmax(1), logits.shape[1]).to(logits.dtype)
+    balance = logits.shape[1] * (taken.mean(0) * logits.softmax(1).mean(0)).sum()
+    return balance + 0.001 * logits.logsumexp(1).square().mean(), None
+
+
+def micro_batches(rows: Names, model: nn.Module) -> Names:
+    """Two, of different sizes."""
+    return {**simple(rows, model), "micro_batches": [rows["images"][:1], rows["images"][1:]]}
+
+
+def with_teacher(rows: Names, model: nn.Module) -> Names:
+    torch.manual_seed(9)
+    teacher = nn.Linear(FEATURES, DIM).requires_grad_(False)
+    # of the first rows most have no label
+    few = torch.where(rows["numbers"] < 104, 0, 1 + rows["labels"])
+    return {**simple(rows, model), "labels": few, "teacher": teacher}
+
+
+def distilled(given: Names) -> tuple[Tensor, None]:
+    """Of each row, and of each label."""
+    student, taught = given["model"](given["images"]) / 2.0, given["teacher"](given["images"]) / 2.0
+    ratio = taught.log_softmax(1) - student.log_softmax(1)
+    divergence = (taught.softmax(1) * ratio).sum(1).mean()
+    valid = given["labels"] != 0
+    wanted = (2.0 * student).log_softmax(1)[valid, given["labels"][valid]]
+    return 4.0 * divergence - 0.5 * wanted.mean(), None
+
+
 # ---------------------------------------------------------------------- peers that are not installed, by their formulas
 
 
@@ -454,6 +485,7 @@ BARE: Names = {"bare": True}
 QUIETLY = "plugins=[environment], use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False, "
 QUIETLY += "enable_model_summary=False, "
 OBJECTIVES = {"BYOL": byol, "Barlow Twins": barlow, "VICReg": vic, "DINO": dino, "SwAV": swav, "MoCo": moco}
+IN_FABRIC = ("Fabric(a", "Fabric(plugins=[environment], a")
 RECIPES = {
     "pml": Recipe(simple, arcface, {"model": 1.0, "loss": 2.0}),
     "open_clip": Recipe(towers, clip, {"model": 0.5, "log_scale": 1.0}),
@@ -473,7 +505,10 @@ RECIPES = {
     "detr": Recipe(boxes, box_mean, {"model": 1.0}),
     "detr, one box": Recipe(partial(boxes, few=True), box_mean, {"model": 0.5}, page="detr"),
     "token_means": Recipe(token_rows, token_mean),
-    "fabric": Recipe(simple, arcface, options=BARE, change_ours=("Fabric(a", "Fabric(plugins=[environment], a")),
+    "moe": Recipe(simple, routed, {"model": None}),
+    "moe, window": Recipe(micro_batches, routed, page="moe", section="In an accumulation window"),
+    "distillation": Recipe(with_teacher, distilled, {"model": None}),
+    "fabric": Recipe(simple, arcface, {"model": 1.0, "loss": None}, IN_FABRIC, options=BARE, change_ours=IN_FABRIC),
     "fabric_fsdp2": Recipe(simple, arcface, options=BARE, change_ours=("Fabric(a", "Fabric(plugins=[environment], a")),
     "fsdp2": Recipe(loaders, arcface, options=BARE, change_ours=("pl.Trainer(", f"pl.Trainer({QUIETLY}")),
 }
@@ -584,7 +619,8 @@ def test_a_divided_head_has_the_gradient_of_a_whole_one(pool: RankPool, section:
 def test_every_page_has_a_test_or_starts_something() -> None:
     tested = {recipe.page or name for name, recipe in RECIPES.items()} | {"insightface"}
     starting = {"torchrun", "slurm", "kubernetes", "notebook", "hydra", "wandb", "security", "lightning_cli"}
-    assert tested | starting == set(manual.recipes())
+    with_hosts = {"accelerate", "hf_trainer"}  # tests/integrations
+    assert tested | starting | with_hosts == set(manual.recipes())
 
 
 @pytest.mark.parametrize("page", manual.recipes())
@@ -594,8 +630,10 @@ def test_a_page_is_whole(page: str) -> None:
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
     further = {
         "lightly": ["Other objectives", *OBJECTIVES],
-        "sentence_transformers": ["Hard negatives"],
+        "sentence_transformers": ["Hard negatives", "In their trainer"],
         "torchmetrics": ["For evaluation"],
+        "moe": ["In an accumulation window"],
+        "distillation": ["In an accumulation window"],
     }
     assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers", *further.get(page, [])])
     # code can be read, and what it imports from us is there

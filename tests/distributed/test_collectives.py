@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.distributed import collectives
+from lightning_ddp_losses.distributed import collectives, raw_collectives
 from lightning_ddp_losses.errors import InputError
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
@@ -357,3 +357,48 @@ def called_functionally() -> None:
 
 def test_functional_call_and_autograd_grad(pool: RankPool) -> None:
     pool.run(2, called_functionally)
+
+
+def mean_of_halves(numbers: int) -> tuple[float, float]:
+    """Means of large halves, by a gather and by an all-reduce."""
+    found = raw_collectives.start_mean(torch.full((numbers,), 40_000.0, dtype=torch.float16))()
+    flag = raw_collectives.start_mean(torch.full((numbers,), float(dist.get_rank() == 0), dtype=torch.float16))()
+    return found.max().item(), round(flag[0].item() * dist.get_world_size(), 1)
+
+
+@pytest.mark.parametrize("numbers", [4, 1 << 18])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_mean_of_halves_does_not_overflow(pool: RankPool, world_size: int, numbers: int) -> None:
+    assert pool.run(world_size, mean_of_halves, numbers) == [(40_000.0, 1.0)] * world_size
+
+
+def scattered_on_a_device(dtype: torch.dtype, counts: list[int]) -> tuple[torch.dtype, bool]:
+    """The dtype that a backend like NCCL adds, and whether it gets the tensor's own memory."""
+    given: list[Tensor] = []
+    raw_collectives.is_staged = lambda *args: False  # type: ignore[assignment]
+    raw_collectives.group_for = lambda *args: dist.group.WORLD  # type: ignore[assignment, return-value]
+    raw_collectives._reduce_scatter_into = lambda out, rows, group: given.append(rows)
+    tensor = torch.empty(sum(counts), 3, dtype=dtype, device="meta")
+    found = raw_collectives.reduce_scatter_rows(tensor, counts, None)
+    assert found.dtype == dtype
+    assert found.shape == (counts[dist.get_rank()], 3)
+    own = given[0].untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return given[0].dtype, own
+
+
+@pytest.mark.parametrize(
+    ("dtype", "counts", "added", "own"),
+    [
+        (torch.float32, [2, 2], torch.float32, True),
+        (torch.float32, [2, 1], torch.float32, False),
+        (torch.complex64, [2, 2], torch.float32, True),
+        (torch.complex128, [0, 2], torch.float64, False),
+        (torch.bfloat16, [2, 2], torch.float32, False),
+    ],
+    ids=str,
+)
+def test_reduce_scatter_on_a_device(
+    pool: RankPool, dtype: torch.dtype, counts: list[int], added: torch.dtype, own: bool
+) -> None:
+    """Equal counts need no padded copy; NCCL adds complex numbers as pairs."""
+    assert pool.run(2, scattered_on_a_device, dtype, counts, fresh=True) == [(added, own)] * 2

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import fingerprint as module
 from lightning_ddp_losses.distributed.fingerprint import (
     combine,
     fingerprint,
     fingerprints,
-    finish_fingerprints,
     start_fingerprint,
 )
 
@@ -155,11 +155,5 @@ def test_order_counts_and_what_is_on_its_way_arrives() -> None:
     values = [torch.randn(5), torch.randn(5)]
     prints = fingerprints(values)
     assert combine(prints) != combine(prints[::-1])
-    assert finish_fingerprints(
-        [start_fingerprint(values[0]), torch.tensor(7), start_fingerprint(values[1]), torch.tensor(-8)]
-    ) == [
-        prints[0],
-        7,
-        prints[1],
-        -8,
-    ]
+    started = [start_fingerprint(values[0]), torch.tensor(7), start_fingerprint(values[1]), torch.tensor(-8)]
+    assert HostNumbers(started).read() == [prints[0], 7, prints[1], -8]

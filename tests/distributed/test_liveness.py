@@ -131,3 +131,51 @@ def test_an_error_that_all_ranks_have_comes_first_and_no_peer_is_blamed(worlds: 
     text = str(liveness.lost_peer_error("backward", "all ranks say that they are here", LOST))
     assert text.startswith(f"{str(LOST).splitlines()[0]} (rank 0, in backward")
     assert "waited for its peers" not in text
+
+
+@pytest.mark.parametrize("cleans_up", [True, False])
+def test_the_listener_is_armed_until_teardown_is_over(monkeypatch: pytest.MonkeyPatch, cleans_up: bool) -> None:
+    monkeypatch.setattr(liveness, "_LISTEN_SECONDS", 0.01)
+    monkeypatch.setattr(liveness, "TEARDOWN_SECONDS", 60.0 if cleans_up else 0.05)
+    said: list[str] = []
+    over = threading.Event()
+
+    def end(watch: Watch, reason: str) -> None:
+        said.append(reason)
+        over.set()
+
+    monkeypatch.setattr(Watch, "_end_process", end)
+    world = World(HashStore(), 0, 1)
+    monkeypatch.setattr(liveness, "_world", world)
+    liveness.report(ValueError("its own"))
+    assert world.watch.is_over
+    if cleans_up:
+        liveness.end_run()
+        assert not said
+    else:
+        assert over.wait(20)
+        assert said == ["the run is over, and this rank has not cleaned up for 0.05 s"]
+
+
+def test_a_run_after_an_error_has_a_listener_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watch, "_listen", lambda *args: None)
+    world = World(HashStore(), 0, 1)
+    failed = world.watch
+    failed.clean_up()
+    world.new_run()
+    assert failed._ended.is_set(), "nobody ends the process of the next run"
+    assert world.watch is not failed
+    assert not world.watch.is_over
+
+
+def test_checks_leave_the_listener_of_a_world_to_its_strategy(worlds: list[World]) -> None:
+    shared = liveness.watch_run(0, 3, stall_seconds=10.0)
+    assert shared is worlds[0].watch
+    liveness.report(ValueError("its own"))
+    liveness.release(shared)
+    assert not shared._ended.is_set()
+    liveness.end_run()
+    assert shared._ended.is_set()
+    own = Watch(HashStore(), 0, 2)
+    liveness.release(own)
+    assert own._ended.is_set()

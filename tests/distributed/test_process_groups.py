@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -273,13 +274,14 @@ def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", recorded)
         patch.setattr(dist, "get_backend", lambda group=None: "nccl")
-        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-        patch.setattr(rendezvous, "nccl_device", lambda backend, device: devices[dist.get_rank()])
+        patch.setattr(rendezvous, "nccl_device", lambda backend, device: devices[device.index])
         patch.setattr(compat, "group_timeout", lambda group: timedelta(seconds=33))
         ours = process_groups.internal_groups()
+        # the current device is the same on all ranks: a script may name devices and set none
+        on_device: Any = SimpleNamespace(device=torch.device("cuda", dist.get_rank()))
+        assert ours.for_tensor(on_device) is ours.device
+    assert ours.for_tensor(on_device) is ours.device, "asked once"
     assert ours.device is dist.group.WORLD, "what lies on a device shares the communicator of the model"
-    assert ours.for_tensor(torch.ones(1, device="meta")) is ours.device
     process_groups.close()
     dist.barrier()  # the user's group is the user's
     return made
@@ -366,3 +368,61 @@ def test_a_process_ends_quietly_however_it_leaves_its_groups(ended: dict[str, tu
     assert output.strip() == "[1.0, 1.0]"
     assert "Traceback" not in errors
     assert "terminate" not in errors
+
+
+class StuckBackend:
+    """NCCL's part of a group whose kernels wait for a peer until it is aborted."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: list[str] = []
+        self.aborted = threading.Event()
+        self._name = name
+
+    def name(self) -> str:
+        return self._name
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self.aborted.set()
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+
+class StuckGroup:
+    def __init__(self, backend: StuckBackend) -> None:
+        self._backend = backend
+
+    def _get_backend(self, device: torch.device) -> StuckBackend:
+        return self._backend
+
+
+@pytest.mark.parametrize("is_stuck", [True, False])
+def test_a_device_that_waits_for_a_peer_is_freed(monkeypatch: pytest.MonkeyPatch, is_stuck: bool) -> None:
+    """The device's work completes once the communicators are aborted; gloo's groups stay as they are."""
+    backends = [StuckBackend("nccl"), StuckBackend("gloo"), StuckBackend("nccl")]
+    groups = {StuckGroup(backend): str(i) for i, backend in enumerate(backends)}
+    world = SimpleNamespace(pg_names=groups)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    monkeypatch.setattr(process_groups, "is_distributed", lambda: True)
+    monkeypatch.setattr(process_groups, "STUCK_SECONDS", 0.05)
+    finished = threading.Event()
+
+    def synchronize(device: torch.device) -> None:
+        if is_stuck:
+            backends[0].aborted.wait(60)
+        finished.set()
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    assert process_groups.abort_stuck(torch.device("cuda", 0)) == is_stuck
+    assert finished.wait(20)
+    assert backends[1].calls == []
+    assert backends[2].calls == (["start", "abort", "end"] if is_stuck else [])
+    assert backends[0].aborted.is_set() == is_stuck
+
+
+def test_the_cpu_is_never_stuck() -> None:
+    assert not process_groups.abort_stuck(torch.device("cpu"))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import SyncBatchNorm
+from lightning_ddp_losses.core.nests import tensors_in
+from lightning_ddp_losses.layers import batch_norm_function
 from tests.oracle import cuts
 from tests.rank_pool import RankPool
 
@@ -88,3 +92,47 @@ def test_half_precision_keeps_dtypes_and_statistics_in_float32(pool: RankPool, c
     assert all(off < 2 * theirs[name] + rounding for name, off in ours.items()), (ours, theirs)
     if of_layer == torch.float32:
         assert ours["running_var"] < 1e-6
+
+
+class LikeMps(TorchDispatchMode):
+    """The CPU as a device without float64 and without the fused statistics. Host copies are not on the device."""
+
+    on_host = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket is not torch.ops.aten.batch_norm_update_stats
+        found = func(*args, **(kwargs or {}))
+        if not self.on_host:
+            assert not any(t.dtype == torch.float64 for t in tensors_in([found])), func
+        return found
+
+
+def without_float64() -> dict[str, Tensor]:
+    part = cuts(ROWS, dist.get_world_size(), even=False)[dist.get_rank()]
+    x, grad = (t[part].float() for t in batch(3.0))
+    layer, merge = SyncBatchNorm().apply(nn.BatchNorm1d(3, momentum=1.0)), batch_norm_function._merge_moments
+    with mock.patch.object(batch_norm_function, "_LIMITED_DEVICES", ("cpu",)), LikeMps() as device:
+
+        def merge_on_host(*args: Any) -> Any:
+            device.on_host = True
+            found = merge(*args)
+            device.on_host = False
+            return found
+
+        with mock.patch.object(batch_norm_function, "_merge_moments", merge_on_host):
+            return step(layer, x, grad)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_device_without_float64_and_fused_statistics(pool: RankPool, world_size: int) -> None:
+    truth = step(nn.BatchNorm1d(3, momentum=1.0).double(), *batch(3.0))
+    found = errors(joined(pool.run(world_size, without_float64)), truth)
+    assert max(found.values()) < 1e-6, found
+
+
+def test_moments_are_merged_on_the_host_for_a_device_without_float64() -> None:
+    x, table = torch.zeros(2, 3, device="meta"), torch.zeros(12, device="meta")
+    is_meta = mock.patch.object(batch_norm_function, "_LIMITED_DEVICES", ("meta",))
+    with is_meta, pytest.raises(NotImplementedError, match="meta"):  # which has nothing to copy to the host
+        batch_norm_function._merge_moments([2, 2], table, x, None)
+    assert batch_norm_function._merge_moments([2, 2], table, x, None).mean.device.type == "meta"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers, regularizers
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner
@@ -56,6 +58,17 @@ class Sums(nn.Module):
 
     def forward(self, views: list[Tensor]) -> Tensor:
         return sum(views, torch.zeros(())).square().mean()
+
+
+class RankingOfTexts(nn.Module):
+    """A loss that holds the model, in place of sentence-transformers' `MultipleNegativesRankingLoss`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+RankingOfTexts.__module__ = "sentence_transformers.losses.multiple_negatives_ranking"
 
 
 class Fails(nn.Module):
@@ -342,7 +355,25 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unknown mode": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="tiles"), "'tiles'"),  # type: ignore[arg-type]
     "unknown backward": (lambda: GlobalBatchLoss(pml.SupConLoss(), backward="mean"), "'mean'"),  # type: ignore[arg-type]
-    "no module": (lambda: GlobalBatchLoss(torch.sum), "torch.nn.Module"),  # type: ignore[arg-type]
+    "no module": (lambda: GlobalBatchLoss(torch.sum), "torch.nn.Module.*global_mean"),  # type: ignore[arg-type]
+    "a class": (
+        lambda: GlobalBatchLoss(pml.SupConLoss),
+        "the class SupConLoss.*GlobalBatchLoss\\(SupConLoss\\(...\\)\\)",
+    ),  # type: ignore[arg-type]
+    "a miner": (lambda: GlobalBatchLoss(miners.BatchHardMiner()), "miner BatchHardMiner.*Mine with GlobalBatchMiner"),
+    "a metric": (lambda: GlobalBatchLoss(MeanSquaredError()), "metric MeanSquaredError.*differentiable"),
+    "a loss of texts": (
+        lambda: GlobalBatchLoss(RankingOfTexts(nn.Identity())),
+        "RankingOfTexts, which embeds texts itself.*Embed this rank's texts first.*explain sentence_transformers",
+    ),
+    **{
+        f"one-hot labels, {dtype}": (
+            partial(ask, pml.NTXentLoss(), rows(), nn.functional.one_hot(LABELS).to(dtype)),
+            f"labels.*shape \\(4, 2\\).*{re.escape('labels.int().argmax(1)')}",
+        )
+        for dtype in (torch.float32, torch.int64, torch.bool)
+    },
+    "flags as labels": (lambda: ask(pml.NTXentLoss(), rows(), LABELS > 0), "labels.*torch.bool.*labels.long"),
     "no reduction": (lambda: GlobalBatchLoss(nn.CrossEntropyLoss(reduction="none")), "CrossEntropyLoss.*'none'"),
     "tensors in an unknown list": (
         lambda: ask(Sums(), type("Views", (list,), {})([rows(), rows()])),

@@ -16,13 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from lightning_ddp_losses.losses import GlobalBatchLoss
-from lightning_ddp_losses.losses.tiled import tile_functions
+from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
+from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
+from lightning_ddp_losses.losses.siglip import siglip_tile
+from lightning_ddp_losses.losses.two_towers import Factors
 from tests.losses.test_tiled import CASES, TILE_BYTES, judged, on_ranks, truth_of
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
+TOWERS: dict[str, Callable[..., nn.Module]] = {"CLIP": ClipLoss, "SigLIP": SigLipLoss}
 WITH_MASKS = [name for name in CASES if "mined" not in name]
 
 
@@ -34,7 +39,7 @@ def with_masks(
     names: list[str], tile_bytes: int | None, options: dict[str, Any], sizes: list[int] | None = None
 ) -> dict[str, Any]:
     calls = mock.Mock(side_effect=as_it_is)
-    with mock.patch.object(tile_functions, "compiled", calls):
+    with mock.patch.object(tile_compiler, "compiled", calls):
         found = on_ranks(names, tile_bytes, {"compile_tiles": True, **options}, sizes)
     assert calls.call_count >= len(names)  # of each loss two functions or more, but for smooth triplets
     return found
@@ -70,7 +75,7 @@ def with_a_compiler_that_fails(failing_rank: int) -> dict[str, Any]:
     rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     values = []
-    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_functions, "compiled", compiled):
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_compiler, "compiled", compiled):
         warnings.simplefilter("always")
         for _ in range(2):
             values.append(float(loss(rows, labels)))
@@ -90,7 +95,7 @@ def test_where_one_rank_cannot_compile_none_does(pool: RankPool) -> None:
 
 def one_rank_compiles() -> None:
     loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", compile_tiles=dist.get_rank() == 0)
-    with mock.patch.object(tile_functions, "compiled", as_it_is):
+    with mock.patch.object(tile_compiler, "compiled", as_it_is):
         loss(torch.randn(4, 3), torch.tensor([0, 0, 1, 1]))
 
 
@@ -105,9 +110,9 @@ def successor(value: int) -> int:
 
 
 def test_a_function_that_cannot_be_compiled_later_is_called_as_it_is() -> None:
-    compiler = tile_functions.TileCompiler()
+    compiler = tile_compiler.TileCompiler()
     with (
-        mock.patch.object(tile_functions.TileCompiler, "_run", side_effect=RuntimeError("no compiler")),
+        mock.patch.object(tile_compiler.TileCompiler, "_run", side_effect=RuntimeError("no compiler")),
         pytest.warns(
             UserWarning, match="successor is computed eagerly on this rank, which gives the same numbers: RuntimeError"
         ),
@@ -117,8 +122,53 @@ def test_a_function_that_cannot_be_compiled_later_is_called_as_it_is() -> None:
 
 
 def test_what_is_compiled_stays_in_its_process() -> None:
-    original = tile_functions.TileCompiler()
+    original = tile_compiler.TileCompiler()
     original._eager = True
     for other in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
-        assert isinstance(other, tile_functions.TileCompiler)
+        assert isinstance(other, tile_compiler.TileCompiler)
         assert not other._eager
+
+
+def towers_with_masks(name: str) -> list[Tensor]:
+    """What one rank gets of functions that find own pairs by a mask, less what it gets of those that take a view of them."""
+    rank, found = dist.get_rank(), []
+    rows = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    part, extra, queue = [slice(0, 5), slice(5, 12)][rank], rows[0, :3] * 2, rows[1, :2] * 3
+    for options in ({"compile_tiles": True}, {}):
+        leaves = [tensor[part].clone().requires_grad_() for tensor in rows]
+        loss = TOWERS[name](tile_bytes=16 * 8, **options).double()
+        with mock.patch.object(tile_compiler, "compiled", as_it_is):
+            value = loss(*leaves, extra, queue)
+            value.backward()
+        found.append([value.detach(), *(leaf.grad for leaf in leaves), loss.logit_scale.grad])
+    return [ours - expected for ours, expected in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_with_masks(pool: RankPool, name: str) -> None:
+    for differences in pool.run(2, towers_with_masks, name):
+        assert all(float(difference.abs().max()) < 1e-12 for difference in differences)
+
+
+@pytest.mark.slow
+def test_compiled_tiles_of_towers() -> None:
+    """By Inductor: high and low number of the slope together, which may be rounded another way one by one."""
+    rows, columns = 48, 64
+    generator = torch.Generator().manual_seed(0)
+    products = torch.randn(rows, columns, generator=generator)
+    own = torch.arange(rows).unsqueeze(1)
+    factors = Factors(torch.tensor(2.0), torch.rand(rows) + 0.5, torch.rand(columns) + 0.5, own)
+    of_rows = torch.rand(rows) + 9
+    for function, options in (
+        (siglip_tile, (torch.tensor(-1.0), True, True)),
+        (clip_stats, (columns, False)),
+        (clip_terms, (of_rows, torch.rand(columns) + 9, of_rows, True, False)),
+    ):
+        expected, found = (
+            tree_leaves(run(products.clone(), factors, *options))
+            for run in (function, tile_compiler.compiled(function))
+        )
+        for theirs, ours in zip(expected, found, strict=True):
+            if theirs.dtype == torch.bfloat16:
+                theirs, ours = theirs.float().sum(1), ours.float().sum(1)
+            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)

@@ -14,13 +14,13 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, InputError
+from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.losses import GlobalBatchLoss, check_separable, register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.pml_registry import LOSSES, head_class_of, may_draw, pair_loss_of
-from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
+from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from tests.losses.cases import PML, classes
@@ -230,6 +230,32 @@ def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
     results = pool.run(2, registered)
     compare(mean_over_ranks([r["rows"] for r in results]), alone(PML["ContrastiveLoss"], []))
     compare(mean_over_ranks([r["elements"] for r in results]), alone(PML["ArcFaceLoss"], []))
+
+
+class OwnTiles(pml.ContrastiveLoss):
+    """Another user's subclass, with an evaluation in tiles."""
+
+
+class OwnPairs(Contrastive):
+    """Theirs."""
+
+
+def registered_tiles() -> dict[str, Tensor]:
+    register_row_separable(OwnTiles, pair_loss=OwnPairs)
+    assert pair_loss_of(OwnTiles()) is OwnPairs
+    assert GlobalBatchLoss(OwnTiles(), mode="rows").evaluation == "tiled, symmetric"
+    return on_ranks(Case(OwnTiles), SPLITS[dist.get_world_size()]["uneven"], "rows")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_declared_class_brings_its_own_tiles(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, registered_tiles)
+    compare(mean_over_ranks(results), alone(PML["ContrastiveLoss"], []))
+
+
+def test_tiles_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="pair_loss: expected a subclass of PairLoss"):
+        register_row_separable(OwnTiles, pair_loss=nn.Linear)
 
 
 @pytest.mark.parametrize("name", [n for n, c in PML.items() if c.modes and c.modes[0] != "replicated"])

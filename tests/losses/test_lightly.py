@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,10 +43,21 @@ class VICRegLoss(nn.Module):
         return naive_vicreg(z_a.flatten(0, -2), z_b.flatten(0, -2))
 
 
+class MemoryBank(nn.Module):
+    """Like lightly's: without rows, its pointer is memory that nobody has written."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.size = (rows,)
+        self.register_buffer("bank", torch.empty(0), persistent=False)
+        garbage = 1234 + dist.get_rank() if dist.is_initialized() else 1234
+        self.register_buffer("bank_ptr", torch.tensor([garbage]), persistent=False)
+
+
 class NTXentLoss(nn.Module):
     def __init__(self, temperature: float = 0.5, rows_of_bank: int = 0) -> None:
         super().__init__()
-        self.temperature, self.memory_bank = temperature, SimpleNamespace(size=(rows_of_bank,))
+        self.temperature, self.memory_bank = temperature, MemoryBank(rows_of_bank)
 
     def forward(self, out0: Tensor, out1: Tensor) -> Tensor:
         rows = functional.normalize(torch.cat([out0, out1]))

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import ClassShardedLoss, InputError, SigLipLoss
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, InputError, SigLipLoss
 from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.losses import partial_sums, sharded_weight
+from lightning_ddp_losses.losses.tiled import evaluator
 from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML
 from tests.losses.harness import SPLITS, Case
@@ -162,3 +164,28 @@ def test_labels_of_the_last_step_end_the_fit(pool: RankPool) -> None:
     assert first == second
     assert f"labels of call {TASK.steps}" in first
     assert "got 1" in first
+
+
+def handshake_sizes(rows: int) -> set[int | None]:
+    """Sizes of the handshakes that a tiled loss agrees on, with its numbers on a device."""
+    sizes = set()
+    real = handshake.all_gather
+
+    def recorded(*args: object, handshake_bytes: int | None = None, **kwargs: object) -> list[bytes]:
+        sizes.add(handshake_bytes)
+        return real(*args, handshake_bytes=handshake_bytes, **kwargs)  # type: ignore[arg-type]
+
+    embeddings = torch.randn(rows, 4, requires_grad=True)
+    with (
+        as_on_a_device(),
+        mock.patch.object(evaluator, "travels_on_device", return_value=True),
+        mock.patch.object(handshake, "all_gather", recorded),
+    ):
+        GlobalBatchLoss(pml.SupConLoss(), mode="rows")(embeddings, torch.arange(rows).flip(0) % 3).backward()
+    return sizes - {None}
+
+
+def test_handshakes_are_not_filled_up_for_statistics_that_stay_on_the_device(pool: RankPool) -> None:
+    few, many = (pool.run(2, handshake_sizes, rows, fresh=True) for rows in (6, 600))
+    assert few == many
+    assert all(sizes for sizes in few)

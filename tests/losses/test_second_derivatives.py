@@ -1,4 +1,4 @@
-"""Gradient penalties: exact where a rank's own rows suffice, an error on every rank where they do not, never a constant in between."""
+"""Gradient penalties over all ranks are an error on every rank, never W times one process's or a constant; one rank is exact."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, global_mean
+from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.ssl import barlow_twins
 from tests.losses.harness import CLASSES, DIM, Net, global_rows, own_rows
 from tests.rank_pool import RankPool
 
-SIZES = [4, 8]
+SIZES = {2: [4, 8], 3: [1, 4, 7]}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -53,7 +56,7 @@ def penalty(call: Call, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def refusal(make: Callable[[], Call]) -> str:
     try:
-        penalty(make(), own_rows(SIZES, dist.get_rank()))
+        penalty(make(), own_rows(SIZES[dist.get_world_size()], dist.get_rank()))
     except ConfigurationError as error:
         return str(error)
     return "no error"
@@ -72,17 +75,87 @@ def test_a_second_derivative_over_all_ranks_is_an_error_on_every_rank(pool: Rank
         assert "create_graph=True" in text
 
 
-def alone_or_not(wrapped: bool) -> tuple[Tensor, Tensor]:
+def squared_error(e: Tensor, f: Tensor, _: Tensor) -> Tensor:
+    return (e - f.detach()).square().sum()
+
+
+EXACT_ALONE: dict[str, tuple[Callable[[], Call], Callable[[], Call]]] = {  # ours, and in one process without our code
+    "elements": (
+        lambda: of(seeded_arcface()),
+        lambda: lambda e, _, labels: seeded_arcface().double()(e, labels),
+    ),
+    "elements of torch": (
+        lambda: lambda e, f, _: GlobalBatchLoss(nn.MSELoss())(e, f.detach()),
+        lambda: lambda *rows: squared_error(*rows) / rows[0].numel(),
+    ),
+    "global_mean": (
+        lambda: lambda *rows: global_mean(squared_error(*rows), len(rows[0])),
+        lambda: lambda *rows: squared_error(*rows) / len(rows[0]),
+    ),
+    "several means": (
+        lambda: lambda *rows: global_mean(torch.stack([squared_error(*rows), rows[0].sum()]), len(rows[0])).sum(),
+        lambda: lambda *rows: (squared_error(*rows) + rows[0].sum()) / len(rows[0]),
+    ),
+    "metric": (
+        lambda: lambda e, f, _: differentiable(MeanSquaredError())(e.flatten(), f.detach().flatten()),
+        lambda: lambda *rows: squared_error(*rows) / rows[0].numel(),
+    ),
+}
+ONLY_REFUSED: dict[str, Callable[[], Call]] = {
+    "barlow_twins": lambda: lambda e, f, _: barlow_twins(e, f),
+    "a linear function of all rows": lambda: lambda e, *_: all_gather_with_grad(e.square()).sum(),
+}
+
+
+def seeded_arcface() -> nn.Module:
     torch.manual_seed(2)
-    loss = arcface().double()
-    call = of(loss) if wrapped else lambda e, _, labels: loss(e, labels)
-    rows = own_rows(SIZES, dist.get_rank()) if wrapped else global_rows()
-    return penalty(call, rows)
+    return arcface()
 
 
-def test_a_loss_over_samples_may_be_differentiated_twice(pool: RankPool) -> None:
-    ranks = pool.run(2, alone_or_not, True)
-    (value, gradient), *_ = pool.run(1, alone_or_not, False)
-    # what a rank back-propagates is W times its share of the loss
-    assert float(sum(v for v, _ in ranks)) == pytest.approx(4 * float(value), rel=1e-9)
-    torch.testing.assert_close(torch.cat([g for _, g in ranks]), 4 * gradient, rtol=1e-9, atol=0)
+def try_exact_alone() -> dict[str, str]:
+    calls = {name: ours for name, (ours, _) in EXACT_ALONE.items()} | ONLY_REFUSED
+    return {name: refusal(make) for name, make in calls.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_second_derivative_of_a_sum_over_ranks_is_an_error_on_every_rank(pool: RankPool, world_size: int) -> None:
+    first, *others = pool.run(world_size, try_exact_alone)
+    assert all(other == first for other in others)
+    for name, text in first.items():
+        assert text.startswith("second derivative of"), (name, text)
+
+
+def alone() -> dict[str, list[tuple[Tensor, Tensor]]]:
+    return {name: [penalty(make(), global_rows()) for make in calls] for name, calls in EXACT_ALONE.items()}
+
+
+def test_in_one_process_a_second_derivative_is_exact(pool: RankPool) -> None:
+    (found,) = pool.run(1, alone)
+    for ours, truth in found.values():
+        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-15)
+
+
+def encoder_penalty() -> tuple[Tensor, Tensor]:
+    """A first derivative of ours, of a loss that holds a second derivative of the encoder."""
+    torch.manual_seed(1)
+    net, rows = Net().double(), own_rows(SIZES[dist.get_world_size()], dist.get_rank())
+    features = rows["features"].requires_grad_()
+    (slope,) = torch.autograd.grad(net(features).square().sum(), features, create_graph=True)
+    value = global_mean(slope.square().sum(), len(slope))
+    (gradient,) = torch.autograd.grad(value, net.logit_scale, allow_unused=True)
+    assert gradient is None
+    value.backward()
+    return value.detach(), next(p.grad for p in net.parameters() if p.grad is not None) / dist.get_world_size()
+
+
+def test_a_penalty_on_the_encoder_is_exact(pool: RankPool) -> None:
+    ranks = pool.run(2, encoder_penalty)
+    torch.manual_seed(1)
+    net, features = Net().double(), global_rows()["features"].requires_grad_()
+    (slope,) = torch.autograd.grad(net(features).square().sum(), features, create_graph=True)
+    value = slope.square().sum() / len(slope)
+    value.backward()
+    expected = next(p.grad for p in net.parameters() if p.grad is not None)
+    for found, _ in ranks:
+        torch.testing.assert_close(found, value.detach(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(sum(gradient for _, gradient in ranks), expected, rtol=1e-9, atol=1e-15)

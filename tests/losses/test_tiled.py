@@ -28,10 +28,10 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.evaluations import chunks_of
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
-from lightning_ddp_losses.losses.products import tile_budget
+from lightning_ddp_losses.losses.products import TOWER_BYTES
 from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
-from lightning_ddp_losses.losses.two_towers import ColumnBlock
+from lightning_ddp_losses.losses.two_towers import tiles_of
 from tests.oracle import assert_close
 from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
@@ -286,9 +286,7 @@ def test_tiles_on_an_accelerator_are_few() -> None:
     assert -(-rows // on_device) == 64
     assert rows_of_a_tile(rows * 4, rows, torch.device("cpu"), None) == 64
     # products of two towers, nearly square
-    like = torch.empty(rows, 1, device="meta")
-    block = ColumnBlock(like, rows, 0, like.new_empty(0))
-    assert len(list(block.tiles(like, tile_budget(torch.device("cuda"), 2 << 20)))) == 64
+    assert len(list(tiles_of(rows, rows, TOWER_BYTES // 4))) == 256
     # logits of as many classes
     loss = ClassShardedLoss(pml.ArcFaceLoss(4, 2))
     assert -(-rows // loss._chunk(rows, 4, torch.device("cuda"))) == 64
@@ -488,6 +486,14 @@ def test_what_forward_knows_is_not_computed_again(
         if trained:
             value.backward()
         assert products.number == forward + backward
+
+
+def test_triplets_need_no_cumulated_sum_of_floats() -> None:
+    """CUDA has none under ``torch.use_deterministic_algorithms``."""
+    rows = batch()["embeddings"].requires_grad_()
+    with mock.patch.object(Tensor, "cumsum", side_effect=RuntimeError("not deterministic")):
+        GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")(rows, torch.arange(ROWS) // 20).backward()
+    assert rows.grad is not None
 
 
 def hard_inputs() -> dict[str, Any]:

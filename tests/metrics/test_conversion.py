@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jsonargparse
 import pytest
 import torch
 import torchmetrics as tm
@@ -262,6 +263,18 @@ def test_merge_state_takes_ours_torchmetrics_and_dicts() -> None:
     assert float(half.compute()) == pytest.approx(float(whole.compute()))
     with pytest.raises(RuntimeError, match="merge_state"):
         differentiable(tm.PearsonCorrCoef()).merge_state(differentiable(tm.PearsonCorrCoef()))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls it this way
+@pytest.mark.parametrize("maker", ["differentiable", "synced"])
+def test_a_command_line_makes_a_metric(maker: str) -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--metric", type=tm.Metric)
+    inside = {"class_path": "torchmetrics.PearsonCorrCoef"}
+    given = {"class_path": f"lightning_ddp_losses.{maker}", "init_args": {"metric": inside}}
+    metric = parser.instantiate_classes(parser.parse_object({"metric": given})).metric
+    assert isinstance(metric, tm.PearsonCorrCoef)
+    assert type(metric) is not tm.PearsonCorrCoef
 
 
 def test_plots() -> None:

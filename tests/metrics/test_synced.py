@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -29,6 +32,8 @@ from torchmetrics.wrappers import (
 
 from lightning_ddp_losses import ConfigurationError, differentiable, synced
 from lightning_ddp_losses.core.nests import map_tensors
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.metrics import exchange
 from tests.counting import CountCollectives
 from tests.rank_pool import RankPool
 
@@ -198,7 +203,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[int], Batch]]] = {
     "compute groups": (binned_and_others, binary),
     "collection": (mixed, pair),
 }
-PACKAGES = {"ROUGEScore": "rouge_score", "MeanAveragePrecision": "pycocotools"}
 
 
 def updated(metric: Any, batch: Callable[[int], Batch], seeds: list[int]) -> Any:
@@ -262,11 +266,37 @@ def uneven(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_uneven_updates_equal_one_process_in_one_exchange(pool: RankPool, name: str) -> None:
-    if name in PACKAGES and not importlib.util.find_spec(PACKAGES[name]):
-        pytest.skip(f"needs {PACKAGES[name]}")
     for names in pool.run(3, uneven, name, fresh=True):
         assert 1 <= len(names) <= 3  # a handshake, at a size that it has not grown to yet, and a gather
         assert not any("barrier" in each for each in names)
+
+
+def bytes_of_groups(rows: int) -> list[tuple[int, int]]:
+    """Bytes of the buffer that a collection's compute reads, and of one member's; ranks without updates have no groups."""
+    found = []
+    names = ("BinaryAUROC", "BinaryAveragePrecision", "BinaryROC")
+    for thresholds in (None, 7):
+        members = [getattr(classification, name)(thresholds=thresholds) for name in names]
+        sizes = []
+        for metric in (MetricCollection(members), members[0]):
+            ours = synced(metric)
+            for seed in own_seeds(dist.get_rank()):
+                (preds, target), _ = binary(seed)
+                ours.update(preds.repeat(rows), target.repeat(rows))
+            with mock.patch.object(exchange, "plan_buffer", wraps=exchange.plan_buffer) as planned:
+                ours.compute()
+            (title, states, kinds, contents), _ = planned.call_args
+            sizes.append(exchange.plan_buffer(title, states, kinds, contents).size)
+        found.append(tuple(sizes))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric", "ignore:No positive", "ignore:No negative")
+@pytest.mark.parametrize("rows", [1, 4000])  # in the handshake, and in a collective of their own
+def test_members_of_a_compute_group_send_their_states_once(pool: RankPool, rows: int) -> None:
+    for found in pool.run(3, bytes_of_groups, rows):
+        for of_collection, of_member in found:
+            assert of_collection == of_member > 0
 
 
 # ---------------------------------------------------------------------- wrappers with a window, draws, or several metrics
@@ -501,6 +531,44 @@ def test_ranks_that_differ_raise_on_all(pool: RankPool, job: Callable[[], None],
     for error in pool.errors(2, job):
         for word in words:
             assert word in error.message
+
+
+def forgotten(folder: str) -> None:
+    """Rank 0 does not compute. It comes back after its peer's time-out, and meets the end of the connection."""
+    group, seen = dist.new_group(), Path(folder, "seen")
+    metric = updated(synced(retrieval.RetrievalMAP(process_group=group)), queries, [dist.get_rank()])
+    with mock.patch.object(process_groups, "_timeout", timedelta(seconds=2)):
+        synced(tm.SumMetric(process_group=group)).sync()
+    if dist.get_rank() == 0:
+        while not seen.exists():
+            time.sleep(0.01)
+    try:
+        metric.compute()
+    finally:
+        seen.touch()
+
+
+def test_a_rank_that_never_computes_is_an_error_within_the_time_out(pool: RankPool, tmp_path: Path) -> None:
+    for rank, error in enumerate(pool.errors(2, forgotten, str(tmp_path), fresh=True)):
+        assert error.type == "PeerError"
+        assert f"rank {rank} waited in metric RetrievalMAP, compute: expected every rank to come" in error.message
+
+
+def none_inputs(convert: Callable[[Any], Any]) -> list[str]:
+    """Errors for an input of None."""
+    found = []
+    for make in (tm.MeanSquaredError, tm.MeanMetric, tm.CatMetric):
+        for call in ("forward", "update"):
+            arguments = (None, None) if make is tm.MeanSquaredError else (None,)
+            with pytest.raises((TypeError, AttributeError)) as error:
+                getattr(convert(make()), call)(*arguments)
+            found.append(f"{error.type.__name__}: {error.value}")
+    return found
+
+
+def test_a_none_input_is_the_error_of_torchmetrics() -> None:
+    truth = none_inputs(lambda metric: metric)
+    assert none_inputs(synced) == none_inputs(differentiable) == truth
 
 
 class OwnSync(tm.SumMetric):

@@ -212,6 +212,18 @@ def exact_loss(model: Any, batch: Batch) -> Tensor:
     return model(batch, gather)
 
 
+def gathered_bare(model: Any, batch: Batch) -> Tensor:
+    return model(batch, gather_without_graph)
+
+
+def cut_beside(model: Any, batch: Batch) -> Tensor:
+    return gathered_cut(model, batch) + regression(model, batch)
+
+
+def right_beside(model: Any, batch: Batch) -> Tensor:
+    return gathered(model, batch) + regression(model, batch)
+
+
 def token_mean(model: Any, batch: Batch) -> Tensor:
     off = (model(batch["x"]) - batch["y"]).square().sum(1)
     return off[batch["keep"]].mean()
@@ -331,6 +343,10 @@ def summing_shards(model: nn.Module) -> nn.Module:
     return model
 
 
+def finds_unused(model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+
 def keeps_buffers(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
 
@@ -365,6 +381,8 @@ CASES = [
     Case("uneven rows", stepping(regression, splits="uneven"), "F30", "rows", stepping(regression)),
     Case("local negatives", stepping(local_negatives), "F29", "", stepping(gathered)),
     Case("own rows first", stepping(own_rows_first), "F26", "", stepping(rows_by_rank)),
+    Case("graph cut", stepping(gathered_bare, with_loss, wrap=finds_unused), "F20", "no rank has", stepping(exact_loss, with_loss)),
+    Case("cut beside a right term", stepping(cut_beside), "F20", "in gather_cut", stepping(right_beside)),
     Case("moment cut", stepping(moment_without_gradient), "F20", "1/{W}", stepping(moment)),
     Case("moment summed again", stepping(moment_summed_again), "F21", "{W} times", stepping(moment)),
     Case("sum", stepping(summed), "F18", "1/{W}", stepping(regression)),

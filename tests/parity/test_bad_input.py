@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from typing import Any
 
@@ -71,6 +72,7 @@ def steps_twice(model: Any, optimizer: Any, micro_batches: Any) -> None:
     plain_loop(model, optimizer, micro_batches)
 
 
+odd_batch = [batches()[0] | {"how": lambda: None}]
 uneven_leaves = [{"x": torch.randn(12, 3), "y": torch.randn(8, 2)}]
 REFUSED: list[tuple[str, dict[str, Any], type[DDPLossError], tuple[str, ...]]] = [
     ("built by rank", {"build": built_by_rank}, InputError, ("0.weight", "first value", "rank 1")),
@@ -92,9 +94,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[DDPLossError], tuple[str, ...]]] =
     ("fewer rows than ranks", {"ranks": 13}, InputError, ("a row for each of 13 ranks", "12")),
     ("rows that do not divide", {"ranks": 5}, InputError, ("a multiple of 5", "uneven")),
     ("no common dimension", {"batches": uneven_leaves}, InputError, ("batches[0]['x']", "12", "8", "join=")),
+    ("no such dimension", {"join": {"x": 2}}, InputError, ("join", "shape (12, 3)", "got 2")),
+    ("no dimension", {"join": {"x": "rows"}}, InputError, ("join", "a dimension", "'rows'")),
     ("too few batches", {"steps": 3}, InputError, ("3 global batches", "got 1")),
     ("too few of a rank", {"batches": lambda rank, ranks: []}, InputError, ("batches, on rank", "got fewer")),
     ("no list", {"batches": batches()[0]}, ConfigurationError, ("a list of global batches", "dict")),
+    ("a batch with a function", {"batches": odd_batch}, InputError, ("['how']", "can be pickled", "function")),
     ("no dtype", {"dtype": "float64"}, ConfigurationError, ("dtype", "torch.float64")),
 ]  # fmt: skip
 
@@ -109,10 +114,13 @@ def test_it_is_named(name: str, options: dict[str, Any], error: type[DDPLossErro
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
-    started = time.monotonic()
-    with pytest.raises(AuditError, match=r"(?s)took more than 8 s.*rank 1 was here.*in hangs"):
+    with pytest.raises(AuditError, match="took more than 8 s") as caught:
         parity(encoder, hangs, batches(), timeout_seconds=8)
-    assert time.monotonic() - started < 40
+    first, waiting, hanging = re.split(r"rank \d was here:", str(caught.value))
+    assert "run `ranks`" in first
+    assert "Do all ranks run the same collectives" in first.replace("do all", "Do all")
+    assert "in hangs" not in waiting
+    assert "in hangs" in hanging
 
 
 def test_nan_on_both_sides_is_said() -> None:

@@ -57,6 +57,15 @@ def test_the_command_shows_the_report(
     assert words in shown.out + shown.err
 
 
+def test_what_cannot_be_sent_to_a_rank_is_named(ddp_ranks: Callable[[int], Ranks]) -> None:
+    def local() -> None:
+        return None
+
+    for what, call in (("the function", (local,)), ("argument 1", (dist.get_rank, 0, local))):
+        with pytest.raises(ConfigurationError, match=rf"{what}.*local"):
+            ddp_ranks(2).run(*call)
+
+
 def test_functions_of_main_are_compared(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

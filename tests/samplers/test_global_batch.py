@@ -272,7 +272,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "seed": (lambda: GlobalBatchSampler(range(4), 2, seed=-1), "seed: expected a whole number"),
     "two sizes": (
         lambda: GlobalBatchSampler.batches(BatchSampler(range(4), 2, False), 2),
-        "expected no global_batch_size or drop_last beside its own",
+        "expected no global_batch_size or drop_last in addition to its own",
     ),
     "drop_last of batches": (
         lambda: GlobalBatchSampler.batches(CASES["by length"].make(), drop_last=True),

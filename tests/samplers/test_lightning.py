@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import Epochs, together
+from tests.strategies.jobs import trainer_alone
 
 DATA = TensorDataset(torch.arange(ROWS))
 
@@ -223,3 +225,40 @@ def test_a_loader_that_makes_other_batches_is_refused(options: tuple[Any, ...], 
 @pytest.mark.parametrize("loader", [loader_of(3), loader_of(3, True, True), loader_of(3, False, True), [1, 2]])
 def test_a_loader_that_makes_the_same_batches_is_not(loader: object) -> None:
     refuse_other_batches(loader)
+
+
+# ---------------------------------------------------------------------- resumed without the strategy
+
+
+class Shuffled(Recorder):
+    def __init__(self, form: str) -> None:
+        super().__init__("", form, inside=True)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.layer(batch[0][:, None].float()).mean()
+
+    def make_loader(self) -> DataLoader:
+        if self.form == "batches":
+            return DataLoader(DATA, batch_sampler=GlobalBatchSampler.shuffled(ROWS, 6, seed=SEED))
+        return DataLoader(DATA, batch_size=6, sampler=GlobalBatchSampler(RandomSampler(range(ROWS)), 6, seed=SEED))
+
+
+def resumed(folder: Path, form: str, steps: int, strategy: Any) -> list[str]:
+    """Save after some steps under our strategy, resume under another one, and return the warnings about places."""
+    first = trainer_alone(strategy=DDPLossStrategy(), max_steps=steps, max_epochs=-1, limit_val_batches=0)
+    first.fit(Shuffled(form))
+    first.save_checkpoint(folder / "saved.ckpt")
+    second = trainer_alone(strategy=strategy, max_steps=steps + 2, max_epochs=-1, limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        second.fit(Shuffled(form), ckpt_path=str(folder / "saved.ckpt"))
+    return [str(each.message) for each in caught if "has not read its place" in str(each.message)]
+
+
+@pytest.mark.parametrize("form", ["batches", "sampler"])
+def test_a_place_that_no_strategy_reads_is_reported(tmp_path: Path, form: str) -> None:
+    (message,) = resumed(tmp_path, form, 2, "auto")
+    assert "after 2 batches of an epoch, but GlobalBatchSampler" in message
+    assert "saved.ckpt" in message
+    assert resumed(tmp_path, form, 2, DDPLossStrategy()) == []
+    assert resumed(tmp_path, form, -(-ROWS // 6), "auto") == []  # the end of an epoch

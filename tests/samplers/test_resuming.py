@@ -137,7 +137,7 @@ ERRORS: dict[str, tuple[tuple[Any, ...], list[str]]] = {
     ),
     "order": (("random", "batches", 12, {}, {"digest": "ab" * 16}), ["saved (digest abababab)", "in epoch 0"]),
     "place": (("random", "batches", 12, {}, {"rows": 30}), ["the end of one of its 5 batches of 52 rows", "row 30"]),
-    "no state": (("random", "batches", 12, {}, {"rows": "many"}), ["what its state_dict() returned", "many"]),
+    "no state": (("random", "batches", 12, {}, {"rows": "many"}), ["the result of its state_dict()", "many"]),
 }
 
 

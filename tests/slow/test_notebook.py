@@ -44,6 +44,19 @@ CELLS = (
     except AssertionError as error:
         print(error)
     """,
+    """
+    from lightning_ddp_losses import parity
+
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Linear(3, 2), lambda model: torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(model, x):
+        return model(x).square().mean()
+
+    print(parity(build, step, [torch.arange(24.0).reshape(8, 3) / 24], timeout_seconds=200).summary())
+    print(parity(build, lambda model, x: 2 * model(x).square().sum(), [torch.ones(8, 3)], timeout_seconds=200))
+    """,
 )
 
 
@@ -69,9 +82,12 @@ def test_an_audit_in_a_notebook(kernel: str, tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=cells)
     client = NotebookClient(notebook, kernel_name=kernel, timeout=180, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
-    _, equal, different = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
+    _, equal, different, loops = ["".join(output.get("text", "") for output in cell.outputs) for cell in notebook.cells]
     assert "Equal: 2 ranks under ddp_losses, 2 steps" in equal
-    assert "Different: 2 ranks under ddp, 1 steps" in different
+    assert "Different: 2 ranks under ddp, 1 step," in different
+    assert "Equal: 2 ranks under ddp, 1 step," in loops
+    assert "Diagnosis 1: " in loops
+    assert "(F18)" in loops
 
 
 def _dedented(source: str) -> str:

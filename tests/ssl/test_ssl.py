@@ -230,6 +230,25 @@ def test_moments_need_a_handshake_and_two_sums(pool: RankPool, name: str) -> Non
         assert backward == []
 
 
+def bytes_of_call(name: str, rows: int) -> int:
+    logits = torch.randn(rows, OUTPUTS)
+    with CountCollectives() as collectives:
+        if name == "sinkhorn":
+            ssl.sinkhorn(logits, temperature=0.1)
+        elif name == "center":
+            ssl.Center(OUTPUTS).update(logits)
+        else:
+            CASES[name][0](*torch.randn(2, rows, OUTPUTS, requires_grad=True).unbind()).backward()
+    return collectives.num_bytes
+
+
+@pytest.mark.parametrize("name", ["sinkhorn", "center", "barlow_twins", "vicreg"])
+def test_bytes_do_not_grow_with_the_rows(pool: RankPool, name: str) -> None:
+    few, many = (pool.run(2, bytes_of_call, name, rows) for rows in (300, 3000))
+    assert few == many
+    assert max(many) < 3000 * OUTPUTS * 4  # one view of a rank
+
+
 # ---------------------------------------------------------------------- refusals
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions
+from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions, synced
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from tests.lightning_ranks import make_trainer
 from tests.rank_pool import RankPool
@@ -319,6 +319,45 @@ def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(poo
     limited = pool.run(2, validate_rows, 5, 1, True, limit_val_batches=2)
     assert together([{"seen": {"": own}} for own in limited], "") == [0, 1, 2, 3]
     pool.run(2, validate_rows, 5, 2, True)
+
+
+class Retrieved(Evaluated):
+    """Logs a metric with list states that torchmetrics gathers item by item."""
+
+    def __init__(self, convert: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.found = convert(torchmetrics.retrieval.RetrievalMAP())
+
+    def evaluate(self, stage: str, batch: Any, loader: int) -> None:
+        places, features = batch
+        self.found.update(features[:, 0], features[:, 1] > 0.5, indexes=places % 3)
+        self.log("map", self.found, on_step=False, on_epoch=True)
+
+
+def retrieve(convert: Callable[[Any], Any], number: int, limit: Any = 1.0) -> float:
+    trainer = make_trainer("ddp_losses", use_distributed_sampler=True, limit_val_batches=limit)
+    loader = DataLoader(rows(number), batch_size=1)
+    return float(trainer.validate(Retrieved(convert), loader, verbose=False)[0]["map"])
+
+
+def as_is(metric: Any) -> Any:
+    return metric
+
+
+def test_list_states_of_different_lengths(pool: RankPool) -> None:
+    """torchmetrics' own gather of them ends the process; synced is exact."""
+    words = ("list states found.indexes", "rank 0: 3 batches", "rank 1: 2 batches", "lightning_ddp_losses.synced")
+    assert_same_error(pool.errors(2, retrieve, as_is, 5), *words)
+    alone = trainer_alone()
+    truth = alone.validate(Retrieved(as_is), DataLoader(rows(5), batch_size=5), verbose=False)[0]["map"]
+    assert pool.run(2, retrieve, synced, 5) == pytest.approx([truth] * 2, rel=1e-9)
+    # the batch that some ranks lack is left out
+    assert pool.run(2, retrieve, as_is, 5, 2) == pool.run(2, retrieve, synced, 5, 2)
+
+
+def test_a_limit_that_leaves_a_rank_without_batches(pool: RankPool) -> None:
+    words = ("batches of the validation loader within the Trainer's limit", "rank 0: 1 of 2", "rank 1: 0 of 1")
+    assert_same_error(pool.errors(2, retrieve, synced, 3, 0.5), *words)
 
 
 def test_a_config_names_the_option() -> None:

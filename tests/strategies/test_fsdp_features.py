@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, batches
 from tests.rank_pool import RankPool
-from tests.strategies.fsdp_jobs import Towers, fit_sharded_model, make_job, shard, whole_state
+from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, whole_state
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
 from tests.strategies.test_calls import assert_same_error
 
@@ -372,12 +373,64 @@ def test_what_cannot_be_trained_is_an_error_on_every_rank(
     assert_same_error(errors, *parts)
 
 
-def test_a_torch_that_does_not_mark_what_it_divides_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("torch.distributed.fsdp._fully_shard._fsdp_param._get_orig_param_uid")
-    with pytest.raises(ConfigurationError, match=r"fsdp2_ddp_losses: expected a torch whose fully_shard marks"):
-        ModelParallelLossStrategy()
-
-
 def test_tensor_parallelism_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="tensor_parallel_size: expected 1"):
         ModelParallelLossStrategy(tensor_parallel_size=2)
+
+
+def compiled(module: Towers) -> None:
+    module.encoder.compile(backend="aot_eager")
+
+
+def fit_compiled() -> dict[str, Tensor]:
+    torch.compiler.reset()
+    with mock.patch.object(torch._dynamo.config, "suppress_errors", False):
+        return fit_sharded_model("three", "adamw", prepare=compiled)
+
+
+def test_a_compiled_model(pool: RankPool) -> None:
+    for state in pool.run(2, fit_compiled):
+        assert_close(state, alone("three", "adamw"), rtol=1e-8)
+
+
+def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) -> dict[str, Tensor]:
+    never = mock.Mock(return_value=False)
+    with mock.patch.multiple(compat, marks_sharded=never, was_sharded=never):
+        return fit_sharded_model("three", "adamw", prepare=prepare)
+
+
+def test_an_older_torch(pool: RankPool) -> None:
+    for state in pool.run(2, fit_under_an_older_torch):
+        assert_close(state, alone("three", "adamw"), rtol=1e-8)
+
+
+def tied_before(module: Towers) -> None:
+    """The loss's weight is that of a layer, which the module's own `configure_model` divides."""
+    layer = nn.Linear(module.loss.loss.W.shape[1], module.loss.loss.W.shape[0], bias=False).double()
+    module.encoder.append(layer)
+    module.loss.loss.W = layer.weight
+
+
+def made_late(module: Towers) -> None:
+    """`configure_model` makes the loss too."""
+    own, loss, module.loss = module.configure_model, module.loss, None
+
+    def configure_model() -> None:
+        own()
+        module.loss = loss
+        module.loss.loss.W = nn.Parameter(loss.loss.W.detach().clone())
+
+    module.configure_model = configure_model  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (tied_before, ["parameters loss.loss.W", "shared with a module that fully_shard has divided"]),
+        (made_late, ["parameters of GlobalBatchLoss `loss`", "made inside it", "Make the loss in __init__"]),
+    ],
+)
+def test_an_older_torch_refuses_what_it_cannot_see(
+    pool: RankPool, prepare: Callable[[Towers], None], words: list[str]
+) -> None:
+    assert_same_error(pool.errors(2, fit_under_an_older_torch, prepare), *words)

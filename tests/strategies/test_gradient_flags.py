@@ -41,6 +41,11 @@ def fit_large(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
         return fit(make, *args, **options)
 
 
+def fit_large_as_on_an_accelerator(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
+    with mock.patch.object(loss_reducer, "LARGE_BYTES", 0):
+        return fit_as_on_an_accelerator(make, *args, **options)
+
+
 def fit_late(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
     """No gradient is complete at the call check: all of them are reduced after backward."""
     with mock.patch.object(loss_reducer.LossReducer, "pack", return_value=b""):
@@ -215,11 +220,16 @@ class ComesOnRankOne(GrowsByHookOnRankOne):
         (fit, GoneOnRankOne),
         (fit, ComesOnRankOne),
         (fit_as_on_an_accelerator, ComesOnRankOne),
+        (fit_as_on_an_accelerator, GoneOnRankOne),
+        (fit_large, GoneOnRankOne),
+        (fit_large, GrowsByHookOnRankOne),
+        (fit_large_as_on_an_accelerator, GoneOnRankOne),
     ],
 )
-def test_a_gradient_that_changes_on_one_rank_only(pool: RankPool, run: Any, job: type[Job]) -> None:
-    """The peers are told at their next handshake."""
-    for error in pool.errors(2, run, job):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_changes_on_one_rank_only(pool: RankPool, run: Any, job: type[Job], world_size: int) -> None:
+    """The peers, which may be reducing that gradient, learn of it at their next handshake."""
+    for error in pool.errors(world_size, run, job):
         assert error.is_a("RankMismatchError"), error.message
         assert "rank 1: gradients that changed after the call check (parameters=loss.W)" in error.message
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from pytorch_metric_learning import losses as pml
@@ -259,3 +259,35 @@ def test_a_copy_of_a_strategy_looks_after_its_own_module() -> None:
     assert twin._losses.module is module
     assert strategy.lightning_module is None
     assert twin._losses.options.losses == ["loss"]
+
+
+@pytest.mark.parametrize(("name", "meant"), [("ddp_loses", "ddp_losses"), ("fsdp2_dp_losses", "fsdp2_ddp_losses")])
+def test_a_misspelt_name_is_answered_with_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"invalid strategy name: .*Did you mean {meant}\\? Names of ours: ddp_losses, "
+    ):
+        Trainer(strategy=name, accelerator="cpu", devices=1)
+    with pytest.raises(ValueError, match="invalid strategy name") as caught:
+        Trainer(strategy="zzz", accelerator="cpu", devices=1)
+    assert "Did you mean" not in str(caught.value)
+
+
+class TwoParts(Job):
+    """Optimizers take turns in manual optimisation, and each step leaves out a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(TASK.dim, 1).double() for _ in range(2)])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.heads[index % 2](self.encoder(batch[0])).mean())
+        optimizer.step()
+
+
+def test_advice_about_unused_parameters_names_this_strategy(pool: RankPool) -> None:
+    for error in pool.errors(2, fit, TwoParts):
+        assert "strategy='ddp_losses_find_unused_parameters_true'" in error.message
+        assert "strategy=DDPLossStrategy(find_unused_parameters=True)" in error.message
+        assert "'ddp_find" not in error.message

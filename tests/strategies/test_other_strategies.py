@@ -32,7 +32,7 @@ def test_sharded_parameters_are_refused_by_name(pool: RankPool) -> None:
     assert_same_error(errors, "encoder", "DTensor", "fully_shard", "microbatched", "fsdp2_ddp_losses")
 
 
-@pytest.mark.parametrize("name", ["ddp_losses", "ddp_losses_find_unused_parameters_true"])
+@pytest.mark.parametrize("name", ["fsdp2_ddp_losses", "ddp_losses_spawn_find_unused_parameters_true"])
 def test_fabric_is_told_what_to_do(name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"GlobalBatchLoss.*fabric\.setup_module") as error:
         Fabric(strategy=name, accelerator="cpu", devices=2)
@@ -66,5 +66,8 @@ def train_with_fabric(strategy: str) -> dict[str, Tensor]:
 
 def test_a_loop_with_fabric_is_one_process(pool: RankPool) -> None:
     expected = pool.run(1, train_with_fabric, "auto", distributed=False)[0]
-    for found in pool.run(len(ROWS), train_with_fabric, "ddp"):
+    for found in (
+        *pool.run(len(ROWS), train_with_fabric, "ddp"),
+        *pool.run(len(ROWS), train_with_fabric, "ddp_losses"),
+    ):
         assert_close(found, expected)

@@ -399,3 +399,33 @@ def test_loaders_made_anew_and_read_ahead_begin_their_epoch(pool: RankPool, tmp_
     once = pool.run(2, resumes_after, BATCHES, "shuffled", str(tmp_path))
     anew = pool.run(2, resumes_after, BATCHES, "shuffled", str(tmp_path), reload_dataloaders_every_n_epochs=1)
     assert anew == once
+
+
+# ---------------------------------------------------------------------- Lightning's own sampler
+
+
+class Shuffled(Line):
+    """Lightning puts in its `DistributedSampler`."""
+
+    def train_dataloader(self) -> DataLoader:
+        return (ReadsAhead if self.workers else DataLoader)(rows(), batch_size=4, shuffle=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.asks_for_steps:
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["", "loaders before the checkpoint"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_lightnings_sampler_goes_on_with_the_next_epoch(
+    pool: RankPool, tmp_path: Path, workers: int, early: bool
+) -> None:
+    """Lightning issue 21938: with workers the first epoch after a resume had the order of epoch 0."""
+    path = str(tmp_path / "one.ckpt")
+    whole = pool.run(2, leg, None, "", None, workers, adopt=early, kind=Shuffled)
+    first = pool.run(2, leg, None, path, None, workers, adopt=early, kind=Shuffled, max_epochs=1)
+    then = pool.run(2, leg, None, "", path, workers, adopt=early, kind=Shuffled)
+    for expected, before, after in zip(whole, first, then, strict=True):
+        assert before["seen"] + after["seen"] == expected["seen"]
+        assert_close(after["state"], expected["state"])

@@ -13,6 +13,5 @@ A new loss in tiles is its formula and a ``PairLoss``, named in the row of the l
 """
 
 from lightning_ddp_losses.losses.tiled.evaluator import TiledCall, TiledPlan, tiled_plan
-from lightning_ddp_losses.losses.tiled.tile_functions import TileCompiler
 
-__all__ = ["TileCompiler", "TiledCall", "TiledPlan", "tiled_plan"]
+__all__ = ["TiledCall", "TiledPlan", "tiled_plan"]

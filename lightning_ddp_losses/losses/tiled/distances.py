@@ -16,51 +16,34 @@ from lightning_ddp_losses.losses.pml_registry import DISTANCES
 from lightning_ddp_losses.losses.products import (
     Operand,
     ProductForm,
-    UnitRows,
-    as_operand,
-    divide_by_length,
+    add_factors_,
+    add_to_left_,
+    add_to_right_,
     product,
-    product_grad_,
+    split,
+    splits,
+    without_tf32,
 )
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
 
 
-class Prepared(NamedTuple):
-    """Embeddings as a distance compares them, without their graph: ``TileDistance.prepare_vjp`` is their backward.
-
-    Attributes:
-        rows: (n, D), or as the distance keeps them.
-        lengths: (n, 1), what the embeddings were divided by; None: they were not, or another way.
-    """
-
-    rows: Tensor
-    lengths: Tensor | None
-
-    def part(self, start: int, stop: int, *, copy: bool) -> Prepared:
-        """Takes some of the rows, as views or copies."""
-        parts = (self.rows[start:stop], None if self.lengths is None else self.lengths[start:stop])
-        if not copy:
-            return Prepared(*parts)
-        return Prepared(parts[0].clone(), None if parts[1] is None else parts[1].clone())
-
-
 class Side(NamedTuple):
     """Rows, or columns, of a tile on their way to a gradient.
 
     Attributes:
-        kept: (n, ...), from ``kept_rows`` or ``kept_columns``.
-        sums: Sums that ``vjp_`` adds to, like these, zeros at first; None: not wanted.
+        kept: n rows, from ``kept_rows`` or ``kept_columns``.
+        sums: (n, D), sums that ``vjp_`` adds to, zeros at first. None: not wanted.
     """
 
-    kept: Tensor
+    kept: Operand
     sums: Tensor | None
 
     def addmm_(self, matrix_grad: Tensor, partners: Side, alpha: float) -> None:
         """Add the product of a matrix's gradient, (n, m), with the m partners."""
         if self.sums is not None:
-            self.sums.addmm_(matrix_grad, partners.kept, alpha=alpha)
+            self.sums.addmm_(matrix_grad, partners.kept.rows, alpha=alpha)
 
 
 class TileDistance:
@@ -74,38 +57,36 @@ class TileDistance:
     """
 
     needs_matrix_in_vjp: bool = False
+    _form: ProductForm = "float32"
 
     def __init__(self, distance: Any) -> None:
         self._distance = distance
 
     @torch.no_grad()
-    def prepare(self, embeddings: Tensor) -> Prepared:
-        """Normalises (n, D) rows where the distance asks for it."""
+    def prepare(self, embeddings: Tensor) -> Operand:
+        """Return (n, D) embeddings as they are compared, without graph; divided by their lengths if the distance does so."""
         distance = self._distance
-        if not distance.normalize_embeddings:
-            return Prepared(embeddings.detach(), None)
-        if distance.p != 2:
-            return Prepared(distance.normalize(embeddings), None)
-        return Prepared(*divide_by_length(embeddings))
+        if distance.normalize_embeddings and distance.p != 2:
+            return Operand(distance.normalize(embeddings))
+        return Operand.prepare(embeddings, self._form, normalize=distance.normalize_embeddings)
 
-    def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
-        """Computes the gradient of (n, D) embeddings from that of their ``Prepared`` rows."""
-        distance, unit, lengths = self._distance, prepared.rows, prepared.lengths
-        if not distance.normalize_embeddings:
-            return grad
-        if lengths is None:
+    def prepare_vjp(self, embeddings: Tensor, prepared: Operand, grad: Tensor) -> Tensor:
+        """Return the gradient of (n, D) embeddings, from the sums of their prepared rows."""
+        if self._distance.normalize_embeddings and prepared.lengths is None:
             with own_graph():
                 leaf = embeddings.detach().requires_grad_()
-                (found,) = torch.autograd.grad(distance.normalize(leaf), leaf, grad)
+                (found,) = torch.autograd.grad(self._distance.normalize(leaf), leaf, grad)
             return found
-        return UnitRows(unit, lengths).vjp(grad)
+        if prepared.lengths is not None:
+            prepared.vjp(grad, grad)
+        return grad
 
-    def kept_rows(self, prepared: Tensor) -> Tensor:
-        """Makes what is kept of this rank's rows, from what ``prepare`` returned."""
+    def kept_rows(self, prepared: Operand) -> Operand:
+        """Return what is kept of this rank's rows."""
         return prepared
 
-    def kept_columns(self, prepared: Tensor) -> Tensor:
-        """Makes what is kept of the columns, likewise."""
+    def kept_columns(self, prepared: Operand) -> Operand:
+        """Return what is kept of the columns."""
         return prepared
 
     def row_bytes(self, columns: int, like: Tensor) -> int:
@@ -115,16 +96,16 @@ class TileDistance:
             entries *= like.shape[1]
         return entries * like.element_size()
 
-    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        """Computes (T, C), ``scale`` times the distances of kept rows and columns, into ``out``."""
-        return torch.mul(self._compute(rows, columns), scale, out=out)
+    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+        """Compute (T, C), ``scale`` times the distances of kept rows and columns, into ``out``."""
+        return torch.mul(self._compute(rows.rows, columns.rows), scale, out=out)
 
-    def rows_grad_(self, rows: Tensor, sums: Tensor) -> Tensor:
-        """Computes the gradient of the prepared rows, (n, D), from what ``vjp_`` has summed of the kept ones; overwrites it."""
+    def rows_grad_(self, rows: Operand, sums: Tensor) -> Tensor:
+        """Return the sums (n, D) of the prepared rows, from those that ``vjp_`` has added up for the kept ones; overwrite these."""
         return sums
 
-    def columns_grad_(self, columns: Tensor, sums: Tensor) -> Tensor:
-        """Does the same for columns."""
+    def columns_grad_(self, columns: Operand, sums: Tensor) -> Tensor:
+        """Return the same for columns."""
         return sums
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
@@ -138,7 +119,7 @@ class TileDistance:
             matrix_grad: (T, C), may be overwritten.
         """
         with own_graph():
-            leaves = [side.kept.detach().requires_grad_(side.sums is not None) for side in (rows, columns)]
+            leaves = [side.kept.rows.detach().requires_grad_(side.sums is not None) for side in (rows, columns)]
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             grads = torch.autograd.grad(self._compute(*leaves), wanted, matrix_grad * scale)
         for side, grad in zip((rows, columns), grads, strict=False):
@@ -153,8 +134,8 @@ class TileDistance:
 class DotProduct(TileDistance):
     """Similarity as a product: two matrix products, nothing else."""
 
-    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        return torch.addmm(out, rows, columns.T, beta=0, alpha=scale, out=out)
+    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+        return torch.addmm(out, rows.rows, columns.rows.T, beta=0, alpha=scale, out=out)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         rows.addmm_(matrix_grad, columns, scale)
@@ -162,41 +143,22 @@ class DotProduct(TileDistance):
 
 
 class TensorCoreProduct(TileDistance):
-    """The same on tensor cores (``products``); rows of bf16 carry their length as one number more, which gets no gradient.
+    """The same of bf16 rows, on tensor cores."""
 
-    Args:
-        distance: The loss's distance.
-    """
+    _form = "bf16"
 
-    def __init__(self, distance: Any) -> None:
-        super().__init__(distance)
-        self._has_lengths = bool(distance.normalize_embeddings)
-
-    def prepare(self, embeddings: Tensor) -> Prepared:
-        prepared = super().prepare(embeddings)
-        if not self._has_lengths:
-            return prepared
-        assert prepared.lengths is not None
-        return Prepared(torch.cat([prepared.rows, prepared.lengths], 1), prepared.lengths)
-
-    def prepare_vjp(self, embeddings: Tensor, prepared: Prepared, grad: Tensor) -> Tensor:
-        unit = Prepared(self._without_lengths(prepared.rows), prepared.lengths)
-        return super().prepare_vjp(embeddings, unit, self._without_lengths(grad))
-
-    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        return out.copy_(product(self._operand(rows), self._operand(columns), scale))
+    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+        factors = rows.factors
+        factors = out.new_full((1,), scale) if factors is None else factors * scale
+        return add_factors_(product(rows.rows, columns.rows, out=out), factors, columns.factors)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        grad = product_grad_(matrix_grad, self._operand(rows.kept), self._operand(columns.kept), scale)
-        for side, add_to_ in ((rows, grad.add_to_left_), (columns, grad.add_to_right_)):
-            if side.sums is not None:
-                add_to_(self._without_lengths(side.sums))
-
-    def _operand(self, rows: Tensor) -> Operand:
-        return as_operand(self._without_lengths(rows), "bf16", rows[:, -1] if self._has_lengths else None)
-
-    def _without_lengths(self, rows: Tensor) -> Tensor:
-        return rows[:, :-1] if self._has_lengths else rows
+        grad = add_factors_(matrix_grad, rows.kept.factors, columns.kept.factors)
+        terms = split(grad, splits("bf16", grad.device))
+        if rows.sums is not None:
+            add_to_left_(rows.sums, terms, columns.kept.rows, scale=scale)
+        if columns.sums is not None:
+            add_to_right_(columns.sums, terms, rows.kept.rows, scale=scale)
 
 
 class EuclideanDistance(TileDistance):
@@ -208,19 +170,22 @@ class EuclideanDistance(TileDistance):
 
     needs_matrix_in_vjp = True  # the root's derivative divides by the distance
 
-    def kept_rows(self, prepared: Tensor) -> Tensor:
-        kept = prepared.new_empty(len(prepared), prepared.shape[1] + 2)
-        torch.mul(prepared, -2, out=kept[:, :-2])
+    def kept_rows(self, prepared: Operand) -> Operand:
+        rows = prepared.rows
+        kept = rows.new_empty(len(rows), rows.shape[1] + 2)
+        torch.mul(rows, -2, out=kept[:, :-2])
         kept[:, -2] = 1
-        torch.sum(prepared.square(), 1, out=kept[:, -1])
-        return kept
+        torch.sum(rows.square(), 1, out=kept[:, -1])
+        return Operand(kept)
 
-    def kept_columns(self, prepared: Tensor) -> Tensor:
-        squares = prepared.square().sum(1, keepdim=True)
-        return torch.cat([prepared, squares, torch.ones_like(squares)], 1)
+    def kept_columns(self, prepared: Operand) -> Operand:
+        squares = prepared.rows.square().sum(1, keepdim=True)
+        return Operand(torch.cat([prepared.rows, squares, torch.ones_like(squares)], 1))
 
-    def matrix(self, rows: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor:
-        torch.mm(rows, columns.T, out=out).clamp_min_(0).sqrt_()
+    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+        with without_tf32(out.device):  # squares of close points cancel
+            torch.mm(rows.rows, columns.rows.T, out=out)
+        out.clamp_min_(0).sqrt_()
         if scale != 1:
             out.mul_(scale)
         return out
@@ -230,15 +195,16 @@ class EuclideanDistance(TileDistance):
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
         factor = scale * abs(scale)
-        rows.addmm_(ratio, columns, -factor)
-        columns.addmm_(ratio.T, rows, -factor)
+        with without_tf32(ratio.device):
+            rows.addmm_(ratio, columns, -factor)
+            columns.addmm_(ratio.T, rows, -factor)
 
-    def rows_grad_(self, rows: Tensor, sums: Tensor) -> Tensor:
-        # of r_ij (x_i - y_j): the sum of r_ij y_j is there, and that of r_ij beside it
-        return sums[:, :-2].addcmul_(rows[:, :-2], sums[:, -1:], value=0.5)
+    def rows_grad_(self, rows: Operand, sums: Tensor) -> Tensor:
+        # of r_ij (x_i - y_j): the sum of r_ij y_j is there, and that of r_ij next to it
+        return sums[:, :-2].addcmul_(rows.rows[:, :-2], sums[:, -1:], value=0.5)
 
-    def columns_grad_(self, columns: Tensor, sums: Tensor) -> Tensor:
-        return sums[:, :-2].mul_(-0.5).addcmul_(columns[:, :-2], sums[:, -2:-1], value=-1)
+    def columns_grad_(self, columns: Operand, sums: Tensor) -> Tensor:
+        return sums[:, :-2].mul_(-0.5).addcmul_(columns.rows[:, :-2], sums[:, -2:-1], value=-1)
 
 
 def is_one_product(distance: Any) -> bool:

@@ -27,11 +27,12 @@ from lightning_ddp_losses.losses.element_losses import collects_counts, no_loss
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import SUM_BYTES, GlobalSums, PartialSum, host_number, value_with_grad
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
-from lightning_ddp_losses.losses.products import ProductForm, tile_budget
-from lightning_ddp_losses.losses.tiled.distances import Prepared, Side, TileDistance, tile_distance
+from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tiled.distances import Side, TileDistance, is_one_product, tile_distance
 from lightning_ddp_losses.losses.tiled.masks import NamedPairs, NamedTriplets, Pairs, SortedPairs, Tile, WholePairs
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
-from lightning_ddp_losses.losses.tiled.tile_functions import Numbers, TileCompiler
+from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 
 # few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
@@ -164,7 +165,7 @@ class TiledCall:
     def payload_capacity(self) -> int:
         """Return bytes that any rank's payload fits in; the same on all ranks."""
         totals = SUM_BYTES * len(self.plan.pair_loss.sub_losses)
-        if not self.symmetric:
+        if not self.symmetric or self.on_device:  # there the statistics travel apart from the handshake
             return totals
         item: int = self.call.given["embeddings"].element_size()
         return totals + max(self.call.counts["embeddings"]) * _MOST_STATS * item
@@ -200,14 +201,16 @@ class TiledCall:
 
     def forward(self) -> TiledForward:
         """Evaluate the tiles; the other ranks then need ``pack`` or ``device_stats`` of the result."""
-        whole = self._is_whole()
+        whole, like = self._is_whole(), self.call.given["embeddings"].detach()
+        if is_one_product(self.loss.distance):
+            warn_of_tf32(f"GlobalBatchLoss({type(self.loss).__name__})", self.products, like)
         inputs, rows, columns = _Inputs.of(self, copy=not whole)
         if whole:
-            pairs: Pairs = WholePairs(*self._labels(), rows, compiled=self.compiler is not None)
+            pairs: Pairs = WholePairs(*self._labels(), like, compiled=self.compiler is not None)
         else:
-            pairs = self._known_pairs(rows, len(columns))
-        pair_loss = self.new_pair_loss(rows, self.compiler if whole else None)
-        tiles = _Tiles(inputs.distance, pairs, rows, columns, pair_loss.scale, self.tile_bytes)
+            pairs = self._known_pairs(like, len(columns.rows))
+        pair_loss = self.new_pair_loss(like, self.compiler if whole else None)
+        tiles = _Tiles(inputs.distance, pairs, rows, columns, like, pair_loss.scale, self.tile_bytes)
         return TiledForward(self, inputs, tiles, pair_loss)
 
     def new_pair_loss(self, like: Tensor, run: Callable[..., Any] | None) -> PairLoss:
@@ -281,13 +284,13 @@ class _Inputs(NamedTuple):
 
     distance: TileDistance
     embeddings: Tensor
-    prepared: Prepared
+    prepared: Operand
     references: Tensor | None
-    prepared_references: Prepared | None
+    prepared_references: Operand | None
     bound: slice | None
 
     @classmethod
-    def of(cls, tiled: TiledCall, *, copy: bool) -> tuple[_Inputs, Tensor, Tensor]:
+    def of(cls, tiled: TiledCall, *, copy: bool) -> tuple[_Inputs, Operand, Operand]:
         """Prepare this rank's rows and all columns; return them too.
 
         Args:
@@ -301,12 +304,15 @@ class _Inputs(NamedTuple):
         distance = tile_distance(tiled.loss.distance, references.shape[0], tiled.products)
         columns = distance.prepare(references)
         is_one_batch = references is everyone
-        prepared = columns.part(*call.bound, copy=copy) if is_one_batch else distance.prepare(embeddings)
+        prepared = columns.part(slice(*call.bound)) if is_one_batch else distance.prepare(embeddings)
+        if is_one_batch and copy:
+            lengths = prepared.lengths
+            prepared = Operand(prepared.rows.clone(), None if lengths is None else lengths.clone())
         found = cls(distance, embeddings, prepared, None, None, None)
         if references.requires_grad and not tiled.symmetric:
             bound = slice(*call.bound) if is_one_batch else None
             found = cls(distance, embeddings, prepared, references, columns, bound)
-        return found, prepared.rows, columns.rows
+        return found, prepared, columns
 
     def with_graph(self) -> list[Tensor]:
         """Return the tensors that get a gradient."""
@@ -333,8 +339,9 @@ class _Tiles:
     Args:
         distance: Computes tiles.
         pairs: Pairs of rows and columns.
-        rows: (B, ...), this rank's, prepared.
-        columns: (C, ...), all of them, prepared.
+        rows: This rank's B, prepared.
+        columns: All C, prepared.
+        like: Tensor of the tiles' dtype and device.
         scale: Factor of the distances.
         tile_bytes: The most that a tile may take; None: a default.
 
@@ -348,33 +355,35 @@ class _Tiles:
         self,
         distance: TileDistance,
         pairs: Pairs,
-        rows: Tensor,
-        columns: Tensor,
+        rows: Operand,
+        columns: Operand,
+        like: Tensor,
         scale: float,
         tile_bytes: int | None,
     ) -> None:
         self.distance, self.pairs, self.scale = distance, pairs, scale
-        self.rows = distance.kept_rows(_sorted(rows, pairs.row_order))
-        self.columns = distance.kept_columns(_sorted(columns, pairs.column_order))
+        self.rows = distance.kept_rows(_sorted_operand(rows, pairs.row_order))
+        self.columns = distance.kept_columns(_sorted_operand(columns, pairs.column_order))
         self.parts: list[slice] = []
-        if len(rows) and len(columns):
-            most = rows_of_a_tile(distance.row_bytes(len(columns), rows), len(columns), rows.device, tile_bytes)
+        count, width = len(rows.rows), len(columns.rows)
+        if count and width:
+            most = rows_of_a_tile(distance.row_bytes(width, like), width, like.device, tile_bytes)
             # as few tiles as these, of one size
-            size = -(-len(rows) // -(-len(rows) // most))
-            self.parts = [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-        self._buffer = rows.new_empty(0)
+            size = -(-count // -(-count // most))
+            self.parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
+        self._like, self._buffer = like, like.new_empty(0)
 
     def __iter__(self) -> Iterator[slice]:
         yield from self.parts
-        self._buffer = self.rows.new_empty(0)  # no tile is alive between forward and backward
+        self._buffer = self._like.new_empty(0)  # no tile is alive between forward and backward
 
     def tile(self, part: slice, *, keep: bool) -> Tile:
         """Compute a tile; its matrix must stay as it is if it is kept, or if the distance needs it for its gradient."""
-        rows, columns = part.stop - part.start, len(self.columns)
+        rows, columns = part.stop - part.start, len(self.columns.rows)
         if self._buffer.numel() < rows * columns:
-            self._buffer = self.rows.new_empty(rows * columns)  # memory that all tiles of a pass share
+            self._buffer = self._like.new_empty(rows * columns)  # memory that all tiles of a pass share
         matrix = self._buffer[: rows * columns].view(rows, columns)
-        matrix = self.distance.matrix(self.rows[part], self.columns, self.scale, matrix)
+        matrix = self.distance.matrix(self.rows.part(part), self.columns, self.scale, matrix)
         overwrites = not (keep or self.distance.needs_matrix_in_vjp)
         return Tile(matrix, part, self.pairs.masks(part, overwrites=overwrites))
 
@@ -382,10 +391,10 @@ class _Tiles:
         """Add the gradients of rows and columns, from that of a tile's matrix, or of its band of columns."""
         matrix, columns = tile.matrix, self.columns
         if grad.shape != matrix.shape:
-            band = tile.keys.band  # type: ignore[union-attr]
-            matrix, columns = matrix[:, band], columns[band]
+            band: Any = tile.keys.band  # type: ignore[union-attr]
+            matrix, columns = matrix[:, band], columns.part(band)
             column_sums = None if column_sums is None else column_sums[band]
-        row_side = Side(self.rows[tile.rows], row_sums[tile.rows])
+        row_side = Side(self.rows.part(tile.rows), row_sums[tile.rows])
         self.distance.vjp_(row_side, Side(columns, column_sums), self.scale, matrix, grad)
 
 
@@ -433,7 +442,7 @@ class TiledForward:
                     tiles.add_vjp_(tile, grad, *sums)
             if keeps:
                 self._kept_tile = tile
-        numbers = _of_all_rows(found) if found else pair_loss.nothing(len(tiles.rows))
+        numbers = _of_all_rows(found) if found else pair_loss.nothing(len(tiles.rows.rows))
         labels = call.local_labels
         if labels is not None:
             labels = _sorted(labels, tiles.pairs.row_order)
@@ -442,8 +451,9 @@ class TiledForward:
 
     def _zeros(self) -> tuple[Tensor, Tensor | None]:
         """Return empty sums of gradients of rows and, if they are wanted, of columns."""
-        rows, columns = self._tiles.rows, self._tiles.columns
-        return torch.zeros_like(rows), None if self._inputs.references is None else torch.zeros_like(columns)
+        rows, columns, dtype = self._tiles.rows.rows, self._tiles.columns.rows, self._inputs.embeddings.dtype
+        column_sums = None if self._inputs.references is None else torch.zeros_like(columns, dtype=dtype)
+        return torch.zeros_like(rows, dtype=dtype), column_sums
 
     # what ranks exchange
 
@@ -581,6 +591,11 @@ def _of_all_rows(parts: Sequence[Numbers]) -> Numbers:
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
     """Return values in ``order``; None: as they are."""
     return values if order is None else values[order]
+
+
+def _sorted_operand(operand: Operand, order: Tensor | None) -> Operand:
+    lengths = operand.lengths
+    return Operand(_sorted(operand.rows, order), None if lengths is None else _sorted(lengths, order))
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:

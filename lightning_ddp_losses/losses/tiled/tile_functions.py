@@ -10,26 +10,19 @@ Each operator on a tile is a launch and a pass over memory. Entries that do not 
 is 0, and not weighed. Both softmaxes of an entry, of its row and of its column, are one exponential. The sum of exponentials of a row comes
 from its softmax: that of the largest entry is 1 over the sum.
 
-``TileCompiler`` compiles them (``compile_tiles=True``), and eager is the reference. To compile takes seconds, and may fail on one machine
-and not on another. So the functions that a call will need are compiled on small tensors first, on every rank at the same place. The ranks
-then tell each other how it went: one handshake if a call needs something new, else none. If it failed anywhere, all ranks compute eagerly,
-and rank 0 says so. Torch compiles once more for sizes that it takes for special. If that fails, the rank computes eagerly: the same
-numbers, but for rounding.
+``tile_compiler.TileCompiler`` compiles them (``compile_tiles=True``), and eager is the reference.
 
 Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of the band that may hold positives.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.pml_registry import pass_limits
 from lightning_ddp_losses.losses.tiled.masks import Keys, Masks, Triplets, masks_of
 
@@ -396,15 +389,16 @@ def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | 
     thresholds = masks.lowest_but(masks.positives, entries + margin)
     in_order = negatives.sort(1).values
     violating = torch.searchsorted(in_order, thresholds)
-    # the sum of violations, from cumulated sums
-    sums = torch.nn.functional.pad(in_order.cumsum(1, dtype=torch.float64), (1, 0))
-    total = sums.gather(1, violating).addcmul_(thresholds, violating, value=-1).sum(1)
+    # how many thresholds lie above each negative; one above none adds nothing (and may be infinite)
+    counts = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
+    violated = thresholds.shape[1] - counts
+    pushed = torch.where(violated > 0, negatives, 0).double().mul_(violated).sum(1)
+    total = pushed - (thresholds.double() * violating).sum(1)
     if limits is None:
         number = masks.number_of_positives(violating) * masks.number_of_negatives(matrix).to(violating.dtype)
     else:
         number = violating.sum(1)
     # each triplet pulls its positive closer and pushes its negative away
-    counts = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
     masks.in_band(counts).add_(violating)
     return (total, number), torch.sub(counts, thresholds.shape[1], out=torch.empty_like(matrix))
 
@@ -481,75 +475,3 @@ def _of_violations_(violations: Tensor, *, smooth: bool) -> tuple[Tensor, Tensor
         return torch.nn.functional.softplus(violations), violations.sigmoid_()
     losses = violations.clamp_min_(0)
     return losses, losses.sign()
-
-
-# ---------------------------------------------------------------------- the functions, compiled
-
-
-Rehearsal = Callable[[Callable[..., Any]], object]
-
-
-class TileCompiler:
-    """Compiles functions of tiles once, for all calls of one loss."""
-
-    def __init__(self) -> None:
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-        self._rehearsed: set[object] = set()
-        self._eager = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TileCompiler, ()  # a copy compiles for itself
-
-    def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
-        """Compiles what a call of some kind needs, where it is the first of its kind; all ranks together.
-
-        Args:
-            title: How messages name the loss.
-            kind: What the graphs depend on; the same on all ranks.
-            rehearsal: Calls the functions, on small tensors, by what it is given.
-            group: Process group.
-
-        Communication: one handshake for a new kind.
-        """
-        if self._eager or kind in self._rehearsed:
-            return
-        self._rehearsed.add(kind)
-        failed = b""
-        try:
-            rehearsal(self._run)
-        except Exception as error:
-            failed = f"{type(error).__name__}: {str(error)[:300]}".encode()
-        reasons = handshake.all_gather(f"{title}: compile_tiles", {"kind": kind}, failed, group=group)
-        self._eager = any(reasons)
-        if self._eager and process_groups.rank(group) == 0:
-            rank = next(rank for rank, reason in enumerate(reasons) if reason)
-            warnings.warn(
-                f"{title}: compile_tiles: torch.compile failed on rank {rank} ({reasons[rank].decode(errors='replace')}). "
-                "All ranks compute tiles eagerly, which gives the same numbers.",
-                stacklevel=2,
-            )
-
-    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function with its arguments, compiled unless that has failed."""
-        if self._eager:
-            return function(*args)
-        try:
-            return self._run(function, *args)
-        except Exception as error:
-            warnings.warn(
-                f"compile_tiles: {function.__name__} is computed eagerly on this rank, which gives the same numbers: "
-                f"{type(error).__name__}: {str(error)[:300]}",
-                stacklevel=2,
-            )
-            self._eager = True
-            return function(*args)
-
-    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
-        if function not in self._compiled:
-            self._compiled[function] = compiled(function)
-        return self._compiled[function](*args)
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function for tiles of any size, in one graph."""
-    return torch.compile(function, dynamic=True, fullgraph=True)

@@ -1,0 +1,503 @@
+"""One process's part of a run of `audit`: a fit of the LightningModule, with a callback that records it.
+
+Gradients are taken as the optimizer will see them: after the module's own ``on_before_optimizer_step`` and before clipping.
+Parameters are taken when the batch that stepped has ended.
+
+Measured with Lightning 2.6.6 in 2026: ``on_fit_start`` runs after the model was wrapped. ``on_before_optimizer_step`` of callbacks
+runs before the module's own, so a callback's hook alone would see gradients that the module changes afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses.audit import ablations
+from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
+from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized
+from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.autograd_graph import accumulation_node
+from lightning_ddp_losses.core.module_search import find_hidden
+from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.samplers.evaluation import repeated_rows
+from lightning_ddp_losses.strategies import ModelParallelLossStrategy
+from lightning_ddp_losses.strategies.training_data import describe_reshuffle
+
+
+class _ReplayData(LightningDataModule):
+    """Recorded batches, epoch by epoch, moved by one rounding unit if the run asks for it."""
+
+    def __init__(self, plan: Plan, run: Run, model: Any) -> None:
+        super().__init__()
+        self.plan, self.run, self.model = plan, run, model
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Load the batches of the trainer's epoch."""
+        trainer = self.trainer
+        assert trainer is not None
+        unit = ablations.unit_roundoff(self.model, str(trainer.precision))
+        batches = self.plan[min(trainer.current_epoch, len(self.plan) - 1)]
+        load = functools.partial(ablations.replayed_batch, run=self.run, unit=unit)
+        indexed: Any = list(enumerate(batches))
+        return DataLoader(indexed, batch_size=None, collate_fn=load)
+
+
+@dataclass
+class FitTarget(Target):
+    """A LightningModule and its Trainer.
+
+    Attributes:
+        model: The LightningModule.
+        data: Data module, data loaders, or None for the module's own.
+        options: Further options of the Trainer.
+        deterministic: Ask torch for deterministic algorithms.
+        ckpt_path: Checkpoint to start from.
+    """
+
+    model: Any
+    data: Any
+    options: dict[str, Any]
+    deterministic: bool
+    ckpt_path: Any
+
+    @property
+    def backend(self) -> str:  # type: ignore[override]
+        """Backend of the world."""
+        return "gloo" if self.options.get("accelerator") == "cpu" else "cpu:gloo,cuda:nccl"
+
+    def train(self, run: Run, folder: Path, rank: int) -> RankRecord:
+        """Train ``run.steps`` optimizer steps and return their record."""
+        if run.ranks or run.group:  # the processes exist, so Lightning starts none
+            os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
+        validates = not run.plans and self.options.get("limit_val_batches") != 0
+        recorder = FitRecorder(run, folder, rank, validates=validates)
+        trainer = Trainer(**_trainer_options(self, run, recorder))
+        data: dict[str, Any] = {"train_dataloaders": self.data}
+        if run.plans:
+            data = {"datamodule": _ReplayData(run.plans[rank], run, self.model)}
+            for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+                self.model.__dict__[hook] = _as_recorded  # the recorded batch has been through them
+        elif isinstance(self.data, LightningDataModule):
+            data = {"datamodule": self.data}
+        trainer.fit(self.model, ckpt_path=self.ckpt_path, **data)
+        expect(
+            recorder.record.steps,
+            "training steps",
+            expected=f"{run.steps} optimizer steps",
+            got="none",
+            fix="Is the training data empty on this rank (fewer rows than ranks, drop_last), or does no optimizer ever step?",
+            error=InputError,
+        )
+        return recorder.record
+
+
+def _as_recorded(batch: Any, dataloader_idx: int) -> Any:
+    return batch
+
+
+# options of the Trainer that the audit sets itself
+_OURS = frozenset({
+    "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "logger", "enable_checkpointing", "fast_dev_run",
+    "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "val_check_interval",
+    "check_val_every_n_epoch", "devices", "num_nodes", "strategy", "profiler", "barebones", "default_root_dir",
+    "log_every_n_steps", "detect_anomaly",
+})  # fmt: skip
+
+# options that speak of the user's data, which a replay does not have
+_DATA_OPTIONS = frozenset({
+    "limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs", "use_distributed_sampler"
+})  # fmt: skip
+_SPLIT_PARAMETERS = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")  # strategies without whole parameters on each rank
+
+
+def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict[str, Any]:
+    """Build the Trainer's options for one run: the user's, and those that the audit sets itself."""
+    # options of the user
+    left_out = _OURS | _DATA_OPTIONS if run.plans else _OURS
+    options = {name: value for name, value in target.options.items() if name not in left_out}
+    # callbacks, plugins and accumulation
+    given = options.pop("callbacks", None) or []
+    if isinstance(given, Callback):
+        given = [given]
+    callbacks = [callback for callback in given if not isinstance(callback, _LEFT_OUT)]
+    plugins = _plugins(options.pop("plugins", None), run)
+    accumulate = options.pop("accumulate_grad_batches", 1) * run.accumulate
+    if not run.accumulate:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, GradientAccumulationScheduler)]
+    # parts that are switched off, and options without a meaning for a replay
+    if "precision" in run.without:
+        options["precision"] = "64-true"
+    if not run.ranks:
+        options.pop("sync_batchnorm", None)
+    if run.plans:
+        options["use_distributed_sampler"] = False
+        options["reload_dataloaders_every_n_epochs"] = 1
+    return options | {
+        "strategy": _strategy_of(target) if run.ranks else "auto",
+        "devices": run.processes,
+        "plugins": plugins,
+        "callbacks": [recorder, *callbacks],
+        "accumulate_grad_batches": max(1, accumulate),
+        "max_steps": run.steps,
+        "max_epochs": -1,
+        "logger": DummyLogger(),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "default_root_dir": str(target.scratch),
+        "deterministic": options.get("deterministic", target.deterministic or None),
+    }
+
+
+def _plugins(given: Any, run: Run) -> list[Any]:
+    """Choose the user's plugins that a run can have, and the ranks that exist."""
+    if not isinstance(given, (list, tuple)):
+        given = [given]
+    plugins = [plugin for plugin in given if plugin is not None and not isinstance(plugin, ClusterEnvironment)]
+    if not run.ranks:  # one process has no peer to share statistics with
+        plugins = [plugin for plugin in plugins if not isinstance(plugin, LayerSync)]
+    if "precision" in run.without:  # a precision plugin would contradict float64
+        plugins = [plugin for plugin in plugins if isinstance(plugin, LayerSync)]
+    if run.ranks or run.group:
+        plugins.append(LightningEnvironment())
+    return plugins
+
+
+def _strategy_of(target: FitTarget) -> Any:
+    """Build a strategy object that starts no processes, from an object or a name."""
+    strategy = target.strategy
+    if isinstance(strategy, str):
+        known = strategy in StrategyRegistry
+        expect(known, "strategy", expected="a strategy that Lightning knows", got=repr(strategy))
+        entry = StrategyRegistry[strategy]
+        strategy = entry["strategy"](**entry["init_params"])
+    else:
+        strategy = copy.copy(strategy)
+    name = type(strategy).__name__
+    is_split = any(word in name for word in _SPLIT_PARAMETERS) and not isinstance(strategy, ModelParallelLossStrategy)
+    expected = (
+        "one that keeps whole parameters on every rank ('ddp', 'ddp_losses', DDPStrategy(...)), or 'fsdp2_ddp_losses'"
+    )
+    expect(isinstance(strategy, ParallelStrategy) and not is_split, "strategy", expected=expected, got=name)
+    compat.use_existing_processes_(strategy, timedelta(seconds=target.seconds))
+    return strategy
+
+
+# ---------------------------------------------------------------------- the recording
+
+# callbacks that have no part in an audit
+_LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
+
+_ADOPTED = "_adopted_losses."
+
+
+class _WrappedParameter(NamedTuple):
+    """One parameter as it was when DDP was built. ``node`` is the graph's node with DDP's hook, None without one."""
+
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    trainable: bool
+    node: Any
+
+    def event(self, now: nn.Parameter) -> str:
+        """Return the first event of the parameter since then, empty without one."""
+        if now is not self.parameter:
+            return "replaced after the wrap"
+        if now.dtype != self.dtype:
+            return f"changed from {self.dtype} to {now.dtype}"
+        if now.requires_grad and self.node is not None and accumulation_node(now) is not self.node:
+            return "changed its dtype or device and back after the wrap"  # gradients no longer pass DDP's hook
+        if now.requires_grad and not self.trainable:
+            return "unfrozen after the wrap"
+        if self.trainable and not now.requires_grad:
+            return "frozen after the wrap"
+        return ""
+
+
+class FitRecorder(Recorder, Callback):
+    """Records one process of a fit.
+
+    Args:
+        run: Run that it records.
+        folder: Folder of the run.
+        rank: Rank of this process.
+        validates: True if the user's fit has validations. The audit makes none, but counts the rows that they would read twice.
+
+    Attributes:
+        faults: Faults that the strategy leaves to the audit.
+    """
+
+    faults = ("F71",)
+
+    def __init__(self, run: Run, folder: Path, rank: int, *, validates: bool) -> None:
+        super().__init__(run, folder, rank)
+        self.validates = validates
+        self._batch = contextlib.ExitStack()  # open for the length of a batch
+        self._unwritten_step = 0  # step with parameters that are still to be written, else 0
+        self._inside_strategy_step = False
+        self._wrapped: dict[str, _WrappedParameter] = {}
+        # gradients of the step to come, by stage
+        self._fingerprints: dict[str, dict[str, int]] = {}
+        self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
+
+    # ------------------------------------------------------------------ before the first step
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave out callbacks that want a validation, files or a terminal. The module may have brought some."""
+        kept = [each for each in trainer.callbacks if not isinstance(each, _LEFT_OUT)]  # type: ignore[attr-defined]
+        trainer.callbacks = kept  # type: ignore[attr-defined]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the module right after the wrap, and hook calls for which Lightning has no callback."""
+        has_hooks = isinstance(trainer.strategy.model, DistributedDataParallel)
+        for name, parameter in pl_module.named_parameters():
+            node = accumulation_node(parameter) if has_hooks and parameter.requires_grad else None
+            self._wrapped[name] = _WrappedParameter(parameter, parameter.dtype, parameter.requires_grad, node)
+        self.record.parameter_order = list(self._wrapped)
+        self.record.parameter_count = sum(wrapped.parameter.numel() for wrapped in self._wrapped.values())
+        self.record.norms_at_wrap = norm_classes(pl_module)
+        self._hook_steps(trainer, pl_module)
+        self._hook_backwards(trainer, pl_module)
+        self._hook_metrics(pl_module)
+        self.follow_layers(pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start from the weights of the ranks' run, and describe the module."""
+        self.start(pl_module, str(trainer.precision))
+        for scheduler in trainer.lr_scheduler_configs:
+            scheduler.strict = False  # a monitored value may come from a validation
+        self._describe_fit(trainer, pl_module)
+        if self.run.seed is not None:
+            seed_everything(self.run.seed, verbose=False)
+
+    # ------------------------------------------------------------------ hooks, which go with the process
+
+    def _hook_steps(self, trainer: Trainer, module: LightningModule) -> None:
+        """Record gradients before each optimizer step, Lightning's own or one behind its back."""
+
+        def record(optimizer: Any) -> None:
+            self._record_step(trainer, module, optimizer)
+
+        def set_inside(inside: bool, *_: Any) -> None:
+            self._inside_strategy_step = inside
+
+        def record_used(*_: Any) -> None:
+            if self._stepping:
+                self.record_used(self._stepping)
+            self._stepping = {}
+
+        def record_unhooked(optimizer: Any, *_: Any) -> None:
+            # manual optimisation with optimizer.step() of torch's own calls none of Lightning's hooks
+            if not module.automatic_optimization and not self._inside_strategy_step:
+                record(optimizer)
+
+        _wrap_method(module, "on_before_optimizer_step", after=record)
+        enter, leave = functools.partial(set_inside, True), functools.partial(set_inside, False)
+        _wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(record_unhooked)
+            # gradients after clipping. Lightning runs the closure inside the step, so they do not exist before it
+            optimizer.register_step_post_hook(record_used)
+
+    def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
+        """Count backward calls, those through Lightning and all, and record the gradients after the strategy's own."""
+        record = self.record
+
+        def record_reduced(*_: Any) -> None:
+            self._record_fingerprints("reduced", trainer, module)
+
+        def count_lightning() -> None:
+            record.lightning_backwards += 1
+
+        plain_backward = Tensor.backward
+
+        @functools.wraps(plain_backward)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            record.tensor_backwards += 1
+            return plain_backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        _wrap_method(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
+        Tensor.backward = counted  # type: ignore[method-assign]
+
+    def _hook_metrics(self, module: LightningModule) -> None:
+        """Record metrics that return a value with gradient."""
+
+        def note(name: str, metric: Any, args: Any, output: Any) -> None:
+            has_gradient = isinstance(output, Tensor) and output.requires_grad
+            if has_gradient and name not in self.record.metric_losses:
+                self.record.metric_losses.append(name)
+
+        for name, child in module.named_modules():
+            if is_metric(child):
+                child.register_forward_hook(functools.partial(note, name))
+
+    # ------------------------------------------------------------------ steps
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See the gradients that DDP has reduced, before the module's own hook does."""
+        self._record_fingerprints("backward", trainer, pl_module)
+
+    def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule) -> None:
+        self._fingerprints[stage] = self.gradient_fingerprints(parameters_by_name(trainer, module))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Record the batch, and enter the conditions of the run."""
+        if self.run.plans:  # a replay runs through its plan from the start
+            planned = list(chain.from_iterable(self.run.plans[self.rank]))
+            hints = planned[min(len(self.record.batches), len(planned) - 1)].row_count
+        else:
+            hints = _loader_sizes(trainer.train_dataloader)
+        rows = count_loader_rows(batch, hints)
+        self.record_batch(batch, self.record.steps + 1, rows, trainer.current_epoch)
+        self._batch.enter_context(self.conditions(pl_module))
+
+    def _record_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        """Record the gradients that an optimizer is about to use, and events of parameters since the wrap."""
+        if self.record.steps == self.run.steps:
+            return  # the rest of a batch that steps several times
+        optimizer = compat.unwrapped_optimizer(optimizer)
+        # gradients of this optimizer's parameters and of those without an optimizer
+        of_others = _parameter_ids(trainer.optimizers) - _parameter_ids([optimizer])
+        parameters = parameters_by_name(trainer, module)
+        self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        scale = None if scaler is None else float(scaler.get_scale())
+        self.record_gradients(self._stepping, optimizer, self._fingerprints, scale)
+        self._unwritten_step = self.record.steps
+        # the first event of each parameter
+        for name, parameter in module.named_parameters():
+            wrapped = self._wrapped.get(name)
+            event = "created after the wrap" if wrapped is None else wrapped.event(parameter)
+            if event:
+                self.record.parameter_events.setdefault(name, event)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the loss and, after a step, parameters and buffers."""
+        loss = loss_of(outputs)
+        self.record_cuts(loss)
+        self._batch.close()
+        value = None if loss is None else float(loss.mean())
+        if value is not None and pl_module.automatic_optimization:
+            value *= trainer.accumulate_grad_batches  # Lightning has divided by it
+        self.record.losses.append(value)
+        if self._unwritten_step:
+            self.record_parameters(self._unwritten_step, parameters_by_name(trainer, pl_module), pl_module)
+            self._unwritten_step = 0
+        if self.record.steps >= self.run.steps:
+            trainer.should_stop = True  # Lightning does not count steps behind its back
+
+    def _describe_fit(self, trainer: Trainer, module: LightningModule) -> None:
+        parameters = parameters_by_name(trainer, module)
+        # paths of unregistered parameters
+        callbacks = enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+        elsewhere = {f"callbacks[{index}]": each for index, each in callbacks if each is not self}
+        paths: dict[int, str] = {}
+        for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
+            paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}
+        # blocks that ranks hold by design
+        tagged = {name: shard_of(parameter) for name, parameter in parameters.items()}
+        injecting = compat.injects_distributed_sampler(trainer)
+        self.describe(
+            module,
+            parameters,
+            trainer.optimizers,
+            aliases={name: paths[id(p)] for name, p in parameters.items() if id(p) in paths},
+            shards={name: [shard.start, shard.dim] for name, shard in tagged.items() if shard is not None},
+            automatic=module.automatic_optimization,
+            accumulate=trainer.accumulate_grad_batches,
+            clip=trainer.gradient_clip_val,
+            precision=str(trainer.precision),
+            sync_batchnorm=compat.syncs_batch_norm(trainer),
+            repeated_rows=repeated_validation_rows(trainer) if self.validates else [],
+            reshuffled=describe_reshuffle(trainer.train_dataloader, injecting=injecting) or "",
+        )
+
+
+def _wrap_method(
+    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
+) -> None:
+    """Call ``before`` and ``after`` around a method of one object."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = method(*args, **kwargs)
+        if after is not None:
+            after(*args)
+        return result
+
+    owner.__dict__[name] = wrapped
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Return whether the module is a metric of torchmetrics."""
+    bases = [cls for cls in type(module).__mro__ if cls.__name__ == "Metric"]
+    return any(cls.__module__.startswith("torchmetrics.") for cls in bases)
+
+
+def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:
+    """Return the module's parameters, and those that only an optimizer holds, by the same names in every run.
+
+    Unregistered ones are named by their place in the optimizer, even if a strategy has adopted them.
+    """
+    found = {name: p for name, p in module.named_parameters() if not name.startswith(_ADOPTED)}
+    known = set(map(id, found.values()))
+    held = optimized(trainer.optimizers)
+    return found | {path: parameter for path, parameter in held.items() if id(parameter) not in known}
+
+
+def _parameter_ids(optimizers: Any) -> set[int]:
+    return set(map(id, optimized(optimizers).values()))
+
+
+def _loader_sizes(loaders: Any) -> LoaderRows:
+    """Return the batch size of a loader, or those of each if batches of several come together. None if unknown."""
+    if isinstance(loaders, (Mapping, list, tuple)):
+        each = loaders.values() if isinstance(loaders, Mapping) else loaders
+        return list(map(_loader_sizes, each))
+    sampler = getattr(loaders, "batch_sampler", None)
+    size: int | None = getattr(loaders, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return size
+
+
+def repeated_validation_rows(trainer: Trainer) -> list[int]:
+    """Return how many rows each validation loader would hand out twice, without drawing random numbers."""
+    with preserve_random_state(global_generators(devices_in_use())):
+        loaders = compat.set_up_validation_(trainer)
+    return [repeated_rows(loader) for loader in loaders if isinstance(loader, DataLoader)]

@@ -1,0 +1,269 @@
+"""`FabricDDPLossStrategy`: what ``DDPLossStrategy`` does for learnable losses, in a hand-written loop of Lightning Fabric.
+
+The parts of the Trainer's strategy work here as they are: the reduction of the losses' gradients and the call check in each
+``fabric.backward``, full precision around each loss, and class weights that are divided over the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.ddp import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_ddp_losses.core.precision import without_autocast
+from lightning_ddp_losses.distributed import liveness, process_groups
+from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.strategies import ddp_setup, same_setup
+from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, named_tensors
+from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
+from lightning_ddp_losses.strategies.loss_parallelism import Advice
+from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
+from lightning_ddp_losses.strategies.shards import Shards, own_optimizer_state
+
+
+class FabricDDPLossStrategy(DDPStrategy):
+    """DDP for Fabric in which every learnable loss gets the mean of its gradients: ``Fabric(strategy="ddp_losses")``.
+
+    A loss may lie inside the module that ``fabric.setup`` gets, or be set up by itself (``fabric.setup_module(loss)``). Either way
+    attributes, parameter names and checkpoint keys stay those of the plain module.
+
+    * ``fabric.backward`` reduces the losses' gradients, unless ``fabric.no_backward_sync`` blocks it for any module. What has accumulated
+      is reduced in the next backward that synchronises.
+    * ``fabric.clip_gradients(max_norm=...)`` takes the norm over the classes of all ranks.
+    * ``fabric.save`` writes whole weights and ``fabric.load`` keeps this rank's classes, so a checkpoint moves between one process and any
+      number of ranks. All ranks call both.
+    * ``accumulation_window`` and ``fabric.all_gather`` work as without this strategy.
+
+    Options of ``DDPLossStrategy`` that concern loaders, evaluation and the Trainer's checkpoints do not exist here, and the hooks of
+    ``DDPChecks`` are not run. Half-precision weights (``precision="bf16-true"``) stay half, also those of losses.
+
+    Args:
+        **ddp_kwargs: Arguments of ``lightning.fabric.strategies.DDPStrategy``.
+
+    Raises:
+        ConfigurationError: for unknown options, and for a norm other than the 2-norm over divided classes.
+        LossCallError: on every rank, for a loss that ran on some ranks only.
+        RankMismatchError: on every rank, for modules with other names, shapes or dtypes on some ranks.
+
+    Example:
+        >>> from lightning.fabric import Fabric
+        >>> import lightning_ddp_losses
+        >>> fabric = Fabric(strategy="ddp_losses", accelerator="cpu", devices=2)
+    """
+
+    def __init__(self, **ddp_kwargs: Any) -> None:
+        super().__init__(**ddp_kwargs)
+        ddp_setup.refuse_unknown_options(type(self), self._ddp_kwargs)
+        self._blocked = self._backward_sync_control = _BlockedSync()  # type: ignore[assignment]  # their class is private
+        # all modules that were set up, under names that no user sees
+        self._root = pl.LightningModule()
+        self._plans: list[ddp_setup.WrapPlan] = []
+        self._patches: list[LossForwardPatch] = []
+        self._reducer: LossReducer | None = None
+        self._call_check: CallCheck | None = None
+        self._backwards = 0
+        self._advice = Advice()
+        # the part of a fit that looks after divided classes
+        self._fit = SimpleNamespace(optimizers=[], precision_plugin=None)
+        fit = SimpleNamespace(module=self._root, strategy=self._fit)
+        self._sharding = Shards(cast("Any", fit), lambda root: dict(root.named_parameters()))
+
+    def setup_environment(self) -> None:
+        """Start the world, and give its time-out to the groups of this package."""
+        super().setup_environment()
+        process_groups.set_timeout(self._timeout)
+
+    # ------------------------------------------------------------------ set-up
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # without parameters for DDP there is no wrapper
+        """Wrap a module in a DDP without the losses' parameters. A loss stays as it is. All ranks call this.
+
+        Communication: one handshake for the names, one if classes are divided, a broadcast of the losses' states.
+        """
+        path = f"module_{len(self._plans)}"
+        self._root.add_module(path, module)
+        same_setup.compare_names(module, {})
+        # 1. classes are divided before anything is broadcast
+        self._sharding.teardown()
+        self._sharding.setup_shards()
+        self._install_shards()
+        for place, inner in self._root.named_modules():
+            if isinstance(instance := vars(inner).get("_instance"), Instance):
+                instance.path = place
+            if isinstance(inner, WithProcessGroup):
+                inner.create_internal_groups()
+        # 2. DDP for what is no loss
+        ddp_setup.refuse_sharded_parameters(module)
+        wrapped: nn.Module = module
+        if is_loss(module):
+            learnable = any(True for _ in module.parameters())
+            found = [FoundLoss(path, module, learnable, learnable)]
+            plan = ddp_setup.WrapPlan([], set(), set(), [t for _, t in named_tensors(module) if shard_of(t) is None])
+        else:
+            inside = find_losses(module)
+            found = [replace(loss, name=f"{path}.{loss.name}") for loss in inside]
+            plan = ddp_setup.plan(module, inside)
+            if plan.reduced:
+                with ddp_setup.ignoring(module, plan.ignored):
+                    wrapped = super().setup_module(module)
+        ddp_setup.broadcast_unsynchronised(plan.unsynchronised, self._ddp_kwargs)
+        # 3. the losses' gradients
+        for loss in found:
+            patch = LossForwardPatch(loss, refuse_nan=getattr(self.precision, "scaler", None) is None)
+            patch.install()
+            patch.counting = True
+            self._patches.append(patch)
+        self._plans.append(replace(plan, ignored_by_user={f"{path}.{name}" for name in plan.ignored_by_user}))
+        self._start_reducing()
+        return wrapped
+
+    def _start_reducing(self) -> None:
+        """Reduce what no DDP of the modules that are set up by now reduces."""
+        reduced, ignored = [], set[str]()
+        for plan in self._plans:
+            reduced += plan.reduced
+            ignored |= plan.ignored_by_user
+        buckets = [ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs) for plan in self._plans if plan.reduced]
+        parameters = ReducedParameters(self._root, reduced, sorted(ignored), first_bucket=min(buckets, default=0))
+        self._reducer = LossReducer(parameters)
+        parameters.watch([patch.loss.name for patch in self._patches])
+        if self._call_check is not None:
+            self._call_check.remove()
+        self._call_check = CallCheck(self._reducer, self._patches)
+
+    def _install_shards(self) -> None:
+        """Let optimizers and a gradient scaler treat divided classes as parts of a whole."""
+        self._fit.precision_plugin = self.precision
+        self._sharding.undo.close()
+        self._sharding.install()
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let an optimizer step divided classes. One that computes with whole weights is refused."""
+        self._fit.optimizers.append(optimizer)
+        self._install_shards()
+        return super().setup_optimizer(optimizer)
+
+    # ------------------------------------------------------------------ steps
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run Fabric's backward, then average the losses' gradients over ranks.
+
+        Raises:
+            LossCallError: on every rank, for a loss that ran, or that got a gradient, on some ranks only.
+
+        Communication: next to DDP's, one handshake, one all-reduce for small gradients, one for each over 1 MiB.
+        """
+        check, reducer = self._call_check, self._reducer
+        # what losses compute wide does not come back in halves
+        with without_autocast(("cpu", self.root_device.type)):
+            if check is None or reducer is None or self._blocked.is_blocked:
+                super().backward(tensor, module, *args, **kwargs)
+                return
+            check.start(self._backwards)
+            self._backwards += 1
+            try:
+                super().backward(tensor, module, *args, **kwargs)
+                calls = check.finish()
+                assert calls is not None
+                reducer.reduce(calls.parameters, calls.expected)
+            except RuntimeError as error:
+                liveness.raise_lost_peer(error, "backward")
+                raise
+        self._advice.uneven_rows(calls.uneven)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm over the parameters of an optimizer, the classes of all ranks among them. Communication: if divided, one sum."""
+        parameters = list(self.precision.main_params(optimizer))
+        if all(shard_of(parameter) is None for parameter in parameters):
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        what = "clip_gradients(norm_type=...) over classes that are divided over the ranks"
+        expect(norm_type == 2, what, expected=2.0, got=norm_type)
+        self.precision.unscale_gradients(optimizer)
+        norm = self._sharding.clip_(parameters, float(max_norm))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of the gradients is {norm.item()}. Pass error_if_nonfinite=False to go on."
+            )
+        return norm
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state of the plain module, with whole weights on rank 0. All ranks call this."""
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        state = module.state_dict()
+        # also in a module around the ones that were set up
+        places = {name: self._sharding.of(parameter) for name, parameter in module.named_parameters()}
+        divided = {name: place for name, place in places.items() if place is not None}
+        whole = self._sharding.whole_state({place: state[name] for name, place in divided.items()})
+        return state | {name: whole[place] for name, place in divided.items()}
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state, with the whole of divided classes on rank 0. All ranks call this."""
+        return self._sharding.whole_optimizer_state(optimizer, super().get_optimizer_state(optimizer))
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint into modules and optimizers. They keep this rank's classes."""
+        if not isinstance(state, dict):
+            return super().load_checkpoint(path, state, *args, **kwargs)
+        own = {name: _OwnPart(value) if isinstance(value, Optimizer) else value for name, value in state.items()}
+        rest = super().load_checkpoint(path, own, *args, **kwargs)
+        state.update({name: value for name, value in own.items() if not isinstance(value, _OwnPart)})
+        return rest
+
+
+class _OwnPart:
+    """Stands for an optimizer that takes this rank's part of a saved state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(own_optimizer_state(self._optimizer, state))
+
+
+class _BlockedSync:
+    """Blocks the reduction in backward for one module's DDP, and for all losses.
+
+    Attributes:
+        is_blocked: Whether a block is open.
+    """
+
+    def __init__(self) -> None:
+        self.is_blocked = False
+
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
+        """Skip the reduction inside the block, if enabled."""
+        if not enabled:
+            yield
+            return
+        before, self.is_blocked = self.is_blocked, True
+        try:
+            with module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext():
+                yield
+        finally:
+            self.is_blocked = before

@@ -1,0 +1,86 @@
+"""Compiled functions of tiles (``compile_tiles=True``): all ranks or none.
+
+To compile takes seconds, and may fail on one machine and not on another. So the functions that a call will need are compiled on small
+tensors first, on every rank at the same place. The ranks then exchange the outcome: one handshake if a call needs something new, else none.
+If it failed anywhere, all ranks compute eagerly, and rank 0 warns. Torch compiles once more for sizes that it takes for special. If that
+fails, the rank computes eagerly: the same numbers, but for rounding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+
+Rehearsal = Callable[[Callable[..., Any]], object]
+
+
+class TileCompiler:
+    """Compiles functions of tiles once, for all calls of one loss."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._rehearsed: set[object] = set()
+        self._eager = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TileCompiler, ()  # a copy compiles for itself
+
+    def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
+        """Compiles what a call of some kind needs, where it is the first of its kind; all ranks together.
+
+        Args:
+            title: How messages name the loss.
+            kind: What the graphs depend on; the same on all ranks.
+            rehearsal: Calls the functions, on small tensors, by what it is given.
+            group: Process group.
+
+        Communication: one handshake for a new kind.
+        """
+        if self._eager or kind in self._rehearsed:
+            return
+        self._rehearsed.add(kind)
+        failed = b""
+        try:
+            rehearsal(self._run)
+        except Exception as error:
+            failed = f"{type(error).__name__}: {str(error)[:300]}".encode()
+        reasons = handshake.all_gather(f"{title}: compile_tiles", {"kind": kind}, failed, group=group)
+        self._eager = any(reasons)
+        if self._eager and process_groups.rank(group) == 0:
+            rank = next(rank for rank, reason in enumerate(reasons) if reason)
+            warnings.warn(
+                f"{title}: compile_tiles: torch.compile failed on rank {rank} ({reasons[rank].decode(errors='replace')}). "
+                "All ranks compute tiles eagerly, which gives the same numbers.",
+                stacklevel=2,
+            )
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function with its arguments, compiled unless that has failed."""
+        if self._eager:
+            return function(*args)
+        try:
+            return self._run(function, *args)
+        except Exception as error:
+            warnings.warn(
+                f"compile_tiles: {function.__name__} is computed eagerly on this rank, which gives the same numbers: "
+                f"{type(error).__name__}: {str(error)[:300]}",
+                stacklevel=2,
+            )
+            self._eager = True
+            return function(*args)
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        if function not in self._compiled:
+            self._compiled[function] = compiled(function)
+        return self._compiled[function](*args)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a function for tiles of any size, in one graph."""
+    return torch.compile(function, dynamic=True, fullgraph=True)

@@ -1,0 +1,1 @@
+"""Tests with the hosts installed: `nox -s integrations`."""
