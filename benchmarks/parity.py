@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.records import Row
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.losses.cases import PML
 from tests.losses.harness import (
     SEED,
@@ -45,7 +46,6 @@ from tests.losses.harness import (
 )
 from tests.losses.test_reducers import SUMS, reduced, supported
 from tests.losses.variants import MINERS, VARIANTS
-from tests.rank_pool import RankFailure, RankPool
 
 __all__ = ["main"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -38,3 +39,12 @@ def _as_in_the_ranks() -> None:
 
     rank_worker.look_for_plugins_once()
     rank_worker.seed_no_absent_devices()
+
+
+@pytest.fixture(autouse=True)
+def _no_group_stays() -> Iterator[None]:
+    """Fail the test that leaves a process group in pytest's own process: later tests of this worker would not be alone."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("This test has left a process group in pytest's own process. Run it on ranks: pool.run(1, ...).")

@@ -10,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.testing import RankPool
 from tests.fuzz import torch_losses
 from tests.fuzz.__main__ import DOMAINS
 from tests.fuzz.engine import Count, Domain, Found, explore
-from tests.rank_pool import RankPool
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClipLoss, ConfigurationError, GlobalBatchLoss, InputError, microbatched
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
-from tests.rank_pool import RankPool
 
 TASK = Task(rows=12)
 

@@ -12,9 +12,9 @@ from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, Task, assert_close, batches, cuts, differences, train
-from tests.rank_pool import RankPool
 
 TASK = Task()
 sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-2)

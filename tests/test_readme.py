@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.cli.explain import run_explain
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
 from tests.processes import ROOT, TORCHRUN, run_python
-from tests.rank_pool import RankPool
 
 README = (ROOT / "README.md").read_text()
 WORDS = 1300

@@ -25,7 +25,7 @@ from lightning_ddp_losses.cli import app
 from lightning_ddp_losses.cli.explain import find_page
 from lightning_ddp_losses.core import safe_payload
 from lightning_ddp_losses.distributed import rendezvous
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies import test_loader_states as loader_states
 from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_resuming import AFTER

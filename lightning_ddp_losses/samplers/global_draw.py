@@ -310,7 +310,7 @@ class GlobalDraw:
         Communication: two handshakes at the first batch, or one if the epoch was drawn before.
         """
         place, turn = self._place, self._turn
-        if place is None:
+        if place is None and not self._begun[1]:
             self._warn_of_unread_place()
         epoch = self.epoch if place is None else place.epoch
         try:

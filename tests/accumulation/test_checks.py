@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, LossCheck, global_mean
+from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CLASSES, IGNORED, Batch, Job, loader, own_batches
 from tests.accumulation.test_parity import ByHand
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 FEATURES = 5
 COUNT = 7  # micro-batches: the last window of three is shorter

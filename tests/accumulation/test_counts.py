@@ -9,11 +9,11 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import DDPLossStrategy, accumulation_window
+from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import Job, loader, own_batches
 from tests.accumulation.test_hand_written import Step
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.test_names import Collectives
 
 CASES = ["cross entropy, ignored", "ArcFace, non-zero, regularised", "global_mean", "class shards", "MeanSquaredError"]

@@ -12,10 +12,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatchLoss, SigLipLoss, global_mean
+from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, loader, own_batches
 from tests.accumulation.test_parity import ByHand
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
 

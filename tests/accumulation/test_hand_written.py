@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
+from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CASES, Job, own_batches
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 COUNT = 4  # micro-batches of the window
 

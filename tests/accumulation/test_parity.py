@@ -16,10 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CASES, Job, fit, fit_alone, loader, own_batches
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 Alone = Callable[[str, int], dict[str, Any]]
 SCALE = 256.0  # of fp16 losses

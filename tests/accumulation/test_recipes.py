@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import IGNORED
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 RECIPE = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 IMPORT = "from lightning_ddp_losses import accumulation_window, global_mean\n"

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import accumulation_window, differentiable, global_mean
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 NAMES = ("dp", "cp", "tp")
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]

@@ -18,10 +18,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks import data_cases, training_cases
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Outcome, Subject, Validated, drawn, run_all
 from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
-from tests.rank_pool import RankPool
 
 CASES = [*training_cases.CASES, *data_cases.CASES]
 Runs = Callable[[Case, int, bool, list[Case]], list[Outcome]]

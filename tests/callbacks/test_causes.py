@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_ddp_losses import GradientFlowCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks.findings import Finding, group_by_cause
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Case, Subject, fit, run
 from tests.callbacks.training_cases import CLIP, Clipped, Created, Halved, InAList, OwnBackward, Rates, only
-from tests.rank_pool import RankPool
 
 # what breaks, who looks, and what must and must not be said
 SAID: dict[str, tuple[Any, type[RankCheck], str, str]] = {

@@ -16,10 +16,10 @@ import lightning_ddp_losses
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.cli import CellsDataModule, LossCLI
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.test_notes_and_files import Found, listed
 from tests.cli.shipped_configs import smaller
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 CONFIGS = sorted((Path(lightning_ddp_losses.__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -22,9 +22,9 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
 from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
 from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
-from tests.rank_pool import RankPool
 
 WRONG_ANSWERS: dict[str, Any] = {"no list": 7, "no finding": ["hello"]}
 

@@ -24,11 +24,11 @@ from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck, Paramete
 from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.errors import ConfigurationError, PeerError
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import trainer_alone
 
 Make = Callable[[], list[Callback]]

@@ -31,10 +31,10 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.callbacks import device_check
 from lightning_ddp_losses.callbacks.findings import place_of
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 Found = list[tuple[str, str, str]]
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import CLASSES, WIDTH, ComplexFilter, SparseTable, Validated
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 
 class Kind(Validated):

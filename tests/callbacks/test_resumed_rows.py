@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sequ
 
 from lightning_ddp_losses import BatchCheck, DDPChecks
 from lightning_ddp_losses.samplers import GlobalBatchSampler
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -87,7 +88,9 @@ def leg(strategy: str, name: str, kill: int | None, save: str, load: str | None,
     checks = DDPChecks(checks=[BatchCheck()], action="log", summary=False, file=False)
     callbacks = [checks] if kill is None else [checks, Kill(kill, save)]
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=2, accumulate_grad_batches=window)
-    with contextlib.suppress(Killed):
+    with contextlib.suppress(Killed), warnings.catch_warnings():
+        # the sampler says the same of a strategy that does not restore its place
+        warnings.filterwarnings("ignore", message="This fit goes on after")
         trainer.fit(Line(), LOADERS[name](), ckpt_path=load)
     return [finding.what for finding in checks.findings if finding.fault == "F83"]
 

@@ -20,9 +20,9 @@ from lightning_ddp_losses import DDPLossError, GradientFlowCheck, OptimizerCheck
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.replicated_parameters import split_by_bytes
 from lightning_ddp_losses.callbacks.row_exchange import Row
+from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
-from tests.rank_pool import RankPool
 
 
 class LateNumber(RankCheck):

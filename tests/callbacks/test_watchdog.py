@@ -16,9 +16,9 @@ from torch import Tensor
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness
+from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.callbacks.harness import Subject
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankFailure, RankPool
 
 PLACES = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end"]
 

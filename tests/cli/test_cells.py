@@ -11,9 +11,9 @@ import torch
 
 from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder
 from lightning_ddp_losses.demo import cells
+from lightning_ddp_losses.testing import RankPool
 from tests.cli.shipped_configs import fit_config, smaller
 from tests.processes import ROOT
-from tests.rank_pool import RankPool
 
 CONFIG = ROOT / "configs" / "cells_supcon.yaml"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.demo.evaluation import HeldOut, HeldOutRows, retrieval_metrics
 from lightning_ddp_losses.errors import InputError
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 
 
 def held_out_set() -> tuple[Tensor, Tensor]:

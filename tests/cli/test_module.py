@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.cli import DigitsDataModule, DigitsEncoder, EmbeddingModule, MLPEncoder
 from lightning_ddp_losses.demo.evaluation import effective_rank
+from lightning_ddp_losses.testing import RankPool
 from tests.cli.shipped_configs import fit_config
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.processes import ROOT
-from tests.rank_pool import RankPool
 
 DINO = str(ROOT / "configs" / "digits_dino.yaml")
 

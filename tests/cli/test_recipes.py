@@ -31,9 +31,9 @@ import lightning_ddp_losses
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.cli.explain import find_page
 from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 OURS, THEIRS = "With this package", "Before"

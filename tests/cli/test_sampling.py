@@ -9,7 +9,7 @@ import pytest
 
 from lightning_ddp_losses.cli import DigitsDataModule
 from lightning_ddp_losses.demo.data import HeldOutSlices, stratified_split
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 
 Steps = list[list[int]]
 

@@ -21,7 +21,7 @@ from lightning_ddp_losses import (
     differentiable,
 )
 from lightning_ddp_losses.collectives import all_reduce_with_grad
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 
 CLASSES, DIM = 4, 6
 

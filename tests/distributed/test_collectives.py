@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed import collectives, raw_collectives
 from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.rank_pool import RankPool
 
 ROWS = {
     "even": lambda w: [3] * w,

@@ -19,8 +19,8 @@ from lightning_ddp_losses.distributed.collectives import (
 )
 from lightning_ddp_losses.distributed.raw_collectives import wait
 from lightning_ddp_losses.errors import DDPLossError
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
-from tests.rank_pool import RankPool
 
 TASK = Task(steps=3)
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.distributed.test_collectives import ROWS, assert_equal, parts
-from tests.rank_pool import RankPool
 
 # as whole numbers, which every dtype holds and adds exactly
 TENSORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.rank_pool import RankPool
 
 SIZES = {
     "nothing": [0, 0, 0],

@@ -20,9 +20,9 @@ from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
 from lightning_ddp_losses.distributed.shard import ClassShard
 from lightning_ddp_losses.strategies.shards import assemble
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.processes import run_python
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, loader
 
 

@@ -19,8 +19,8 @@ from lightning_ddp_losses.distributed import process_groups, rendezvous
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.rendezvous import hold_roll_call
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
+from lightning_ddp_losses.testing import RankPool
 from tests.processes import free_port
-from tests.rank_pool import RankPool
 
 
 def leave_world() -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_ddp_losses.testing.rank_pool import PRELOAD
 from tests.processes import free_port
-from tests.rank_pool import PRELOAD
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.test_tiled import TILE_BYTES, judged, on_ranks, truth_of
-from tests.rank_pool import RankPool
 
 NAMES = ["SupCon, ", "Contrastive, "]
 

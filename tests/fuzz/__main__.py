@@ -7,8 +7,8 @@ import importlib
 import sys
 import time
 
+from lightning_ddp_losses.testing import RankPool
 from tests.fuzz.engine import Count, Finding, explore
-from tests.rank_pool import RankPool
 
 DOMAINS = [
     "pml_losses",

@@ -19,8 +19,8 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from lightning_ddp_losses.errors import DDPLossError
+from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.fuzz.data import DTYPES, cut, global_rows, own
-from tests.rank_pool import RankFailure, RankPool
 
 __all__ = [
     "Count",

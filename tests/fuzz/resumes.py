@@ -26,13 +26,13 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchSampler, SyncBatchNorm
 from lightning_ddp_losses.core.random_state import derived_seed
 from lightning_ddp_losses.sharding import ClassShard
+from lightning_ddp_losses.testing import RankPool
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
 from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded
 from tests.fuzz.pml_losses import LOSSES
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES
-from tests.rank_pool import RankPool
 
 __all__ = ["DOMAIN"]
 

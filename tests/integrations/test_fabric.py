@@ -13,9 +13,9 @@ from pytorch_metric_learning.losses import ArcFaceLoss, ProxyAnchorLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, global_mean
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
-from tests.rank_pool import RankPool
 
 TASK = Task(steps=6)
 RATE, CLIP, RESUMED_AT = 0.3, 0.2, 4

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 FEATURES, CLASSES, LENGTH, STEPS, RATE, CLIP = 4, 6, 3, 3, 0.3, 0.4
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from lightning_ddp_losses.cli import manual
+from lightning_ddp_losses.testing import RankPool
 from tests.cli.test_recipes import EVEN, OURS, THEIRS, UNEVEN, code_of, encoder, global_rows, in_float64
 from tests.integrations.test_hf_trainer import Tagger, batch, ranks_of_accelerate, token_sum, trainer_of
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 # ---------------------------------------------------------------------- accelerate
 

@@ -14,10 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.integrations.encoders import DIM, columns, sentence_model
 from tests.integrations.test_hf_trainer import ranks_of_accelerate
 from tests.oracle import assert_close
-from tests.rank_pool import RankFailure, RankPool
 
 ROWS = [(6, 6), (6, 10), (0, 7), (3, 0, 5)]
 FOUR_WAYS = ("query_to_doc", "query_to_query", "doc_to_query", "doc_to_doc")

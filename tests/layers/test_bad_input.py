@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import SyncBatchNorm
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies.test_calls import assert_same_error
 
 OK = torch.linspace(0, 1, 12).view(4, 3)

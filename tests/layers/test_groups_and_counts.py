@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm
 from lightning_ddp_losses.layers import batch_norms
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 GROUPS: dict[str, tuple[int, Any, list[list[int]]]] = {  # world, options, who normalises together
     "size 1": (2, lambda: {"group_size": 1}, [[0], [1]]),

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses import SyncBatchNorm
+from lightning_ddp_losses.testing import RankPool
 from tests.layers.cases import CASES, SPLITS, STEPS, Case, build, forwards, inputs, value
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 Found = dict[str, Tensor]
 

@@ -19,6 +19,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import classes
 from tests.losses.harness import (
     CLASSES,
@@ -31,7 +32,6 @@ from tests.losses.harness import (
     line_of_rows,
     mean_over_ranks,
 )
-from tests.rank_pool import RankPool
 
 LABELS = torch.tensor([0, 0, 1, 1])
 rows = line_of_rows

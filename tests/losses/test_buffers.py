@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.core import autograd_graph
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 ROWS, CLASSES = 12, 4
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}

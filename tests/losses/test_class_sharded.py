@@ -13,6 +13,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.losses.harness import SPLITS
 from tests.losses.sharded_cases import (
@@ -29,7 +30,6 @@ from tests.losses.sharded_cases import (
     whole,
 )
 from tests.oracle import CLASS_LOSSES, assert_close
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
 from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.harness import line_of_rows
 from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 ARC = Case("ArcFaceLoss")
 LABELS = torch.tensor([0, 3, 6])

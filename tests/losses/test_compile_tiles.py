@@ -23,8 +23,8 @@ from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, SigLipLoss, t
 from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
 from lightning_ddp_losses.losses.siglip import siglip_tile
 from lightning_ddp_losses.losses.two_towers import Factors
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.test_tiled import CASES, TILE_BYTES, judged, on_ranks, truth_of
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
 TOWERS: dict[str, Callable[..., nn.Module]] = {"CLIP": ClipLoss, "SigLIP": SigLipLoss}

@@ -23,6 +23,7 @@ from lightning_ddp_losses.losses.pml_registry import LOSSES, head_class_of, may_
 from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
     CLASSES,
@@ -39,7 +40,6 @@ from tests.losses.harness import (
     on_ranks,
 )
 from tests.losses.variants import Tempered
-from tests.rank_pool import RankPool
 
 
 def rows() -> Tensor:

@@ -16,11 +16,11 @@ from torch import nn
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.losses.cases import PML, two_views
 from tests.losses.harness import DIM, Arguments, Case, Net, Rows, by_labels, fresh, own_rows
 from tests.losses.torch_cases import TORCH
-from tests.rank_pool import RankPool
 
 ELEMENTS, REPLICATED, ROWS, SYMMETRIC = (1, 0), (2, 0), (3, 1), (3, 0)  # forward, backward
 Make = Callable[[], nn.Module]

@@ -15,8 +15,8 @@ from pytorch_metric_learning import miners
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.harness import CLASSES, DIM, line_of_rows
-from tests.rank_pool import RankPool
 
 LABELS = torch.tensor([0, 0, 1, 1])
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import global_mean
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import PML
 from tests.losses.harness import (
     CLASSES,
@@ -31,7 +32,6 @@ from tests.losses.harness import (
     own_rows,
 )
 from tests.losses.torch_cases import TORCH
-from tests.rank_pool import RankPool
 
 WORLD = 4
 FOUR = {"even": [3, 3, 3, 3], "uneven": [1, 0, 5, 6]}

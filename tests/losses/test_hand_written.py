@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, TASK
 from tests.oracle import Encoder, Task, assert_close, batches
-from tests.rank_pool import RankPool
 
 STEPS = batches(Task(rows=12, features=TASK.features, dim=DIM, classes=CLASSES, steps=3))
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}

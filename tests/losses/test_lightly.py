@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.ssl.test_ssl import naive_barlow, naive_vicreg
 
 ROWS, FEATURES = 40, 6

@@ -14,9 +14,9 @@ from pytorch_metric_learning import miners
 from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.harness import CLASSES, DIM, ROWS, SPLITS, TASK
 from tests.oracle import Encoder, assert_close, batches, cuts
-from tests.rank_pool import RankPool
 
 STEPS = batches(type(TASK)(rows=ROWS, features=TASK.features, dim=DIM, classes=CLASSES, steps=5))
 INNER: dict[str, Callable[[], nn.Module]] = {

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
 from lightning_ddp_losses.distributed import collectives, gathered_batch
 from lightning_ddp_losses.distributed.raw_collectives import Ring
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
-from tests.rank_pool import RankPool
 from tests.test_microbatch import Allocated
 
 WIDTH, CLASSES = 64, 6

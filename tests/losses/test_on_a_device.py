@@ -20,12 +20,12 @@ from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.losses import partial_sums, sharded_weight
 from lightning_ddp_losses.losses.tiled import evaluator
+from lightning_ddp_losses.testing import RankPool
 from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML
 from tests.losses.harness import SPLITS, Case
 from tests.losses.torch_cases import TORCH
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, fit
 
 ROWS = ["ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss", "TripletMarginLoss", "SelfSupervisedLoss"]

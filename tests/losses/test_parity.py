@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.modules import loss as torch_losses
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import NOT_LOSSES, PML
 from tests.losses.harness import Case, check, on_ranks, splits_by_turns
 from tests.losses.torch_cases import ALIASES, TORCH
 from tests.losses.variants import VARIANTS
-from tests.rank_pool import RankPool
 
 CASES: dict[str, Case] = {**PML, **TORCH, **VARIANTS}
 

@@ -24,7 +24,7 @@ from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError,
 from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.products import RunningLogSumExp, unit_rows
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.slow_parameters import slow_parameters
 
 ROWS, DIM, CLASSES = 60, 24, 9

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import PML
 from tests.losses.harness import CLASSES, DIM, SPLITS, Case, alone, compare, mean_over_ranks, on_ranks
-from tests.rank_pool import RankPool
 
 REDUCERS: dict[str, Callable[[], nn.Module]] = {
     "MeanReducer": reducers.MeanReducer,

@@ -17,8 +17,8 @@ from torch import nn
 from lightning_ddp_losses import global_mean
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.harness import line_of_rows
-from tests.rank_pool import RankPool
 
 LABELS = torch.tensor([0, 0, 1, 1])
 CALLS: dict[str, Callable[[torch.Tensor], Any]] = {

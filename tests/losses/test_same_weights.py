@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses import accumulation_window
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 
 CLASSES, DIM = 300, 32  # large enough for a weight that is compared in parts
 

@@ -16,8 +16,8 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, global_mean
 from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.ssl import barlow_twins
+from lightning_ddp_losses.testing import RankPool
 from tests.losses.harness import CLASSES, DIM, Net, global_rows, own_rows
-from tests.rank_pool import RankPool
 
 SIZES = {2: [4, 8], 3: [1, 4, 7]}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate, Shard
 from lightning_ddp_losses import ClassShardedLoss
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.test_calls import assert_same_error
 
 CLASSES, DIM, ROWS = 5, 4, 12  # on 4 ranks: 2, 2, 1 and 0 classes

@@ -10,10 +10,10 @@ from pytorch_metric_learning import miners
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
+from lightning_ddp_losses.testing import RankPool
 from tests.losses import harness
 from tests.losses.harness import CLASSES, DIM
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 WORLD = 4
 PARTS = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]

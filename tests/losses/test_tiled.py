@@ -32,8 +32,8 @@ from lightning_ddp_losses.losses.products import TOWER_BYTES
 from lightning_ddp_losses.losses.tiled.distances import tile_distance
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
 from lightning_ddp_losses.losses.two_towers import tiles_of
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
 ROWS, DIM, CLASSES = 60, 6, 7
@@ -521,7 +521,7 @@ def hard_inputs() -> dict[str, Any]:
         none = rows[own].clone().requires_grad_()
         wrapped(none, torch.arange(12)[own]).backward()  # no positive anywhere
         with torch.no_grad():
-            two_classes = wrapped(rows[own], (labels > 1)[own])  # labels that are true or false
+            two_classes = wrapped(rows[own], (labels > 1).long()[own])
         copied = pickle.loads(pickle.dumps(wrapped))
         found[name] = {
             "two": (first + 3 * second).detach(),
@@ -556,7 +556,7 @@ def test_odd_batches(pool: RankPool) -> None:
         assert_close({"two": found[0]["two"], "rows": mean("strided")}, {"two": two.detach(), "rows": strided.grad})
         assert_close({"twice": mean("twice")}, {"twice": twice.grad})
         assert_close({"copied": found[1]["copied"]}, {"copied": value.detach()})
-        assert_close({"two": found[0]["two classes"]}, {"two": loss(rows, labels > 1)})
+        assert_close({"two": found[0]["two classes"]}, {"two": loss(rows, (labels > 1).long())})
         kind, grad_kind, low = found[0]["low"]
         assert (kind, grad_kind) == (torch.float32, torch.bfloat16)
         torch.testing.assert_close(low, make()(rows.float().bfloat16().float(), labels).double(), rtol=1e-5, atol=1e-6)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, ConfigurationError, SigLipLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.losses.harness import DIM, SPLITS, TASK, own_rows
 from tests.losses.harness import global_rows as harness_rows
 from tests.oracle import Encoder, assert_close
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
 EXTRA = {1: [5], 2: [5, 0], 3: [1, 0, 4]}  # further texts per rank

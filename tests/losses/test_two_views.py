@@ -17,10 +17,10 @@ from pytorch_metric_learning import reducers, regularizers
 from torch import Tensor
 
 from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.losses.cases import both_views
 from tests.losses.harness import Case, check, compare, on_ranks, splits_by_turns
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
 TEMPERATURE = 0.5

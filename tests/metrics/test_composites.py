@@ -15,9 +15,9 @@ from torchmetrics.wrappers import LambdaInputTransformer, MultitaskWrapper
 
 from lightning_ddp_losses import ConfigurationError
 from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.metrics.harness import difference, flat, splits
-from tests.rank_pool import RankPool
 
 ROWS, STEPS, WINDOW = 12, 3, 2
 

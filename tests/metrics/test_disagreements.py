@@ -14,8 +14,8 @@ from torchmetrics.wrappers import MultitaskWrapper
 
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.metrics.kinds import Ours
-from tests.rank_pool import RankPool
 
 
 def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:

@@ -11,10 +11,10 @@ import torchmetrics as tm
 from torch import Tensor
 
 from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.metrics.kinds import KINDS, Ours
 from tests.oracle import cuts
-from tests.rank_pool import RankPool
 
 
 def rows(n: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,9 +9,9 @@ import torchmetrics as tm
 from torch import Tensor
 
 from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.metrics.cases import CASES, differentiable_classes
 from tests.metrics.harness import alone, difference, rows_of, step_on_rank
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 
 # rows of each rank, and how often each row is repeated

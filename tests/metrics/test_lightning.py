@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.metrics.lightning_jobs import JOBS, Alone, Job, fit
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 QUIET = "ignore:.*sync_dist=True.*when logging on epoch level"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightning_ddp_losses.metrics.conversion import WITHOUT_GRADIENT
+from lightning_ddp_losses.testing import RankPool
 from tests.metrics.cases import CASES, NOT_FED, differentiable_classes
 from tests.metrics.harness import compare
-from tests.rank_pool import RankPool
 
 FAMILIES = sorted({cls.__module__.split(".")[1] for name, cls in differentiable_classes().items() if name in CASES})
 

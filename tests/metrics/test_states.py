@@ -13,9 +13,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.metrics import differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.metrics.harness import difference, splits
 from tests.metrics.kinds import KINDS, Ours, OursTwice, Stock, StockTwice
-from tests.rank_pool import RankPool
 
 STEPS, ROWS = 3, 12
 ADDED_UP_BY_UPDATE_ONLY = ("None tensor", "callable list")  # torchmetrics cannot add up the states of two batches

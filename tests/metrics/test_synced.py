@@ -34,8 +34,8 @@ from lightning_ddp_losses import ConfigurationError, differentiable, synced
 from lightning_ddp_losses.core.nests import map_tensors
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.metrics import exchange
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.rank_pool import RankPool
 
 UPDATES = (3, 0, 1)
 Batch = tuple[tuple[Any, ...], dict[str, Any]]

@@ -29,8 +29,8 @@ from torch.utils.data import (
 
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler, seeded_draw
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, LABELS, ROWS, SEED, Case, one_process
 
 Epochs = list[list[list[Any]]]

@@ -18,11 +18,10 @@ from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies.training_data import describe_reshuffle, refuse_other_batches
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import Epochs, together
-from tests.strategies.jobs import trainer_alone
 
 DATA = TensorDataset(torch.arange(ROWS))
 
@@ -245,10 +244,10 @@ class Shuffled(Recorder):
 
 def resumed(folder: Path, form: str, steps: int, strategy: Any) -> list[str]:
     """Save after some steps under our strategy, resume under another one, and return the warnings about places."""
-    first = trainer_alone(strategy=DDPLossStrategy(), max_steps=steps, max_epochs=-1, limit_val_batches=0)
+    first = make_trainer(DDPLossStrategy(), max_steps=steps, max_epochs=-1, limit_val_batches=0)
     first.fit(Shuffled(form))
     first.save_checkpoint(folder / "saved.ckpt")
-    second = trainer_alone(strategy=strategy, max_steps=steps + 2, max_epochs=-1, limit_val_batches=0)
+    second = make_trainer(strategy, max_steps=steps + 2, max_epochs=-1, limit_val_batches=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         second.fit(Shuffled(form), ckpt_path=str(folder / "saved.ckpt"))
@@ -256,9 +255,9 @@ def resumed(folder: Path, form: str, steps: int, strategy: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["batches", "sampler"])
-def test_a_place_that_no_strategy_reads_is_reported(tmp_path: Path, form: str) -> None:
-    (message,) = resumed(tmp_path, form, 2, "auto")
+def test_a_place_that_no_strategy_reads_is_reported(pool: RankPool, tmp_path: Path, form: str) -> None:
+    (message,) = pool.run(1, resumed, tmp_path, form, 2, "auto")[0]
     assert "after 2 batches of an epoch, but GlobalBatchSampler" in message
     assert "saved.ckpt" in message
-    assert resumed(tmp_path, form, 2, DDPLossStrategy()) == []
-    assert resumed(tmp_path, form, -(-ROWS // 6), "auto") == []  # the end of an epoch
+    assert pool.run(1, resumed, tmp_path, form, 2, "ddp_losses") == [[]]
+    assert pool.run(1, resumed, tmp_path, form, -(-ROWS // 6), "auto") == [[]]  # the end of an epoch

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 ROWS = 11
 # what Lightning has to say of orders and of rows that count twice, which is what this file is about

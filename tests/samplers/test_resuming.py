@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import build, together
 

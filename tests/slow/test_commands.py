@@ -11,12 +11,12 @@ import yaml
 from torchmetrics import PearsonCorrCoef
 
 from lightning_ddp_losses.cli import EmbeddingModule, RegressionModule
+from lightning_ddp_losses.testing import RankPool
 from tests.cli.conftest import empty_folder  # noqa: F401 - a fixture
 from tests.cli.shipped_configs import fit_config
 from tests.cli.test_app import ARCFACE, CONFIGS, command, metrics, run, run_folder
 from tests.oracle import assert_close
 from tests.processes import run_python
-from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 

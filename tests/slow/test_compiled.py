@@ -28,8 +28,8 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 SIZES = [6, 8]
 FEATURES, DIM, CLASSES = 5, 6, 4

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from lightning_ddp_losses import DDPChecks
+from lightning_ddp_losses.testing import RankPool
 from tests.audit.realistic.base import Realistic
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.slow.test_realistic_audits import HEALTHY, STRATEGIES, pytestmark  # noqa: F401 - the marks of these modules
 
 

@@ -29,7 +29,7 @@ import itertools
 import pytest
 from torch import Tensor
 
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies.matrix_jobs import Cell, Modes, fit_alone, fit_on_ranks, whole
 from tests.strategies.test_calls import assert_same_error
 

@@ -12,10 +12,10 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import WholeStateLauncher
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.processes import run_python
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, fit_alone, loader
 from tests.strategies.sharded_jobs import Plain, Sharded
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses import ConfigurationError, InputError, RankMismatchError, ssl
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 
 FEATURES, OUTPUTS = 4, 6
 SPLITS = {1: [[16]], 2: [[8, 8], [5, 11]], 3: [[5, 5, 6], [5, 11, 0]]}

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
-from tests.rank_pool import RankPool
 
 __all__ = [
     "OPTIMIZERS",

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
+from lightning_ddp_losses.testing import RankError, RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.rank_pool import RankError, RankPool
 from tests.strategies.fsdp_jobs import Towers, make_job
 from tests.strategies.jobs import TASK, Job, fit_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, whole_state

@@ -10,9 +10,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import LossCallError
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, loader, strategy_of
 from tests.strategies.test_calls import assert_same_error
 

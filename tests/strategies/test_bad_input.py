@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit
 from tests.strategies.test_calls import assert_same_error
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
+from lightning_ddp_losses.testing import RankError, RankPool
 from tests.oracle import assert_close, batches, cuts
-from tests.rank_pool import RankError, RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import NeverCalled, TwoLosses
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.strategies import checkpoint_folder, whole_checkpoint
 from lightning_ddp_losses.strategies.checkpoint_files import WholeFileIO, write_whole
+from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankFailure, RankPool
 from tests.strategies.jobs import TASK, Job, loader, make_loss
 from tests.strategies.sharded_jobs import Sharded, fit_sharded
 from tests.strategies.test_calls import assert_same_error

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses.strategies.shards import Shards
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import cuts
-from tests.rank_pool import RankPool
 
 ROWS, LIMIT = 12, 3.0
 

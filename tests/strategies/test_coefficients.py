@@ -13,9 +13,9 @@ from torch import Tensor
 from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, assert_as_alone, fit, loader, make_loss
 from tests.strategies.test_calls import assert_same_error
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, loader
 
 WATCHING = {"liveness", "interruptions", "rendezvous", "roll_call", "resume"}

@@ -14,8 +14,8 @@ from pytorch_metric_learning import miners
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.test_resuming import AFTER, Kill, Killed, Line
 
 CLASSES = 12

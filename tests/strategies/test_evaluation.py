@@ -25,8 +25,8 @@ from torch.utils.data import (
 
 from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions, synced
 from lightning_ddp_losses.samplers import GlobalBatchSampler
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import trainer_alone
 from tests.strategies.test_calls import assert_same_error
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 
 
 class Unreadable(RuntimeError):

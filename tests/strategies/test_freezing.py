@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ddp_losses import DDPChecks
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close, batches
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
 from tests.strategies.test_calls import assert_same_error
 

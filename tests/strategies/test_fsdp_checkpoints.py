@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, zeros
 
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies import whole_checkpoint
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
 from tests.strategies.test_fsdp_parity import joined
 

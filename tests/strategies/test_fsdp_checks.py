@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_ddp_losses import DDPChecks, DDPLossError, ModelParallelLossStrategy, microbatched
 from lightning_ddp_losses.distributed.shard import local_part
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.fsdp_jobs import KINDS, Towers, alone, fit_sharded_model, make_job, whole_state
 from tests.strategies.jobs import TASK, loader, make_loss
 from tests.strategies.test_calls import assert_same_error

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, global_mean
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, batches
-from tests.rank_pool import RankPool
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, whole_state
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
 from tests.strategies.test_calls import assert_same_error

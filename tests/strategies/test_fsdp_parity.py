@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, ModelParallelLossStrategy
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
-from tests.rank_pool import RankPool
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, whole_state
 from tests.strategies.jobs import OPTIMIZERS, TASK, fit_alone, loader, make_loss
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.distributed.shard import local_part
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
 from tests.strategies.test_calls import assert_same_error

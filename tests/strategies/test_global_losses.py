@@ -12,8 +12,8 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor
 
 from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, make_loss
 
 

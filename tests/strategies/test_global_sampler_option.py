@@ -29,9 +29,9 @@ from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.samplers.test_global_batch import together
 from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows, train
 

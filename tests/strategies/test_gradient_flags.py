@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.strategies import loss_reducer
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import Alternating, NoLossAtAll, OrderByRank
 from tests.strategies.test_manual import TwoForwardsThenTwoBackwards

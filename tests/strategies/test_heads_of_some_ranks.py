@@ -10,7 +10,7 @@ from pytorch_metric_learning.losses import SupConLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import (
     OPTIMIZERS,
     TASK,

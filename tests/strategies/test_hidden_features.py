@@ -17,8 +17,8 @@ from lightning_ddp_losses.cli import doctor
 from lightning_ddp_losses.core import compat, random_state
 from lightning_ddp_losses.distributed import raw_collectives, rendezvous
 from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, fit, fit_alone
 
 

@@ -30,9 +30,9 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies.empty_batches import without_rows
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_uneven_ends import (
     CLASSES,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, SigLipLoss, microbatched
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, fit, fit_alone, make_loss
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.distributed import raw_collectives
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import batches
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, fit, make_loss
 from tests.strategies.sharded_jobs import Sharded
 from tests.strategies.test_calls import assert_same_error

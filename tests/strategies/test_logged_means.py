@@ -12,8 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Strategy, strategy_of, trainer_alone
 
 STAGES = ("train", "val")

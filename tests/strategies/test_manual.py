@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies.jobs import OPTIMIZERS, Job, assert_as_alone
 from tests.strategies.scenarios import TwoLosses
 

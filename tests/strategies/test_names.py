@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.processes import ROOT, run_python
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
 

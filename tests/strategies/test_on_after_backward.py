@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, fit, fit_alone
 from tests.strategies.scenarios import Alternating
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, fit
 from tests.strategies.test_calls import assert_same_error
 

@@ -11,9 +11,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import batches
-from tests.rank_pool import RankPool
 from tests.slow.test_matrix import PLAIN
 from tests.strategies.jobs import TASK
 from tests.strategies.matrix_jobs import Modes, loader_of, whole

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import CLASS_LOSSES, Encoder, assert_close, batches, cuts, differences, train
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import OPTIMIZERS, TASK, Job, fit, make_loss
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, loader, make_loss
 
 

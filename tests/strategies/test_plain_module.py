@@ -14,10 +14,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
-from tests.rank_pool import RankPool
 from tests.slow_parameters import slow_parameters
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses

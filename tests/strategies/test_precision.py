@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
 
 PRECISIONS = ["32-true", "bf16-mixed", "bf16-true", "16-true", "64-true"]

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.losses import global_batch, products, two_towers
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import batches, cuts
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, strategy_of
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, differences
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, loader
 from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot, CompiledInPlace, OrderByRank, Unreduced
 

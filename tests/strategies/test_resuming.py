@@ -17,9 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.samplers import GlobalBatchSampler
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.samplers.cases import seed_all
 from tests.samplers.test_global_batch import together
 

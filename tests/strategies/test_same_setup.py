@@ -13,7 +13,7 @@ from pytorch_metric_learning import losses as pml
 
 import lightning_ddp_losses
 from lightning_ddp_losses.strategies import same_setup
-from tests.rank_pool import RankPool
+from lightning_ddp_losses.testing import RankPool
 from tests.strategies.jobs import TASK, Job, fit
 
 OPTIONS: dict[str, dict[str, Any]] = {"accumulation": {"accumulation": "window"}, "bucket_cap_mb": {"bucket_cap_mb": 1}}

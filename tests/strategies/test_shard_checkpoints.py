@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from lightning_ddp_losses import ClassShardedLoss
 from lightning_ddp_losses.strategies.checkpoint_files import METADATA
 from lightning_ddp_losses.strategies.shards import RECORDS
+from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, fit_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 from tests.strategies.test_calls import assert_same_error

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES, assert_close, batches
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 from tests.strategies.test_calls import assert_same_error

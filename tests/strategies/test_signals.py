@@ -18,9 +18,9 @@ from torch.nn.functional import dropout
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import QUIET, RankEnvironment, make_trainer
 from tests.oracle import assert_close, batches
-from tests.rank_pool import RankPool
 from tests.strategies.jobs import TASK, Job, loader
 from tests.strategies.sharded_jobs import Sharded, whole_state
 

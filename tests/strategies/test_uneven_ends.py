@@ -29,9 +29,9 @@ from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.epoch_ends import UnevenEnds, with_common_ends
+from lightning_ddp_losses.testing import RankError, RankPool
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
-from tests.rank_pool import RankError, RankPool
 from tests.strategies.test_calls import assert_same_error
 
 Plan = Sequence[Sequence[int]]
