@@ -226,7 +226,7 @@ class Operand(NamedTuple):
             if self.lengths is not None:
                 lengths = self.lengths[part]
                 # a gradient along the row changes its length only; a row that is too short for a length is only multiplied
-                along = along * have_length(lengths)
+                along = along * (lengths > SMALLEST_LENGTH)
                 if rows.dtype == torch.bfloat16:
                     along.div_(lengths).div_(lengths)
                 target = out[part] if out.dtype == found.dtype else None
@@ -337,11 +337,6 @@ def lengths_of(rows: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1, dtype=wide)
     return lengths.clamp_min(SMALLEST_LENGTH)
-
-
-def have_length(lengths: Tensor) -> Tensor:
-    """Return which lengths are not the constant for short rows."""
-    return lengths > SMALLEST_LENGTH
 
 
 def unit_rows(rows: Tensor) -> Tensor:
