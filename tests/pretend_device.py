@@ -29,6 +29,7 @@ with an error on its way. That needs no line of ours, and CUDA's guard is none o
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -124,6 +125,12 @@ def counting(large: int = 1) -> Iterator[Counts]:
 def peak_bytes() -> int:
     """Returns the most memory that tensors of the device have held since ``counting`` began."""
     return _memory["peak"]
+
+
+def live_bytes() -> int:
+    """Returns the memory that tensors of the device hold, without those that only cycles keep."""
+    gc.collect()
+    return _memory["live"]
 
 
 def _hold(tensor: PretendTensor) -> None:

@@ -284,8 +284,9 @@ def split(grad: Tensor, device_splits: bool) -> Tensor:
     if not device_splits:
         return grad
     if torch.compiler.is_compiling():
-        high = grad.to(torch.bfloat16)
-        return torch.stack([high, (grad - high).to(torch.bfloat16)], 1)
+        # in bits: the compiler takes a conversion there and back for none, and the smaller numbers would be 0
+        high = ((grad.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
+        return torch.stack([high.to(torch.bfloat16), (grad - high).to(torch.bfloat16)], 1)
     terms = grad.new_empty((len(grad), 2, grad.shape[1]), dtype=torch.bfloat16)
     terms[:, 0].copy_(grad)
     torch.sub(grad, terms[:, 0], out=terms[:, 1])

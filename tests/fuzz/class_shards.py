@@ -108,6 +108,18 @@ def called(loss: Any, miner: Any, x: Tensor, labels: Tensor) -> Tensor:
     return value
 
 
+def random_key(number: int, seed: int) -> int:
+    """The finalizer of splitmix64 in signed numbers of 64 bits, its shifts keeping the sign."""
+
+    def signed(value: int) -> int:
+        return (value + 2**63) % 2**64 - 2**63
+
+    key = signed(number * (0x9E3779B97F4A7C15 - 2**64) + seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        key = signed((key ^ (key >> shift)) * factor)
+    return key
+
+
 def classes_drawn(
     classes: int, world: int, rate: float, labels: Tensor, call: int, seeds: Sequence[int] | None = None
 ) -> list[int]:
@@ -117,10 +129,8 @@ def classes_drawn(
         shard = ClassShard.of_rank(classes, world, rank)
         own = range(shard.start, shard.stop)
         text = f"{seed} {shard.start} {call}"
-        generator = torch.Generator().manual_seed(
-            int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
-        )
-        keys = torch.rand(len(own), generator=generator).tolist()
+        start = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
+        keys = [random_key(number, start) for number in range(len(own))]
         targets = [label for label in own if label in labels.tolist()]
         others = sorted(set(own) - set(targets), key=lambda label: -keys[label - own.start])
         wanted = max(math.ceil(rate * len(own)), len(targets))

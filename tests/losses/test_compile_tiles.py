@@ -151,6 +151,7 @@ def test_towers_with_masks(pool: RankPool, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own inductor
 def test_compiled_tiles_of_towers() -> None:
     """By Inductor: high and low number of the slope together, which may be rounded another way one by one."""
     rows, columns = 48, 64

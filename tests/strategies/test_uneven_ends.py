@@ -395,7 +395,7 @@ class Meeting:
         self.payloads = [b""] * world_size
         self.own = threading.local()
 
-    def all_gather(self, what: str, must_match: Any, payload: bytes = b"") -> list[bytes]:
+    def all_gather(self, what: str, must_match: Any, payload: bytes = b"", *, group: Any = None) -> list[bytes]:
         self.payloads[self.own.rank] = payload
         self.barrier.wait()
         payloads = list(self.payloads)
