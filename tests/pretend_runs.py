@@ -157,8 +157,8 @@ BOUNDS: dict[str, Bound] = {
     "NTXent, tiles": Bound(by_rows(pml.NTXentLoss), pairs_of_rows, 54, 0, 0),
     "MultiSimilarity, tiles": Bound(by_rows(pml.MultiSimilarityLoss), pairs_of_rows, 65, 0, 0),
     "Contrastive, tiles": Bound(by_rows(pml.ContrastiveLoss), pairs_of_rows, 64, 0, 0),
-    "Triplet, tiles": Bound(by_rows(pml.TripletMarginLoss), exact_pairs_of_rows, 66, 0, 0),
-    "Triplet, tiles, 16 rows a class": Bound(by_rows(pml.TripletMarginLoss), classes_of_rows, 68, 0, 0),
+    "Triplet, tiles": Bound(by_rows(pml.TripletMarginLoss), exact_pairs_of_rows, 69, 0, 0),
+    "Triplet, tiles, 16 rows a class": Bound(by_rows(pml.TripletMarginLoss), classes_of_rows, 73, 0, 0),
     "Circle, row tiles": Bound(by_rows(pml.CircleLoss), pairs_of_rows, 158, 13, 0, own_waits=1),
     "MultiSimilarity, mined": Bound(
         lambda: Mined(by_rows(pml.MultiSimilarityLoss)(), GlobalBatchMiner(miners.MultiSimilarityMiner())),
