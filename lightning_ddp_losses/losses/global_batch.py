@@ -260,6 +260,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             else:
                 evaluation, call = self._choose_torch(mode, rows, args, kwargs)
             value = evaluation.run(call)
+            # last: if warnings are errors, peers are not in the middle of the evaluation
+            if isinstance(call, PMLCall):
+                self._warn_identities(call)
+                self._warn_moved_pairs(call)
         except Exception as error:  # errors that all ranks raise pass through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if self.queue_position is not None:
@@ -303,8 +307,6 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
         gather = partial(self._gather, rows, backward)
         call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
-        self._warn_identities(call)
-        self._warn_moved_pairs(call)
         # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
             plan = tiled_plan(loss)

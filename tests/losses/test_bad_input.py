@@ -437,3 +437,16 @@ def test_a_loss_that_embeds_texts_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     expected = "RankingOfTexts, which embeds texts itself.*Embed this rank's texts first.*explain sentence_transformers"
     with pytest.raises(ConfigurationError, match=f"(?s){expected}"):
         GlobalBatchLoss(RankingOfTexts(nn.Identity()))
+
+
+def warned_then_next() -> None:
+    """Rows of many identities, numbered on each rank: tiles of so many rows exchange more than the next handshake has."""
+    many = torch.randn(600, DIM, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    ask(pml.NTXentLoss(), many, torch.arange(600), mode="rows")
+    ask(pml.SupConLoss(), rows(), LABELS)
+
+
+def test_a_warning_that_is_an_error_on_rank_0_reaches_all_ranks(pool: RankPool) -> None:
+    errors = pool.errors(2, warned_then_next)
+    assert [error.type for error in errors] == ["UserWarning", "PeerError"]
+    assert "rank 0" in errors[1].message
