@@ -7,6 +7,7 @@ looked at on every rank, whenever some rank has no rows: each path to a paramete
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.nests import children_of, is_array, rebuild_nest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.upstream_grad import is_global_value
-from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 
 _TITLE = "uneven='join': a batch of 0 rows"
 _STEP = "uneven='join', a step in which some rank has no rows"
@@ -84,6 +85,29 @@ def _no_rows(path: str, got: str) -> InputError:
 
 
 # ---------------------------------------------------------------------- the module and its loss
+
+
+def name_module(error: Exception, root: nn.Module) -> Exception:
+    """Return the error of a training step, as one that names the module if a module has failed on 0 rows.
+
+    Args:
+        error: Error that was raised inside the step.
+        root: The user's module.
+    """
+    if isinstance(error, DDPLossError):
+        return error
+    failed = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner, values = frame.f_locals.get("self"), frame.f_locals.values()
+        if isinstance(owner, nn.Module) and any(isinstance(value, Tensor) and 0 in value.shape for value in values):
+            failed = owner
+    if failed is None:
+        return error
+    name = next((name for name, module in root.named_modules() if module is failed), "")
+    shown = f"`{name}` ({type(failed).__name__})" if name else type(failed).__name__
+    got = f"{type(error).__name__} in {shown}: {error}"
+    fix = "Let the module return 0 rows for 0 rows, or use uneven='stop'."
+    return InputError(_TITLE, expected="modules that take 0 rows", got=got, fix=fix)
 
 
 def refuse_plain_norms(module: nn.Module) -> None:

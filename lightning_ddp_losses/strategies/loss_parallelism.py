@@ -24,7 +24,7 @@ from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import PeerError, format_error
-from lightning_ddp_losses.strategies import same_setup
+from lightning_ddp_losses.strategies import empty_batches, same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
@@ -392,6 +392,8 @@ class LossParallelism(Fit):
                 liveness.raise_lost_peer(error, where)
             except PeerError as named:
                 error = named
+            if where == "training_step" and self.lacks_rows:
+                error = empty_batches.name_module(error, self.module)
             if where == "training_step" and not (self.options.check_calls or self.lacks_rows):
                 handshake.notify_subgroups(error, where)
                 raise error  # the world opens no handshake that could inform it

@@ -381,6 +381,31 @@ class Pair(NamedTuple):
     y: Any
 
 
+class ByLargest(nn.Module):
+    """Divides by the largest entry of a column. Without rows there is none."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows / rows.max(0).values
+
+
+class Scaled(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder.append(ByLargest())
+
+
+def train_scaled(check_calls: bool) -> None:
+    train(Scaled, partial(part, UNEVEN), "join", strategy={"check_calls": check_calls})
+
+
+@pytest.mark.parametrize("check_calls", [True, False])
+def test_join_names_a_module_that_cannot_take_0_rows(pool: RankPool, check_calls: bool) -> None:
+    for error in pool.errors(2, train_scaled, check_calls):
+        assert error.type == "InputError"
+        assert "uneven='join': a batch of 0 rows" in error.message
+        assert "IndexError in `encoder.3` (ByLargest)" in error.message
+
+
 def test_an_empty_batch_keeps_its_structure() -> None:
     x = torch.ones(4, 3, dtype=torch.float16)
     batch = {
