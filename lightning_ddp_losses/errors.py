@@ -24,7 +24,7 @@ class DDPLossError(RuntimeError):
         got: What it was.
         ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
         fix: What to do, as a sentence.
-        findings: What the checks found, where a check raised it; else empty.
+        findings: What the checks found, where a check raised it, else empty.
         collective: True where every rank raises this error at the same place, so nothing is left to tell the peers.
 
     Attributes: the arguments, by name.
@@ -89,7 +89,7 @@ def _rank_entries(ranks: Mapping[int, object] | Sequence[object]) -> Iterable[tu
 
 
 def _portable(value: object) -> object:
-    """Return a plain value, or a tuple of such, as it is; any other as text."""
+    """Return a plain value, or a tuple of such, as it is. Any other as text."""
     if isinstance(value, tuple):
         return tuple(_portable(item) for item in value)
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
@@ -161,7 +161,7 @@ class PeerError(DDPLossError):
 
 
 class AuditError(DDPLossError):
-    """An audit that could not run: a process of it failed, died or took too long; its traceback is in the text.
+    """An audit that could not run: a process of it failed, died or took too long. Its traceback is in the text.
 
     Example:
         >>> print(AuditError("rank 1 of the audit", expected="a result", got="exit status 1"))
@@ -257,7 +257,7 @@ def expect(
     error: type[DDPLossError] = ConfigurationError,
     collective: bool = False,
 ) -> None:
-    """Raise an error unless a condition holds; the arguments are those of ``DDPLossError``.
+    """Raise an error unless a condition holds. The arguments are those of ``DDPLossError``.
 
     Example:
         >>> expect(0.1 <= 1, "sample_rate", expected="at most 1", got=0.1)
@@ -267,7 +267,7 @@ def expect(
 
 
 def expect_option(what: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise a ``ConfigurationError`` unless an option is one of the allowed values; a ``bool`` is no number here.
+    """Raise a ``ConfigurationError`` unless an option is one of the allowed values. A ``bool`` is no number here.
 
     Example:
         >>> expect_option("mode", "rows", ("auto", "rows"))

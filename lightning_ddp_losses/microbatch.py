@@ -1,10 +1,10 @@
 """`microbatched`: an encoder over a large batch in pieces, each computed again in backward: the large batch's gradient at a piece's memory.
 
-A contrastive loss needs the embeddings of the whole batch at once, the encoder's activations it does not. Forward keeps no activations;
-backward computes one piece after the other again, with the random numbers and autocast of its forward, and goes on below it. It is one
+A contrastive loss needs the embeddings of the whole batch at once, the encoder's activations it does not. Forward keeps no activations.
+Backward computes one piece after the other again, with the random numbers and autocast of its forward, and goes on below it. It is one
 graph: each parameter's gradient is complete at once, so DDP reduces it once.
 
-Held at the peak: the activations of one piece; the results of all rows, once; their gradient; the encoder's gradient, complete.
+Held at the peak: the activations of one piece. The results of all rows, once. Their gradient. The encoder's gradient, complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def microbatched(
     Args:
         encoder: Any module; also one inside a LightningModule or a ``DistributedDataParallel`` (whose own wrapper may be given).
             It is not wrapped: parameter names and checkpoints stay.
-        chunk_size: Rows at a time, at least 1; the last piece may be smaller. Of an encoder that ``fully_shard`` divides, which waits for
+        chunk_size: Rows at a time, at least 1. The last piece may be smaller. Of an encoder that ``fully_shard`` divides, which waits for
             all ranks in each forward, every rank runs as many pieces as the one with the most rows, some of them empty.
         batch_norm: Batch norm in training would normalise each piece by itself. ``"refuse"``: an error that names it. ``"eval"``:
             it uses its running statistics, and leaves them.
@@ -46,7 +46,7 @@ def microbatched(
         each piece as it is. Its results, tensors or nests of them, are joined along dim 0.
 
     Raises:
-        ConfigurationError: for batch norm in training and other layers that write their buffers, by name; a bad chunk size; in
+        ConfigurationError: for batch norm in training and other layers that write their buffers, by name. A bad chunk size; in
             backward, where a parameter has changed since forward.
         InputError: for a call without a batch, and for results whose first dimension does not count rows (a sequence's time).
 
@@ -115,7 +115,7 @@ class _Pieces:
         self._has_rows_first = True
 
     def _number_of_pieces(self, rows: int) -> int:
-        """Return how many pieces this call has; the most of any rank where each forward waits for all ranks.
+        """Return how many pieces this call has. The most of any rank where each forward waits for all ranks.
 
         Communication: one handshake for an encoder that ``fully_shard`` divides.
         """
@@ -290,7 +290,7 @@ def _without_rows(tensor: Tensor, shape: str, size: int) -> InputError:
 
 
 def _placeholder(leaf: Any) -> Any:
-    """Return a mark for a tensor, and any other leaf as it is; refuse an object that holds tensors but is no nest."""
+    """Return a mark for a tensor, and any other leaf as it is. Refuse an object that holds tensors but is no nest."""
     if isinstance(leaf, Tensor):
         return _TENSOR
     expect(

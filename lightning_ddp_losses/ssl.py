@@ -112,7 +112,7 @@ def _logsumexp_of_all_rows(values: Tensor, group: Group) -> Tensor:
 
 
 def _refuse_not_finite(logits: Tensor, group: Group) -> None:
-    """Raise on every rank; all have seen the same sums."""
+    """Raise on every rank. All have seen the same sums."""
     number = int((~logits.isfinite()).sum())
     payloads = handshake.all_gather("sinkhorn: numbers that are not finite", {}, str(number).encode(), group=group)
     ranks = [f"{sent.decode()} numbers that are not finite" for sent in payloads]

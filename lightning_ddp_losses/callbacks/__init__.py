@@ -14,7 +14,7 @@ buffer_sync                `BufferSyncCheck`
 checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
-gradient_flow              `GradientFlowCheck`; its dry run before the first step is in gradient_scale
+gradient_flow              `GradientFlowCheck`. Its dry run before the first step is in gradient_scale
 loss_check                 `LossCheck`, and logged values; loss_reader reads the losses of a rank and their graphs
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`

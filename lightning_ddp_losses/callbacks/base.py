@@ -85,7 +85,7 @@ class RankCheck(Check, CheckCallback):
         needs_peers: True if it is left out in a world of one.
         runner: Runner of the fit.
 
-    Communication: none by itself; its row travels in the shared gather.
+    Communication: none by itself. Its row travels in the shared gather.
 
     Example:
         >>> import torch
@@ -106,7 +106,7 @@ class RankCheck(Check, CheckCallback):
     _joined: CheckRunner | None = None
 
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
-        """Register a subclass; with ``default=True``, ``DDPChecks()`` runs it."""
+        """Register a subclass. With ``default=True``, ``DDPChecks()`` runs it."""
         super().__init_subclass__(**kwargs)
         if default:
             DEFAULT_CHECKS.append(cls)
@@ -160,7 +160,7 @@ class DDPChecks(CheckCallback):
     """Finds faults between ranks on the step where they happen, on all ranks, by name.
 
     Args:
-        checks: Checks to run; None for all of them, with their defaults. Checks that are registered next to this callback join in,
+        checks: Checks to run. None for all of them, with their defaults. Checks that are registered next to this callback join in,
             and replace the default of their class.
         action: Action for a finding: one word for errors and warnings (``"warn"``), or one by severity; default
             ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, with the most telling one

@@ -82,7 +82,7 @@ def global_contrastive_losses(module: nn.Module) -> list[str]:
 
 
 def pml_gather(module: nn.Module) -> str:
-    """Return the path of a wrapper that gathers rows of equal numbers only; empty where there is none."""
+    """Return the path of a wrapper that gathers rows of equal numbers only. Empty where there is none."""
     for name, inner in module.named_modules():
         if _is_from(inner, "utils.distributed"):
             return name or type(inner).__name__
@@ -149,11 +149,11 @@ class BatchStepRow(NamedTuple):
 
     Attributes:
         end: Index of the batch, shifted left by one. The low bit marks the last one of the epoch.
-        rows: Rows of the batch (graphs, if it is made of graphs); 0 if their number is not known.
-        content: Hash of the batch; 0 if it was not read.
+        rows: Rows of the batch (graphs, if it is made of graphs). 0 if their number is not known.
+        content: Hash of the batch. 0 if it was not read.
         distinct: Different rows in it, shifted left by one. The low bit marks an iterable data set.
-        random_state: Hash of torch's random state in the first steps; else 0.
-        order: Number of the order that the ranks divide; 0 if it is not known.
+        random_state: Hash of torch's random state in the first steps, else 0.
+        order: Number of the order that the ranks divide. 0 if it is not known.
         read_step: Optimizer steps before the batch that was hashed.
         began_again: 1 if a resumed epoch began with its first batch again.
     """
@@ -172,10 +172,10 @@ class BatchEpochRow(NamedTuple):
     """Numbers that travel at the start of an epoch and at the end, before the labels of the last epoch by bucket.
 
     Attributes:
-        batches: Batches of the epoch; -1 if it is endless.
-        full_size: Rows of a full batch; 0 if they cannot be known.
-        last_size: Rows of the last batch; 0 if they cannot be known.
-        gathers: Hash of the path of a loss that gathers equal numbers of rows only; 0 for none.
+        batches: Batches of the epoch. -1 if it is endless.
+        full_size: Rows of a full batch. 0 if they cannot be known.
+        last_size: Rows of the last batch. 0 if they cannot be known.
+        gathers: Hash of the path of a loss that gathers equal numbers of rows only. 0 for none.
     """
 
     batches: int
@@ -196,7 +196,7 @@ class BatchCheck(LocalCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 72 bytes in the handshake before backward; at the start of an epoch and at the end 0.2 KiB.
+    Communication: 72 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])

@@ -44,7 +44,7 @@ class _LateBatch(NamedTuple):
         step: Optimizer steps before it.
         rows: Number of hashed rows.
         tables: Copy of the rows of each tensor.
-        labels: Labels of the rows; None without labels.
+        labels: Labels of the rows. None without labels.
     """
 
     step: int
@@ -68,12 +68,12 @@ class EpochRecord(NamedTuple):
 
 
 class BatchReader:
-    """Reads batches and remembers their contents; one for all checks of a fit (``runner.shared(BatchReader)``).
+    """Reads batches and remembers their contents. One for all checks of a fit (``runner.shared(BatchReader)``).
 
     Attributes:
         rows: Rows of the latest batch, those of its first tensor.
-        samples: Samples of the latest batch: its rows, or its graphs (not their nodes); 0 if the number is not known.
-        content: Hash of that batch, on an accelerator of the one before; 0 if it was not read.
+        samples: Samples of the latest batch: its rows, or its graphs (not their nodes). 0 if the number is not known.
+        content: Hash of that batch, on an accelerator of the one before. 0 if it was not read.
         distinct: Different rows in the hashed batch.
         read_step: Optimizer steps before the hashed batch.
         first: Content of the first batch, by epoch.
@@ -148,7 +148,7 @@ class BatchReader:
         return self._counts
 
     def epoch_record(self) -> EpochRecord | None:
-        """Return the record of this epoch; None before its first batch."""
+        """Return the record of this epoch. None before its first batch."""
         self._read_late()
         if self._epoch < 0:
             return None
@@ -162,7 +162,7 @@ class BatchReader:
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:
-    """Return the number of samples in a batch of tensors with different numbers of rows; 0 if it cannot be known.
+    """Return the number of samples in a batch of tensors with different numbers of rows. 0 if it cannot be known.
 
     Graphs are batched as one: nodes of all of them below each other, edges as pairs of nodes, and one entry per graph.
     """
@@ -261,7 +261,7 @@ def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
 
 
 def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
-    """Return the class of a sampler of structured batches that Lightning shuffles; empty without one.
+    """Return the class of a sampler of structured batches that Lightning shuffles. Empty without one.
 
     Such a sampler has a batch size or a number of rows per class. torch's samplers have neither.
     """
@@ -276,7 +276,7 @@ def sampler_shuffled_by_lightning(loader: DataLoader[Any]) -> str:
 
 
 def drawn_order(loader: DataLoader[Any]) -> int:
-    """Return a number that must be equal on all ranks, because they divide one order; 0 if the order is not known."""
+    """Return a number that must be equal on all ranks, because they divide one order. 0 if the order is not known."""
     sampler = loader.sampler
     if isinstance(sampler, DistributedSamplerWrapper):
         # the order that Lightning drew once, for all ranks to divide

@@ -153,9 +153,9 @@ class StateKind(NamedTuple):
     """Properties of a metric's state that must be equal on all ranks for its gathers to match.
 
     Attributes:
-        tensors: Number of tensors that are gathered one by one; -1 for a list that is concatenated first and may be empty on some ranks.
-        ndim: Their dimensions; None for an empty list.
-        dtype: Their dtype; None for an empty list.
+        tensors: Number of tensors that are gathered one by one. -1 for a list that is concatenated first and may be empty on some ranks.
+        ndim: Their dimensions. None for an empty list.
+        dtype: Their dtype. None for an empty list.
     """
 
     tensors: int
@@ -218,7 +218,7 @@ class ForwardRow(NamedTuple):
 
     Attributes:
         forwards: Largest number of forwards of a DDP with buffers since the last backward.
-        buffers: Hash of its buffers before the second forward; 0 without a second forward or buffers.
+        buffers: Hash of its buffers before the second forward. 0 without a second forward or buffers.
         step: Optimizer steps before the backward of these numbers: the first backward of a fit, later the one before this one.
     """
 
@@ -236,11 +236,11 @@ class BufferSyncCheck(LocalCheck, default=True):
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 
     Args:
-        tolerance: Allowed distance of batch-norm statistics in standard deviations; at least 0.5 divided by the root of the rows per
+        tolerance: Allowed distance of batch-norm statistics in standard deviations. At least 0.5 divided by the root of the rows per
             rank, the distance by chance. Plain DDP keeps a tenth of the difference of the latest batches.
         **options: As ``RankCheck``.
 
-    Communication: 24 bytes before backward, 32 after the step; at validation 0.9 KiB.
+    Communication: 24 bytes before backward, 32 after the step. At validation 0.9 KiB.
 
     Example:
         >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])

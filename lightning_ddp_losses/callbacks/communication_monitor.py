@@ -23,7 +23,7 @@ _FIRST_STEP = 2  # before it DDP still sorts its buckets
 
 
 class CommunicationMonitor(RankCheck, default=True):
-    """Calls, bytes and time of collectives per step, by kind; the largest by name.
+    """Calls, bytes and time of collectives per step, by kind. The largest by name.
 
     The table at the end of the fit has the figures. With ``DDPChecks(log_figures=True)`` the loggers get them too
     (``ddp_checks/comm/...``).
@@ -127,7 +127,7 @@ class CollectiveCall:
         kind: Name of the operator.
         num_bytes: Bytes of its tensors on this rank.
         began: Time of its start.
-        ended: Time of its end; None until then.
+        ended: Time of its end. None until then.
     """
 
     def __init__(self, kind: str, num_bytes: int, began: float, ended: float | None = None) -> None:

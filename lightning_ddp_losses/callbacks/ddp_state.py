@@ -45,7 +45,7 @@ class DDPSnapshot:
     """Remembers the parameters as DDP saw them at the start of training (``runner.shared(DDPSnapshot)``).
 
     Attributes:
-        ddp: DDP of the model; None without one.
+        ddp: DDP of the model. None without one.
         forwards: Forward passes through it since the last batch ended.
     """
 
@@ -89,7 +89,7 @@ class DDPSnapshot:
             self._handle.remove()
 
     def expected_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters that DDP needs a gradient of in every backward; none if a backward may end without some of them."""
+        """Return the parameters that DDP needs a gradient of in every backward. None if a backward may end without some of them."""
         if self.ddp is None or self.ddp.find_unused_parameters or self.ddp.static_graph:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
@@ -118,7 +118,7 @@ class DDPSnapshot:
         return self._of_step | by_name([each for each, _ in pieces], started)
 
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
-        """Return the fault that keeps DDP from reducing this parameter's gradient, as far as this rank knows; empty without one.
+        """Return the fault that keeps DDP from reducing this parameter's gradient, as far as this rank knows. Empty without one.
 
         Args:
             name: Name of the parameter.
@@ -141,7 +141,7 @@ class DDPSnapshot:
         return ""
 
     def _changed_fault(self, name: str, parameter: Tensor) -> str:
-        """Return the fault of a parameter that is not the one that DDP saw; empty if it is."""
+        """Return the fault of a parameter that is not the one that DDP saw. Empty if it is."""
         known = self._known.get(name)
         if known is None:
             return "F05"
@@ -186,7 +186,7 @@ def _is_setting(value: object) -> bool:
 
 
 def learning_rate(trainer: Trainer) -> float:
-    """Return the first learning rate; 0 without an optimizer."""
+    """Return the first learning rate. 0 without an optimizer."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             return float(group["lr"])
@@ -194,7 +194,7 @@ def learning_rate(trainer: Trainer) -> float:
 
 
 def send_gradient_scale(trainer: Trainer) -> HostNumbers:
-    """Start to copy the factor of the gradient scaler to the host: one number; none without a scaler."""
+    """Start to copy the factor of the gradient scaler to the host: one number. None without a scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         return HostNumbers([])
@@ -307,7 +307,7 @@ def _cause_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> DesyncC
 
 
 def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
-    """Return whether a gradient was equal on all ranks at a place before the step; None if a rank has no fingerprint."""
+    """Return whether a gradient was equal on all ranks at a place before the step. None if a rank has no fingerprint."""
     values = [state["on_their_way"].get(place, {}).get(name) for state in states]
     if None in values:
         return None
@@ -349,7 +349,7 @@ class DifferingSettings(NamedTuple):
 
 
 def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> DifferingSettings | None:
-    """Return the settings of the first parameter group that differ between ranks; None if all groups are equal."""
+    """Return the settings of the first parameter group that differ between ranks. None if all groups are equal."""
     for number, groups in enumerate(zip(*settings_by_rank, strict=False)):
         keys = differing_keys(groups)
         if keys:

@@ -27,7 +27,7 @@ class DeviceRow(NamedTuple):
 
     Attributes:
         findings: Hash of this rank's findings.
-        identity: Hash of the device's identity; 0 for one that ranks may share.
+        identity: Hash of the device's identity. 0 for one that ranks may share.
     """
 
     findings: int
@@ -92,7 +92,7 @@ class DeviceCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int] | list[float]:
-        """Return hashes of the findings and of the device; at the end, the work of this rank."""
+        """Return hashes of the findings and of the device. At the end, the work of this rank."""
         device = trainer.strategy.root_device
         if stage == CheckStage.TRAIN_END:
             peak_bytes = self._host_peak_bytes
@@ -141,7 +141,7 @@ class DeviceCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Find devices that ranks share; keep the figures."""
+        """Find devices that ranks share. Keep the figures."""
         if stage == CheckStage.TRAIN_END:
             self._use_by_rank = [UseRow(*row) for row in table]
             return []

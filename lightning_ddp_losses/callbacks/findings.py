@@ -80,15 +80,15 @@ class Finding:
         fault: Id of the fault in ``faults.FAULTS``. ``ddp-losses explain`` shows its row.
         what: Fault as the user knows it.
         expected: Healthy state.
-        ranks: Affected ranks; empty for all of them.
+        ranks: Affected ranks. Empty for all of them.
         name: Parameter, buffer, loss or option.
         values: One entry per rank, if ranks differ.
-        fix: Advice, as a sentence; empty for that of the table.
+        fix: Advice, as a sentence. Empty for that of the table.
         check: Class of the check. The runner fills in this field and the next two.
         step: Optimizer steps before this one.
         moment: Place in the run, the value of a ``CheckStage`` (also a column of ``ddp_checks.jsonl``).
         max_difference: Largest difference between ranks of the tensor's elements, if the check named a tensor.
-        follows: Fault that this finding follows from; empty for an independent finding.
+        follows: Fault that this finding follows from. Empty for an independent finding.
         graded: Severity, if it is not that of the fault.
 
     Example:
@@ -164,7 +164,7 @@ class Finding:
         """Format the finding for an error or a warning: fault, healthy state, one line per rank, advice, the command that explains it.
 
         Args:
-            further: Line before that command; empty for none.
+            further: Line before that command. Empty for none.
         """
         what = f"{self.check}, {self.fault}, {place_of(self.moment, self.step)}: {self.what}"
         if self.ranks:
@@ -198,7 +198,7 @@ def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
 def differing(
     column: Sequence[Any], fault: str, case: str = "check", *, name: str, values: Sequence[Any] = ()
 ) -> list[Finding]:
-    """Return a finding with the ranks that differ from the majority; none if all ranks have the same value.
+    """Return a finding with the ranks that differ from the majority. None if all ranks have the same value.
 
     Args:
         column: One value per rank, which is compared.

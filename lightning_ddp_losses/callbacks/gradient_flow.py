@@ -235,7 +235,7 @@ class GradientFlowCheck(RankCheck, default=True):
         return partial(self._read, gradients, known, compares=is_replicated(trainer))
 
     def _read(self, gradients: StepGradients, known: GradientRow, *, compares: bool) -> list[int]:
-        """Return the row of a step with the numbers that have arrived; keep its gradients for the explanation.
+        """Return the row of a step with the numbers that have arrived. Keep its gradients for the explanation.
 
         Args:
             gradients: Gradients of the step.
@@ -401,7 +401,7 @@ class StepGradients:
         self._sent_loss = HostNumbers([])
 
     def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
-        """Add these pieces of the parameters' gradients; without ``largest``, only whether they are finite."""
+        """Add these pieces of the parameters' gradients. Without ``largest``, only whether they are finite."""
         for each, piece in dense_gradients(slices, parameters):
             self.slices.append(each)
             self._fingerprints.append(start_fingerprint(piece))

@@ -62,7 +62,7 @@ class PartScale:
 
     Attributes:
         name: Name of the child.
-        ratio: Gradient over derivative; 1 is right.
+        ratio: Gradient over derivative. 1 is right.
         is_shared: True if a move of rank 0's copy alone changes the values of other ranks (measured if the ratio is 1/W or W).
         is_gathered: True if its gradient passes a collective with a gradient, on any rank.
     """
@@ -79,7 +79,7 @@ class PartScale:
 
 @dataclass(frozen=True)
 class GradientScales:
-    """Holds the measured scales; the same on every rank.
+    """Holds the measured scales. The same on every rank.
 
     Attributes:
         parts: Children of the module with a derivative other than zero.
@@ -97,7 +97,7 @@ class GradientScales:
 def find_wrong_scales(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> list[Finding]:
-    """Measure the scales, and return the findings of those that prove a fault; the same on every rank.
+    """Measure the scales, and return the findings of those that prove a fault. The same on every rank.
 
     Communication: the collectives of 1 + 2 * parts forwards of the module and one backward, a handshake after each, one gather for each
         part, and one of the lines.
@@ -164,7 +164,7 @@ def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") ->
 def measure_gradient_scales(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> GradientScales | None:
-    """Compare the gradient with the derivative, part by part; None if the trial fails on any rank."""
+    """Compare the gradient with the derivative, part by part. None if the trial fails on any rank."""
     world = process_groups.world_size()
     # a copy that runs on every rank and gives a loss with a gradient
     trial = _Trial(trainer, module, batch, batch_idx)
@@ -266,7 +266,7 @@ class _Trial:
                 self.is_ready = False
 
     def value(self, direction: Mapping[str, Tensor], distance: float = 0.0) -> Tensor | None:
-        """Return the loss with moved parameters, from the same random state and buffers; None if that fails on any rank."""
+        """Return the loss with moved parameters, from the same random state and buffers. None if that fails on any rank."""
         random_state = preserve_random_state(global_generators([self._device]))
         with random_state, torch.enable_grad():
             try:
@@ -290,7 +290,7 @@ class _Trial:
         return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
     def prepare(self, value: Tensor, world: int) -> _Prepared | None:
-        """Return gradients and directions; None if this rank has none."""
+        """Return gradients and directions. None if this rank has none."""
         try:
             # before backward, which frees the tensors that the graph has saved
             is_multiplied = _has_factor(value, world)

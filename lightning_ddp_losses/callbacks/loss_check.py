@@ -62,7 +62,7 @@ class LossCheck(RankCheck, default=True):
         file: Whether to write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
 
-    Communication: 72 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates; a few numbers at
+    Communication: 72 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates. A few numbers at
         the start and end of an epoch and of validation.
 
     Example:
@@ -178,7 +178,7 @@ class LossCheck(RankCheck, default=True):
         return [float(len(last)), *last, *logged]
 
     def _last_row(self, trainer: Trainer) -> list[float]:
-        """Return the row of the losses that have not been read yet; empty if there are none."""
+        """Return the row of the losses that have not been read yet. Empty if there are none."""
         if not self._reader.pending:
             return []
         self._reader.read(math.inf)
@@ -302,7 +302,7 @@ class LossHistory:
         self._stream.write(",".join([str(step), *map(repr, losses)]) + "\n")
 
     def _send_to_loggers(self, runner: CheckRunner, step: int, losses: list[float]) -> None:
-        """Send each rank's loss as often as Lightning logs; with many ranks the smallest and the largest."""
+        """Send each rank's loss as often as Lightning logs. With many ranks the smallest and the largest."""
         # an option of the Trainer, which its type does not show
         every: int = getattr(runner.trainer, "log_every_n_steps", 0)
         if not every:
@@ -324,7 +324,7 @@ class LossHistory:
 
 
 def _largest_ratio(weights: list[float]) -> float:
-    """Return the largest ratio of an element's weights on two ranks; 1 if a weight is not known."""
+    """Return the largest ratio of an element's weights on two ranks. 1 if a weight is not known."""
     if min(weights) <= 0:
         return 1.0
     return max(weights) / min(weights)
@@ -492,7 +492,7 @@ def _is_global_mean(result: Any) -> bool:
 
 
 def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
-    """Return this rank's values that decide on checkpoints, early stopping or learning rates; None for a value that is not logged."""
+    """Return this rank's values that decide on checkpoints, early stopping or learning rates. None for a value that is not logged."""
     if trainer.state.fn != "fit":  # they decide on training alone
         return {}
     monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ def read_weights(weights: Sequence[ElementWeight]) -> list[ElementWeight]:
 
 
 def element_weights(loss: Tensor) -> list[ElementWeight]:
-    """Return the reductions of a scalar loss, in graph order; an unknown one for each other operation."""
+    """Return the reductions of a scalar loss, in graph order. An unknown one for each other operation."""
     found: list[ElementWeight] = []
     # nodes of the graph, each with the factor that lies between it and the loss
     queue: list[tuple[Any, Number]] = [(loss.grad_fn, 1.0)]
@@ -122,7 +122,7 @@ def element_weights(loss: Tensor) -> list[ElementWeight]:
 
 
 def _global_reductions(node: Any, factor: Number) -> list[ElementWeight]:
-    """Return the divisors that a loss over the rows of all ranks has noted; an empty list for any other node."""
+    """Return the divisors that a loss over the rows of all ranks has noted. An empty list for any other node."""
     parts = noted_parts(node)
     if type(node).__name__.startswith("SelectBackward"):  # one of several means
         parent, index = node.next_functions[0][0], compat.saved_by_node(node, "index")
@@ -148,7 +148,7 @@ def _through_product(node: Any, name: str, parents: list[Any], factor: Number) -
 
 
 def _reduction(node: Any, name: str, parents: list[Any], factor: Number) -> ElementWeight | None:
-    """Read a mean or a sum, or a loss of torch's that ends in one; None for any other node."""
+    """Read a mean or a sum, or a loss of torch's that ends in one. None for any other node."""
     is_masked = any(type(parent).__name__.startswith(("IndexBackward", "MaskedSelect")) for parent in parents)
     if name in ("Mean", "Sum"):
         is_mean = name == "Mean"
@@ -171,7 +171,7 @@ def _reduction(node: Any, name: str, parents: list[Any], factor: Number) -> Elem
 
 
 def _as_number(value: Any) -> Number | None:
-    """Return a number that autograd has saved, as it is or in a tensor; None for anything else."""
+    """Return a number that autograd has saved, as it is or in a tensor. None for anything else."""
     if isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
@@ -195,12 +195,12 @@ class LossRow(NamedTuple):
         state: ``PRESENT``, ``MISSING`` or ``UNSEEN``.
         keys: Hash of the names that are logged and reduced over ranks.
         loss: Value of the loss. Among several batches of a step, the first that is not finite, else the last.
-        bad_batch: First batch of this step with a loss that was not finite; -1 for none.
-        weight: Weight of one element in the first reduction of the loss; 0 if it is not known.
+        bad_batch: First batch of this step with a loss that was not finite. -1 for none.
+        weight: Weight of one element in the first reduction of the loss. 0 if it is not known.
         elements: Number of elements in that reduction.
         second_weight: Weight of one element in the second reduction.
-        zero_steps: Steps with a loss of exactly zero since the start; -1 after any other loss.
-        step: Step of the loss and of all that is read from it: the one before this one, at the first step this one; -1 for none.
+        zero_steps: Steps with a loss of exactly zero since the start. -1 after any other loss.
+        step: Step of the loss and of all that is read from it: the one before this one, at the first step this one. -1 for none.
     """
 
     state: float
@@ -223,7 +223,7 @@ class _SeenLoss(NamedTuple):
         begins_window: True for the first micro-batch of those that Lightning accumulates.
         value: The back-propagated loss.
         factor: Factor that gives the value of ``training_step``, without the scale.
-        scale: Scale of the gradient scaler; empty without one.
+        scale: Scale of the gradient scaler. Empty without one.
         may_be_nan: True for a mean over no elements, which has no effect.
         weights: Its reductions.
     """
@@ -392,7 +392,7 @@ class MicroBatches:
 
 
 def _spread(divisors: Sequence[float]) -> float:
-    """Return the ratio of the largest to the smallest; 1 if one is not known."""
+    """Return the ratio of the largest to the smallest. 1 if one is not known."""
     if any(map(math.isnan, divisors)) or not max(divisors):
         return 1.0
     return max(divisors) / min(divisors) if min(divisors) else math.inf

@@ -55,7 +55,7 @@ class SeenStep:
         stepped: Number of optimizers that made a step.
         settings: Settings of all optimizers.
         scale: Scale of the gradient scaler, if there is one.
-        before: Fingerprints before the first step; empty without a comparison.
+        before: Fingerprints before the first step. Empty without a comparison.
         now: Fingerprints after the second step.
     """
 

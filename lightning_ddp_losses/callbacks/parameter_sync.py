@@ -50,7 +50,7 @@ class PartReplicas:
         max_slices: Number of slices, as for ``RotatingSlices``.
 
     Attributes:
-        place: Hash of the parts that the rank holds; 0 if no part has replicas.
+        place: Hash of the parts that the rank holds. 0 if no part has replicas.
     """
 
     def __init__(self, max_slices: int) -> None:
@@ -70,7 +70,7 @@ class PartReplicas:
         self._slices.update(self._parts)
 
     def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> SentFingerprints | None:
-        """Start the fingerprints of this rank's parts; None if each part is on one rank.
+        """Start the fingerprints of this rank's parts. None if each part is on one rank.
 
         Args:
             choose: Function that chooses the slices of this stage.
@@ -88,7 +88,7 @@ class ParameterRow(NamedTuple):
     Attributes:
         structure: Hash of names, shapes, dtypes and order.
         values: One fingerprint of the slices of this stage.
-        place: Hash of the parts that the rank holds; 0 if no part has replicas.
+        place: Hash of the parts that the rank holds. 0 if no part has replicas.
         parts: One fingerprint of those parts.
     """
 
@@ -104,9 +104,9 @@ class ComparedParameters:
 
     Attributes:
         parameters: Parameters by name.
-        sent: Fingerprints of the slices; None before the wrap.
+        sent: Fingerprints of the slices. None before the wrap.
         parts: Fingerprints of parts that have replicas.
-        state: Further knowledge that may explain a difference; None before the wrap.
+        state: Further knowledge that may explain a difference. None before the wrap.
     """
 
     parameters: Mapping[str, Tensor]
@@ -197,7 +197,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         return [*self._read(compared), *shards]
 
     def _read(self, compared: ComparedParameters) -> list[int]:
-        """Return the row, with the numbers that have arrived; keep the parameters for the explanation."""
+        """Return the row, with the numbers that have arrived. Keep the parameters for the explanation."""
         assert compared.sent is not None
         self._judged = compared
         parts = 0 if compared.parts is None else compared.parts.combined()

@@ -72,7 +72,7 @@ class ReplicatedParameters:
         self._found: dict[str, Tensor] = {}
 
     def current(self) -> dict[str, Tensor]:
-        """Return the parameters; the same dict until one of them, its shape, its dtype or its ``requires_grad`` changes."""
+        """Return the parameters. The same dict until one of them, its shape, its dtype or its ``requires_grad`` changes."""
         known, _ = self._structure()
         if known != self._known or not self._slots:
             self._slots = []
@@ -214,7 +214,7 @@ class RotatingSlices:
         self._parts: list[list[TensorSlice]] = [[]]
 
     def update(self, tensors: dict[str, Tensor]) -> bool:
-        """Set the tensors to split; return whether the dict is a new one."""
+        """Set the tensors to split. Return whether the dict is a new one."""
         if tensors is self._tensors:
             return False
         self._tensors, self._parts = tensors, split_by_bytes(tensors, self._max_parts)

@@ -56,7 +56,7 @@ Action: TypeAlias = Mapping[str, str] | str | None
 
 
 def validated_actions(action: Action, title: str) -> dict[str, str]:
-    """Return the given actions by severity; refuse severities and actions that do not exist.
+    """Return the given actions by severity. Refuse severities and actions that do not exist.
 
     Args:
         action: Actions by severity, or one word for errors and warnings.
@@ -121,11 +121,11 @@ class CheckSummary(NamedTuple):
 
 
 class Report:
-    """Collects the findings of one fit; every rank collects the same.
+    """Collects the findings of one fit. Every rank collects the same.
 
     Args:
         settings: Options of the callbacks.
-        folder: Folder of the run; None for a run without files.
+        folder: Folder of the run. None for a run without files.
 
     Attributes:
         findings: All findings so far, each fault once.
@@ -263,7 +263,7 @@ class Report:
     # ------------------------------------------------------------------ files
 
     def open_file(self, name: str) -> IO[str] | None:
-        """Open a file of this fit, on rank 0, to write at its end; return None if there is no file."""
+        """Open a file of this fit, on rank 0, to write at its end. Return None if there is no file."""
         if self._folder is None or process_groups.rank():
             return None
         try:
@@ -335,7 +335,7 @@ def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) 
 
 
 def _warn(text: str) -> None:
-    """Warn on rank 0; if the user has made warnings errors, raise on every rank."""
+    """Warn on rank 0. If the user has made warnings errors, raise on every rank."""
     level = _users_stack_level()
     # elsewhere the same filters decide, so that an error is one on every rank; no text is printed
     quietly = warnings.catch_warnings(record=True) if process_groups.rank() else contextlib.nullcontext()

@@ -48,7 +48,7 @@ Rows: TypeAlias = "list[list[Any]]"
 """The rows of all ranks, in rank order, of a check that measures lists."""
 
 Table: TypeAlias = "Tensor | Rows | dict[int, str] | None"
-"""The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks; None: some rank has no row."""
+"""The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks. None: some rank has no row."""
 
 _PART_HEAD = struct.Struct("<2sxxI")  # kind, number of bytes
 _FAILED, _NOTHING = b"!!", b"--"
@@ -166,7 +166,7 @@ class Check:
         raise NotImplementedError
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return this rank's text about a new finding for ``explain``; None for no text."""
+        """Return this rank's text about a new finding for ``explain``. None for no text."""
         return None
 
     def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
@@ -174,7 +174,7 @@ class Check:
         return [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
-        """Return this rank's tensor for a new finding; its largest difference between ranks is added to the finding."""
+        """Return this rank's tensor for a new finding. Its largest difference between ranks is added to the finding."""
         return None
 
     # ------------------------------------------------------------------ observations of a check, without communication
@@ -259,7 +259,7 @@ class RowExchange:
     Args:
         trainer: Trainer of the fit.
         module: Module that it trains.
-        watch: Watch of the run, which raises when a peer has failed; None without one.
+        watch: Watch of the run, which raises when a peer has failed. None without one.
         report: Report that takes the findings.
         stop_check: Function that is called when a check of this package fails, and on every rank when it is switched off.
 
@@ -296,7 +296,7 @@ class RowExchange:
             RankMismatchError: on every rank, when ranks are at different places, or ``must_match`` differs.
             TimeoutError: when the peers have not come after ``max_seconds``.
 
-        Communication: one gather; one more when a row outgrew the agreed size. None in a world of one.
+        Communication: one gather. One more when a row outgrew the agreed size. None in a world of one.
         """
         # one handshake: ranks at different places get the same error in it
         pending = handshake.start(place, must_match or {}, row, channel="checks")
@@ -319,7 +319,7 @@ class RowExchange:
         return [json.loads(row) for row in self.gather_rows(place, json.dumps(value).encode())]
 
     def max_difference(self, local: Tensor | None) -> float | None:
-        """Return the largest difference between any two ranks of a tensor's elements; None if ranks cannot be compared.
+        """Return the largest difference between any two ranks of a tensor's elements. None if ranks cannot be compared.
 
         Communication: one gather, and two for each 8 MiB of the tensor.
         """
@@ -350,15 +350,15 @@ class RowExchange:
     # ------------------------------------------------------------------ measure, gather, judge
 
     def is_on(self, check: Check) -> bool:
-        """Return whether a check still runs; the same on every rank."""
+        """Return whether a check still runs. The same on every rank."""
         return id(check) not in self._switched_off
 
     def has_begun(self, check: Check, stage: CheckStage) -> bool:
-        """Return whether a check has measured a row at this stage; the same on every rank."""
+        """Return whether a check has measured a row at this stage. The same on every rank."""
         return (id(check), stage) in self._steps
 
     def note_failure(self, check: Check, method: str, error: Exception) -> None:
-        """Remember the error of a check on this rank alone; all ranks report it at the next exchange of the check.
+        """Remember the error of a check on this rank alone. All ranks report it at the next exchange of the check.
 
         A check of this package is stopped on this rank. An error that every rank raises is raised.
         """

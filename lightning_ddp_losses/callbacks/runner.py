@@ -10,7 +10,7 @@ rows. A row is judged at the next exchange, and its findings name the step of th
   batches that end on some ranks only would make ranks wait for each other in that very step.
 
 The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` has the stages of a
-validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol; their base class is `base.RankCheck`.
+validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is `base.RankCheck`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class CheckRunner(Callback):
 
     @property
     def synchronising(self) -> bool:
-        """Whether the next backward reduces gradients; False on a step that only accumulates."""
+        """Whether the next backward reduces gradients. False on a step that only accumulates."""
         strategy = self.trainer.strategy
         of_ddp = getattr(strategy.model, "require_backward_grad_sync", True)
         return bool(getattr(strategy, "sync_gradients", of_ddp))
@@ -430,7 +430,7 @@ class CheckRunner(Callback):
         Raises:
             DDPLossError: on every rank, for findings whose action is ``raise``.
 
-        Communication: one gather; none if no check is due. More only if there is a new finding.
+        Communication: one gather. None if no check is due. More only if there is a new finding.
         """
         if self.trainer.sanity_checking:  # validation before training has no checks
             return
@@ -462,7 +462,7 @@ class CheckRunner(Callback):
             self.row_exchange.exchange(self._running(stage), stage, self.step, place=place, max_seconds=max_seconds)
 
     def _due(self, stage: CheckStage) -> list[Check]:
-        """Return the checks that run now; the same on every rank."""
+        """Return the checks that run now. The same on every rank."""
         every, step = stage not in _EVERY_N_STEPS, self.step
         return [check for check in self._running(stage) if every or step % check.every_n_steps == 0]
 
@@ -497,7 +497,7 @@ class CheckRunner(Callback):
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
-    """Return figures and remarks of a check at the end of a fit; if a check of ours fails there, a remark with its error."""
+    """Return figures and remarks of a check at the end of a fit. If a check of ours fails there, a remark with its error."""
     try:
         return check.figures(), check.remarks()
     except Exception as error:

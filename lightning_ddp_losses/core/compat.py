@@ -309,7 +309,7 @@ def marks_sharded() -> bool:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function in the thread of the backward that runs, when it is through; those that DDP and FSDP2 leave are called in order."""
+    """Call a function in the thread of the backward that runs, when it is through. Those that DDP and FSDP2 leave are called in order."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 

@@ -35,10 +35,10 @@ class ClipLoss(TwoTowerLoss):
     Args:
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
             gives ``logit_scale=``.
-        max_scale: The own scale is clamped to this; None: not at all.
+        max_scale: The own scale is clamped to this. None: not at all.
         label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
-        normalize: Divide embeddings by their length; False where the model has done so.
-        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 64 MiB.
+        normalize: Divide embeddings by their length. False where the model has done so.
+        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied. ``"float32"``. ``"bf16"``: on tensor cores, into float32; exact but for the order of summation
@@ -48,7 +48,7 @@ class ClipLoss(TwoTowerLoss):
             none. It takes seconds at the first call.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.

@@ -127,7 +127,7 @@ class PMLCall:
         return self.arguments.values()
 
     def is_bf16_on_all_ranks(self) -> bool:
-        """Return whether every rank gave its rows in bfloat16; known where several ranks have gathered them."""
+        """Return whether every rank gave its rows in bfloat16. Known where several ranks have gathered them."""
         of_rows = [dtypes for name, dtypes in self.narrow_dtypes.items() if name in ("embeddings", "ref_emb")]
         return all(len(dtypes) == 1 or {*dtypes} == {torch.bfloat16} for dtypes in of_rows)
 

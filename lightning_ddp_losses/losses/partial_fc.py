@@ -135,7 +135,7 @@ class SampledGradient:
         self._sampled, self._had_nonzero = [], False
 
     def rows(self, weight: Tensor, shard: ClassShard) -> Tensor | None:
-        """Return the indices of their weight rows; None if no class has a gradient. The host waits for an accelerator once."""
+        """Return the indices of their weight rows. None if no class has a gradient. The host waits for an accelerator once."""
         return None if not self._sampled or self._is_dropped(weight, shard) else self._rows(shard)
 
     def _rows(self, shard: ClassShard) -> Tensor:

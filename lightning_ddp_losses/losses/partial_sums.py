@@ -478,8 +478,8 @@ def global_mean(
         mesh: Dimensions of a device mesh over which rows differ, in place of ``group``: ``mesh["dp", "cp"]``.
         copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
         reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the number by which that sum is divided
-            (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``;
-            without these a mean.
+            (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``.
+            Without these a mean.
         module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.
 
     Returns:

@@ -220,7 +220,7 @@ def name_in_lightly(module: object) -> str:
 
 
 def two_views_loss(loss: object) -> Any:
-    """Return the ``SelfSupervisedLoss`` that a loss is: itself, or that of lightly's ``NTXentLoss`` without a memory bank; else None."""
+    """Return the ``SelfSupervisedLoss`` that a loss is: itself, or that of lightly's ``NTXentLoss`` without a memory bank, else None."""
     if type(loss) is pml.SelfSupervisedLoss:
         return loss
     if name_in_lightly(loss) == "NTXentLoss" and loss.memory_bank.size[0] == 0:  # type: ignore[attr-defined]
@@ -411,7 +411,7 @@ def reducer_chain(reducer: Any, name: str) -> list[Any]:
 
 
 def reduction_of(reducer: Any, name: str = "loss") -> Reduction | None:
-    """Return the reducer of sub-loss ``name`` as data; None for one that cannot be split."""
+    """Return the reducer of sub-loss ``name`` as data. None for one that cannot be split."""
     make = REDUCERS.get(type(reducer))
     if make is not None:
         return make(reducer)

@@ -96,7 +96,7 @@ def choose_form(title: str, choice: ProductChoice, operands: Sequence[Tensor]) -
 
 
 def rounding_of(choice: ProductChoice) -> float:
-    """Return by how much products of float32 rows may round an operand, relative; 0 for float32 itself."""
+    """Return by how much products of float32 rows may round an operand, relative. 0 for float32 itself."""
     return 2.0**-9 if choice == "bf16" else 0.0
 
 
@@ -211,7 +211,7 @@ class Operand(NamedTuple):
         return self.rows.sum(0) if factors is None else factors @ self.rows.to(factors.dtype)
 
     def vjp(self, sums: Tensor, out: Tensor, factor: Tensor | None = None) -> list[Tensor]:
-        """Write the gradient of the caller's rows to ``out``; return the products of rows and sums, (n,) in pieces.
+        """Write the gradient of the caller's rows to ``out``. Return the products of rows and sums, (n,) in pieces.
 
         Args:
             sums: (n, D), sums over the partners of each row of the product's gradient times the partner (``add_to_left_``).
@@ -265,7 +265,7 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_factors_(products: Tensor, of_rows: Tensor | None, of_columns: Tensor | None) -> Tensor:
-    """Multiply products by factors of their rows (n,) and columns (m,); None: 1."""
+    """Multiply products by factors of their rows (n,) and columns (m,). None: 1."""
     if of_rows is not None:
         products.mul_(of_rows.unsqueeze(1))
     return products if of_columns is None else products.mul_(of_columns)
@@ -334,14 +334,14 @@ def total_of(parts: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 def lengths_of(rows: Tensor) -> Tensor:
-    """Return (n,), the divisors of ``torch.nn.functional.normalize``; without gradient."""
+    """Return (n,), the divisors of ``torch.nn.functional.normalize``. Without gradient."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1, dtype=wide)
     return lengths.clamp_min(SMALLEST_LENGTH)
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """Divide (n, D) rows by their lengths, as ``torch.nn.functional.normalize``; the gradient cannot be differentiated again.
+    """Divide (n, D) rows by their lengths, as ``torch.nn.functional.normalize``. The gradient cannot be differentiated again.
 
     Autograd's own backward of a norm, a clamp and a division is 14 passes over the rows. Written out it is five. A row shorter than 1e-12
     is divided by that number, which is then a constant.
@@ -435,7 +435,7 @@ class RunningLogSumExp:
         return (self.maximum - entries) + self.above_maximum()
 
     def _merged(self) -> tuple[Tensor, Tensor]:
-        """Merge all pieces; return both numbers, (n,) each."""
+        """Merge all pieces. Return both numbers, (n,) each."""
         if not self._pieces:
             lowest = torch.finfo(self._like.dtype).min
             return self._like.new_full((self._rows,), lowest), self._like.new_zeros(self._rows)

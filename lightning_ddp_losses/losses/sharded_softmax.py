@@ -1,7 +1,7 @@
-"""The softmax cross entropy over classes that lie on different ranks, in chunks of classes none of which outlives its turn; their logits.
+"""The softmax cross entropy over classes that lie on different ranks, in chunks of classes none of which outlives its turn. Their logits.
 
 Forward: each rank's maximum and sum of exponentials per row over its own classes, chunk by chunk, and the target's logit from
-the rank that has its class; one gather of these three makes every row's loss known on every rank. Backward: the chunks again, now with
+the rank that has its class. One gather of these three makes every row's loss known on every rank. Backward: the chunks again, now with
 the softmax, for the gradient of this rank's weight rows (complete) and of all embeddings (this rank's part).
 
 Legend: ``W`` ranks, ``G`` rows over all ranks, ``D`` embedding size, ``c`` classes on this rank, ``K`` weight rows per class, ``n`` rows
@@ -48,9 +48,9 @@ class RowLosses(NamedTuple):
 
     Attributes:
         losses: (G,) ``logsumexp_j z_ij - z_iy``; not a number for a row whose class no rank has.
-        penalty: 0-dim, the regulariser's terms, summed; with gradient, as the losses. None: there is no regulariser.
+        penalty: 0-dim, the regulariser's terms, summed. With gradient, as the losses. None: there is no regulariser.
         penalty_divisor: 0-dim, the number of these terms; likewise.
-        angle_sum: 0-dim, the sum of the targets' angles; None: the loss does not collect statistics.
+        angle_sum: 0-dim, the sum of the targets' angles. None: the loss does not collect statistics.
     """
 
     losses: Tensor
@@ -64,7 +64,7 @@ class Operands(NamedTuple):
 
     Attributes:
         rows: (G, D) as ``Head.prepare`` gives them.
-        scale: (G, 1) or one number, from there too; one number has the gradient 0.
+        scale: (G, 1) or one number, from there too. One number has the gradient 0.
         weight: (c * K, D), this rank's.
     """
 
@@ -93,7 +93,7 @@ class MarginSlope:
             return cls(leaf, head.with_margin(leaf))
 
     def vjp(self, grad: Tensor) -> Tensor:
-        """Return the gradient (n,) of the cosines; a second backward may ask again."""
+        """Return the gradient (n,) of the cosines. A second backward may ask again."""
         return torch.autograd.grad(self.values, self.cosines, grad, retain_graph=True)[0]
 
 
@@ -104,10 +104,10 @@ class ShardedSoftmax:
     Attributes:
         head: Computes logits.
         classes: Which of this rank's classes are looked at.
-        log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling); None: nothing.
-        penalty: Returns a block of weight rows' summed regulariser terms and their number; None: no regulariser.
+        log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling). None: nothing.
+        penalty: Returns a block of weight rows' summed regulariser terms and their number. None: no regulariser.
         group: Process group over which the classes are sharded.
-        replica_group: Ranks that have the same classes in other parts of the world; None: there are none.
+        replica_group: Ranks that have the same classes in other parts of the world. None: there are none.
         embeddings: G rows as they are multiplied in bf16. None: they are multiplied in float32, as ``Head.prepare`` gives them.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
@@ -137,14 +137,14 @@ class ShardedSoftmax:
         Gradient: of ``weight`` the complete one; of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
             ranks is complete. All ranks must back-propagate the same.
 
-        Communication: one gather of (3 G + 4) numbers; none in backward but, with replicas, one mean of the weight's gradient over them.
+        Communication: one gather of (3 G + 4) numbers. None in backward but, with replicas, one mean of the weight's gradient over them.
         """
         return RowLosses(*_SoftmaxFunction.apply(self, rows, scale, weight))  # type: ignore[no-untyped-call]
 
     def target_logits(
         self, operands: Operands, targets: LocalTargets, *, with_slope: bool
     ) -> tuple[Tensor, MarginSlope | None]:
-        """Compute the logits (G,) of the targets on this rank, with their margin; 0 where another rank has the class.
+        """Compute the logits (G,) of the targets on this rank, with their margin. 0 where another rank has the class.
 
         Args:
             operands: What they are made of.
@@ -335,9 +335,9 @@ class _Backward:
         operands: What the logits are made of.
         targets: The rows whose class is on this rank.
         lse: (G,), each row's log-sum-exp over the classes of all ranks.
-        at_targets: (G,), the targets' share of the gradient of the logits, through their margin; None: it takes a way of its own.
+        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. None: it takes a way of its own.
         grad: (G,), of the losses.
-        grad_penalty: 0-dim, of the regulariser's terms; None: there is no regulariser.
+        grad_penalty: 0-dim, of the regulariser's terms. None: there is no regulariser.
     """
 
     call: ShardedSoftmax
@@ -367,7 +367,7 @@ class _Backward:
         """Add the same for cosines, by hand: half the passes over memory.
 
         Args:
-            grads: Sums of the gradients; those of the rows are overwritten.
+            grads: Sums of the gradients. Those of the rows are overwritten.
             cosines: Computes the logits.
             kept: Logits of the only chunk, from forward; overwritten. None: they are computed again.
         """
@@ -493,7 +493,7 @@ def _combine_ranks(
 
 @dataclass(frozen=True)
 class ClassLogits:
-    """Computes the logits of all ranks' rows for all classes, and their best classes, for one call; without gradient.
+    """Computes the logits of all ranks' rows for all classes, and their best classes, for one call. Without gradient.
 
     Every rank computes the logits of the rows of all ranks with its own classes, chunk by chunk. All of them go to the ranks that own the
     rows; of the best k classes only each rank's best k do, and the rank of the row keeps k.

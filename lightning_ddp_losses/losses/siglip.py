@@ -30,9 +30,9 @@ class SigLipLoss(TwoTowerLoss):
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
             gives ``logit_scale=``.
         init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
-        max_scale: The own scale is clamped to this; None: not at all.
-        normalize: Divide embeddings by their length; False where the model has done so.
-        tile_bytes: Of products alive at a time; None: 2 MiB, on an accelerator 64 MiB.
+        max_scale: The own scale is clamped to this. None: not at all.
+        normalize: Divide embeddings by their length. False where the model has done so.
+        tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
@@ -40,7 +40,7 @@ class SigLipLoss(TwoTowerLoss):
             none. It takes seconds at the first call.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
 
     Returns:
         From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
@@ -104,7 +104,7 @@ class SigLipLoss(TwoTowerLoss):
         logit_scale: Tensor | float | None = None,
         logit_bias: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the global loss from the arguments of ``TwoTowerLoss.forward``; one number may replace the own bias as well."""
+        """Compute the global loss from the arguments of ``TwoTowerLoss.forward``. One number may replace the own bias as well."""
         return self._checked_call(
             (images, texts, extra_texts, queue), {"logit_scale": logit_scale, "logit_bias": logit_bias}
         )

@@ -32,11 +32,11 @@ class TileCompiler:
         return TileCompiler, ()  # a copy compiles for itself
 
     def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
-        """Compiles what a call of some kind needs, where it is the first of its kind; all ranks together.
+        """Compiles what a call of some kind needs, where it is the first of its kind. All ranks together.
 
         Args:
             title: How messages name the loss.
-            kind: What the graphs depend on; the same on all ranks.
+            kind: What the graphs depend on. The same on all ranks.
             rehearsal: Calls the functions, on small tensors, by what it is given.
             group: Process group.
 

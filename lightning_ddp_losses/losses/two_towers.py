@@ -173,7 +173,7 @@ class ColumnBlock:
 
     Attributes:
         columns: n rows of the second tower.
-        text_count: The number of them, the first, that have an image of their own on some rank; the others are negatives alone.
+        text_count: The number of them, the first, that have an image of their own on some rank. The others are negatives alone.
         first_own: Column of the first text that belongs to an image of this rank. None: not in this block.
         column_stats: (text_count,), a number for each text. None: none were given.
         trained: Whether the columns may need a gradient.
@@ -214,7 +214,7 @@ class BlockProducts:
         return self._kept is not None
 
     def __iter__(self) -> Iterator[tuple[ProductTile, Tensor]]:
-        """Yield the tiles and their products; all use the same memory, which the caller may overwrite."""
+        """Yield the tiles and their products. All use the same memory, which the caller may overwrite."""
         images, columns, scale = self._call.images, self._block.columns, self._scale
         of_rows, of_columns = images.factors, columns.factors
         scale_of_tiles = None if self._call.form == "float32" else scale
@@ -336,7 +336,7 @@ class TowerCall:
         return torch.zeros(rows.rows.shape, dtype=dtype, device=rows.rows.device)
 
     def keep(self, tile: Tensor, images: int) -> bool:
-        """Keep the products of a tile for backward if it is the only one; return whether its logits may not be overwritten."""
+        """Keep the products of a tile for backward if it is the only one. Return whether its logits may not be overwritten."""
         if not self.trained or tile.shape != (images, self.width) or self.compiler is not None:
             return False
         self.kept = tile
@@ -355,7 +355,7 @@ class TowerCall:
         join: Join = Tensor.add_,
         counts: Sequence[int] | None = None,
     ) -> Tensor | None:
-        """Visit all blocks; return the results, (n, k): this rank's part for all columns, in a ring of all ranks for its own columns.
+        """Visit all blocks. Return the results, (n, k): this rank's part for all columns, in a ring of all ranks for its own columns.
 
         Args:
             visit: Returns this rank's result for the columns of a block, (n, k), or for its texts.
@@ -385,13 +385,13 @@ class TowerCall:
         """Return the gradients of this rank's rows of both towers, and of the scale but for the upstream gradient.
 
         Args:
-            sums: (B, D) of the images and (m, D) of the columns, from ``BlockProducts.add_grads_`` and ``collect``; the latter None if the
+            sums: (B, D) of the images and (m, D) of the columns, from ``BlockProducts.add_grads_`` and ``collect``. The latter None if the
                 second tower needs no gradient. The list is emptied, so that their memory is free as soon as they are used.
             factor: Upstream gradient times scale, 0-dim.
             images: (B, D), as the caller gave them.
             second_tower: (m, D), also.
 
-        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient; none in a ring.
+        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient. None in a ring.
         """
         image_sums = sums.pop(0)
         assert image_sums is not None
@@ -449,16 +449,16 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     """Makes the call of a two-tower loss: checks, comparison of ranks, precision. The subclass has ``_evaluate``.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``; None: each call gives it.
-        max_scale: Upper limit of the own scale; None: none.
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: each call gives it.
+        max_scale: Upper limit of the own scale. None: none.
         normalize: Divide embeddings by their length.
-        tile_bytes: Bytes of products alive at a time; None: 2 MiB, on an accelerator 64 MiB.
+        tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: Whether every rank holds all columns, or they go round a ring.
         products: How rows are multiplied (``products``).
         compile_tiles: Compile what a tile computes next to its products.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
-        group: Process group; None is the world.
+        group: Process group. None is the world.
     """
 
     sees_global_batch = True
@@ -653,8 +653,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
 
         Args:
             call: The call.
-            *tensors: (B, D) images of this rank and (m, D) rows of its second tower, with their graphs; if ``compares_with_own_pair``,
-                (t,) the product of each text of the columns with its own image, without graph; the scale and other numbers of the loss.
+            *tensors: (B, D) images of this rank and (m, D) rows of its second tower, with their graphs. If ``compares_with_own_pair``,
+                (t,) the product of each text of the columns with its own image, without graph. The scale and other numbers of the loss.
         """
         raise NotImplementedError
 
@@ -682,7 +682,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         raise NotImplementedError
 
     def _number(self, name: str, given: Tensor | None) -> Tensor:
-        """Return the caller's number as it is, or the loss's own; its scale as 1 / temperature, clamped."""
+        """Return the caller's number as it is, or the loss's own. Its scale as 1 / temperature, clamped."""
         if given is not None:
             return given
         own: Tensor = getattr(self, name)
@@ -726,7 +726,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             )
 
     def _given_number(self, name: str, number: Tensor | float | None, images: Tensor) -> Tensor | None:
-        """Check one number that the caller gives in place of an own parameter; return it as a 0-dim tensor."""
+        """Check one number that the caller gives in place of an own parameter. Return it as a 0-dim tensor."""
         title = f"{type(self).__name__}: {name}"
         if number is None:
             if getattr(self, name) is None:
@@ -752,7 +752,7 @@ def _kind_of_number(number: Tensor | float | None) -> object:
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:
-    """Return the rows of some tensors; those of one without a copy."""
+    """Return the rows of some tensors. Those of one without a copy."""
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 

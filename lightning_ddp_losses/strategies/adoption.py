@@ -23,14 +23,14 @@ from lightning_ddp_losses.strategies.shards import shard_losses
 
 
 class Adoption(FitPart):
-    """Registers hidden losses for the length of a fit, and keeps them for checkpoints; without ``adopt`` they are refused."""
+    """Registers hidden losses for the length of a fit, and keeps them for checkpoints. Without ``adopt`` they are refused."""
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self._modules: nn.ModuleDict | None = None
 
     def find(self) -> Hidden:
-        """Search the module, the callbacks and the data module for hidden losses; refuse those that will not be adopted.
+        """Search the module, the callbacks and the data module for hidden losses. Refuse those that will not be adopted.
 
         Raises:
             HiddenLossError: on every rank, with the paths.

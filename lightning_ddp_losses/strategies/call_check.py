@@ -170,7 +170,7 @@ class CallCheck:
             self._parameters.admit(prepared.new_parameters)
 
     def finish(self) -> Calls | None:
-        """Return the calls of all ranks, and exchange them now if backward did not; None if no handshake was prepared."""
+        """Return the calls of all ranks, and exchange them now if backward did not. None if no handshake was prepared."""
         self.exchange()
         calls, self._calls = self._calls, None
         return calls

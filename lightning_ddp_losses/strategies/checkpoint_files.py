@@ -195,7 +195,7 @@ def unwritten(path: Any, failures: Mapping[int, BaseException], *, collective: b
 
 
 def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_bits: bool) -> dict[str, Any]:
-    """Load a checkpoint; one that any rank cannot read is an error on every rank, and so are ranks that read different ones.
+    """Load a checkpoint. One that any rank cannot read is an error on every rank, and so are ranks that read different ones.
 
     Args:
         path: Path of the file.
@@ -240,7 +240,7 @@ def load_on_all_ranks(path: Any, load: Callable[[], dict[str, Any]], *, checks_b
 
 
 def _content_of(path: Path, *, checks_bits: bool) -> str:
-    """Return a text that is equal for equal files; empty for a file without checksums, which ``torch.load`` judges.
+    """Return a text that is equal for equal files. Empty for a file without checksums, which ``torch.load`` judges.
 
     Raises:
         ValueError: if bits are checked, for a file that is not what its own checksums say, naming the part.
@@ -288,7 +288,7 @@ def refuse_other_losses(path: Any, saved: Sequence[str] | None, own: Sequence[st
 
     Args:
         path: Path of the checkpoint.
-        saved: ``name: class`` of each saved loss; None if the checkpoint has no such entry.
+        saved: ``name: class`` of each saved loss. None if the checkpoint has no such entry.
         own: ``name: class`` of each loss of this module.
 
     Raises:

@@ -114,10 +114,10 @@ class _Writer(FileSystemWriter):
 
 
 def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str, nn.Parameter]) -> None:
-    """Write a checkpoint as a folder; every rank comes here.
+    """Write a checkpoint as a folder. Every rank comes here.
 
     Args:
-        path: Path of the folder; that of rank 0 counts.
+        path: Path of the folder. That of rank 0 counts.
         checkpoint: Checkpoint with ``state_dict`` and ``optimizer_states`` by name.
         shards: Parameters of which each rank holds its own classes.
 

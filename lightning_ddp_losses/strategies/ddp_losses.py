@@ -52,8 +52,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             is damaged or mixed up is an error on every rank when it is loaded.
         accumulation: ``"mean"``: what ``accumulate_grad_batches`` means in Lightning, the mean of the micro-batches' losses, each divided
             by its own count. ``"window"``: the loss of one process on all rows of all ranks and micro-batches, divided by what they
-            count together; the last, shorter window of an epoch too. For losses whose divisor is known: ``GlobalBatchLoss`` in mode
-            ``elements``, ``global_mean``, ``ClassShardedLoss``, differentiable MeanSquaredError and MeanAbsoluteError; any other term is
+            count together. The last, shorter window of an epoch too. For losses whose divisor is known: ``GlobalBatchLoss`` in mode
+            ``elements``, ``global_mean``, ``ClassShardedLoss``, differentiable MeanSquaredError and MeanAbsoluteError. Any other term is
             an error that names it. Layers that look at the batch (batch norm) see a micro-batch all the same. In
             manual optimisation there is ``window``.
         use_global_sampler: Give training loaders without a sampler of their own the batches of ``GlobalBatchSampler`` (G is ``batch_size``
@@ -67,7 +67,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         uneven: What happens where ranks have different numbers of training batches. ``"error"``: the same error on every rank, before the
             first batch where lengths are known, else one batch before a rank runs out. ``"stop"``: an epoch ends on every rank with the
             first that runs out; rank 0 says once what is left out. ``"join"``: ranks that ran out go on with batches of 0 rows until all
-            are done, which is exact where every loss is over the rows of all ranks; any other loss, and plain batch norm, is an
+            are done, which is exact where every loss is over the rows of all ranks. Any other loss, and plain batch norm, is an
             error on every rank at the first empty batch, before its gradient is reduced.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
@@ -79,8 +79,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     Communication: per synchronising backward, next to the model's DDP: one handshake (``check_calls``), one all-reduce for all small
         gradients of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB. None in a step of
-        validation, test, predict; one handshake when an evaluation loader is set up, and one after the last batch of an evaluation. For
-        ``uneven``: one handshake at the start of a training epoch; one per fetch if a training loader has no length. One handshake more
+        validation, test, predict. One handshake when an evaluation loader is set up, and one after the last batch of an evaluation. For
+        ``uneven``: one handshake at the start of a training epoch. One per fetch if a training loader has no length. One handshake more
         for each checkpoint that is saved, two for one that is loaded.
 
     Raises:
@@ -148,14 +148,14 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     # ------------------------------------------------------------------ set-up
 
     def _configure_launcher(self) -> None:
-        """Choose Lightning's launcher; one that starts processes of its own brings back the whole of what is sharded."""
+        """Choose Lightning's launcher. One that starts processes of its own brings back the whole of what is sharded."""
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = ddp_setup.WholeStateLauncher(self, start_method=self._start_method)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Adopted losses are registered in ``setup``; a checkpoint that holds them must wait for that."""
+        """Adopted losses are registered in ``setup``. A checkpoint that holds them must wait for that."""
         return self._losses.options.adopt or super().restore_checkpoint_after_setup
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -217,7 +217,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         (Lightning's ``BaseFinetuning`` and hooks freeze before this hook, and outside ``no_sync``.) No collective here: other ranks may
         already be inside DDP's forward, which broadcasts buffers. The call check compares the frozen names.
 
-        Communication: none; without ``check_calls`` one handshake where something was frozen.
+        Communication: none. Without ``check_calls`` one handshake where something was frozen.
         """
         assert self._losses.reducer is not None
         parameters, wrapped, module = self._losses.reducer.parameters, self.wrapped_model, self._losses.module
@@ -294,7 +294,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     @property
     def wrapped_model(self) -> DistributedDataParallel | None:
-        """The model's DDP; None if only losses train."""
+        """The model's DDP. None if only losses train."""
         return self.model if isinstance(self.model, DistributedDataParallel) else None
 
     @property

@@ -49,7 +49,7 @@ _WITHOUT_TORCHS_BATCH_NORM = ("cpu", "mps")
 def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return DDP's options that differ from DDP's defaults.
 
-    A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself); the settings
+    A YAML file fills in all of them with their defaults (``device_ids`` too, which Lightning passes itself). The settings
     must be those of Python code that names none.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -66,7 +66,7 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
     """Refuse options that torch's DDP would refuse when it wraps the model, each with the option that it may have meant.
 
     Args:
-        strategy: Class of the strategy; its own options are known too.
+        strategy: Class of the strategy. Its own options are known too.
         ddp_kwargs: Names that are left for torch's DDP.
 
     Raises:
@@ -120,7 +120,7 @@ class WrapPlan:
     """Says who reduces what.
 
     Attributes:
-        reduced: Parameters that the model's DDP reduces; none, where DDP would refuse the module (a frozen encoder).
+        reduced: Parameters that the model's DDP reduces. None, where DDP would refuse the module (a frozen encoder).
         ignored: Names that the model's DDP leaves alone: the losses', class shards, and the user's own.
         ignored_by_user: Names that the user excluded from DDP. Their gradients stay local.
         unsynchronised: Tensors that DDP will not broadcast and that ought to start equal.
@@ -158,7 +158,7 @@ def ignoring(module: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 def first_bucket(parameters: Iterable[Tensor], ddp_kwargs: Mapping[str, Any]) -> int:
-    """Return the bytes of gradient that must be ready before DDP sends any; 0 if unknown.
+    """Return the bytes of gradient that must be ready before DDP sends any. 0 if unknown.
 
     DDP fills buckets of one dtype and device each, the first up to 1 MiB, and sends them in order.
     """
@@ -203,7 +203,7 @@ def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable
 
 
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
-    """Give all ranks rank 0's buffers where there is no DDP around the model; the losses keep theirs.
+    """Give all ranks rank 0's buffers where there is no DDP around the model. The losses keep theirs.
 
     As DDP's forward does it, message for message: it may run on the other ranks, which have frozen less.
     """
@@ -245,7 +245,7 @@ def refuse_frozen(names: Sequence[str], comm_state: object) -> None:
 
     Args:
         names: Names of the parameters.
-        comm_state: State of DDP's communication hook; None without one.
+        comm_state: State of DDP's communication hook. None without one.
 
     Raises:
         ConfigurationError: naming them.
@@ -339,7 +339,7 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
     """
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        """Return what goes to the main process, None on most ranks; every rank comes here, at the healthy end of its run.
+        """Return what goes to the main process, None on most ranks. Every rank comes here, at the healthy end of its run.
 
         Communication: after a fit, each rank sends its part of sharded weights to the first rank of each node.
         """
@@ -400,7 +400,7 @@ class FabricRefusal(FabricDDPStrategy):
 
 
 def nearest_names(name: str) -> str:
-    """Return the registered strategy whose name is nearest to a name, and our names; an empty text if none is near."""
+    """Return the registered strategy whose name is nearest to a name, and our names. An empty text if none is near."""
     near = difflib.get_close_matches(name, StrategyRegistry, n=1)
     ours = ", ".join(known for known in StrategyRegistry if "ddp_losses" in known)
     return f"Did you mean {near[0]}? Names of ours: {ours}." if near else ""

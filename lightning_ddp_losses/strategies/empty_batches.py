@@ -154,7 +154,7 @@ def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
 
 
 def _local_term(loss: Tensor, module: nn.Module) -> str:
-    """Return a term of a loss that reaches a parameter and passes no value over all ranks; empty where there is none."""
+    """Return a term of a loss that reaches a parameter and passes no value over all ranks. Empty where there is none."""
     above: dict[Any, Any] = {}
     queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     for node in queue:

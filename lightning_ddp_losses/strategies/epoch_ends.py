@@ -10,7 +10,7 @@ derives from them is so too.
 | known on every rank | compared when an iterator is made | one handshake per epoch |
 | unknown | each fetch says whether there was a batch; Lightning fetches one ahead | one handshake per fetch |
 
-Legend: ``W`` ranks. A *stream* is what one loader gives to one rank in one epoch; with ``uneven="error"`` it is what all loaders together
+Legend: ``W`` ranks. A *stream* is what one loader gives to one rank in one epoch. With ``uneven="error"`` it is what all loaders together
 give, as they are not to be changed. A rank *lacks rows* in a step for which its stream has none left: with ``uneven="join"`` it gets an
 empty batch (``empty_batches``).
 """
@@ -54,7 +54,7 @@ class UnevenEnds(FitPart):
     """The ends of one fit's epochs: makes them the same on every rank, or refuses them.
 
     Args:
-        fit: The fit; its training loaders will be replaced by ones with common ends, in a world of several ranks.
+        fit: The fit. Its training loaders will be replaced by ones with common ends, in a world of several ranks.
 
     Attributes:
         mode: ``uneven`` of the options.
@@ -181,7 +181,7 @@ class UnevenEnds(FitPart):
 
 
 class JoinedEnds(FitPart):
-    """Looks at each step in which some rank lacks rows; a part with ``uneven="join"`` only."""
+    """Looks at each step in which some rank lacks rows. A part with ``uneven="join"`` only."""
 
     needs = ("uneven", "join")
 
@@ -230,9 +230,9 @@ class _EpochSizes(NamedTuple):
     """Sizes of one rank's loaders when it makes an iterator.
 
     Attributes:
-        lengths: Number of batches of each loader; None if unknown.
+        lengths: Number of batches of each loader. None if unknown.
         limits: Lightning's limit for each loader.
-        together: Number of combined batches, within the limits; None if unknown.
+        together: Number of combined batches, within the limits. None if unknown.
     """
 
     lengths: list[int | None]
@@ -241,12 +241,12 @@ class _EpochSizes(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether all lengths are; a limit alone does not say how many batches come."""
+        """Whether all lengths are. A limit alone does not say how many batches come."""
         return self.together is not None and None not in self.lengths
 
 
 class _CommonEnds(CombinedLoader):
-    """A combined loader that ends on every rank at the same batch; the class of a fit's own is made of this one and the user's.
+    """A combined loader that ends on every rank at the same batch. The class of a fit's own is made of this one and the user's.
 
     Attributes:
         lacks_rows: For the latest batches, whether some rank lacks rows.
@@ -337,8 +337,8 @@ class _Stream:
     Args:
         ends: The fit's.
         title: Name of the loader in messages.
-        lengths: Number of batches on each rank; None if unknown.
-        loader: Loader to iterate again when it is shorter than others; None if that cannot happen.
+        lengths: Number of batches on each rank. None if unknown.
+        loader: Loader to iterate again when it is shorter than others. None if that cannot happen.
         is_alone: Whether no other stream belongs to the same batches.
 
     Attributes:
@@ -444,7 +444,7 @@ class _Stream:
         return copy.deepcopy(self._empty)
 
     def _share_structure(self, batch: Any) -> None:
-        """Give a rank that never had a batch the structure of the peers'; every rank comes here, with its batch or None.
+        """Give a rank that never had a batch the structure of the peers'. Every rank comes here, with its batch or None.
 
         Raises:
             InputError: on every rank, for a batch that other ranks could not read without running something.
@@ -465,7 +465,7 @@ class _Stream:
             self._empty, self._has_empty = shared, True
 
     def _own_batch(self) -> tuple[bool, Any]:
-        """Return whether this rank has a batch, and the batch; an error is one on every rank."""
+        """Return whether this rank has a batch, and the batch. An error is one on every rank."""
         if self.has_ended:
             return False, None
         try:

@@ -58,7 +58,7 @@ class EvaluationEnds(FitPart):
 
     @contextlib.contextmanager
     def evaluation_step(self, args: tuple[Any, ...]) -> Iterator[None]:
-        """Run a step inside the block; its error is raised on every rank, on the peers at the end of their evaluation."""
+        """Run a step inside the block. Its error is raised on every rank, on the peers at the end of their evaluation."""
         if not self._is_inside:
             yield
             return
@@ -98,7 +98,7 @@ class EvaluationEnds(FitPart):
 
 
 class EvaluationLoaders(FitPart):
-    """Gives the evaluation loaders of one run exact parts of the rows; a part with ``evaluation="exact"`` only."""
+    """Gives the evaluation loaders of one run exact parts of the rows. A part with ``evaluation="exact"`` only."""
 
     needs = ("evaluation", "exact")
 
@@ -112,7 +112,7 @@ class EvaluationLoaders(FitPart):
     # ------------------------------------------------------------------ loaders
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return an evaluation loader that gives this rank its rows; any other as it is. An error is one on every rank."""
+        """Return an evaluation loader that gives this rank its rows. Any other as it is. An error is one on every rank."""
         trainer = self.fit.trainer
         is_dealt = not trainer.training and process_groups.world_size() > 1
         if not is_dealt or not compat.injects_distributed_sampler(trainer):

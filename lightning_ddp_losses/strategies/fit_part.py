@@ -122,7 +122,7 @@ class HostStrategy(ParallelStrategy):
 
     @property
     def wrapped_model(self) -> Any:
-        """The model's DDP; None without one."""
+        """The model's DDP. None without one."""
         return None
 
     @property
@@ -147,7 +147,7 @@ class Fit(Protocol):
     Attributes:
         options: Options of the strategy.
         strategy: Parallelises the model.
-        found: Losses of this fit; known in ``on_model_ready``.
+        found: Losses of this fit. Known in ``on_model_ready``.
         lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
         is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
     """
@@ -177,7 +177,7 @@ class Fit(Protocol):
 
     @property
     def is_divided(self) -> bool:
-        """Whether parameters are divided over the ranks; the same on every rank."""
+        """Whether parameters are divided over the ranks. The same on every rank."""
 
     def exchange_calls(self) -> None:
         """Exchange the call check of this backward now, if it has not been exchanged yet."""
@@ -193,7 +193,7 @@ class Fit(Protocol):
 
 
 class FitPart:
-    """A feature of the strategy; each hook does nothing unless a part overrides it.
+    """A feature of the strategy. Each hook does nothing unless a part overrides it.
 
     Args:
         fit: The fit that it belongs to.

@@ -1,6 +1,6 @@
 """Set-up for FSDP2: sharded modules and parameters, refusals, and equal starts.
 
-``fully_shard`` makes each parameter of a module a ``DTensor``, of which a rank holds a part; it gathers them around forward and backward,
+``fully_shard`` makes each parameter of a module a ``DTensor``, of which a rank holds a part. It gathers them around forward and backward,
 and scatters the mean of their gradients. All other parameters (those of losses, and what the user has not sharded) stay whole on every
 rank, and ours.
 
@@ -179,7 +179,7 @@ def _is_over_all_ranks(parameter: DTensor) -> bool:
 
 
 def replicated_dim(parameter: Tensor) -> int | None:
-    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter; None if each part is on one rank."""
+    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter. None if each part is on one rank."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -203,7 +203,7 @@ def share_whole_parameters(module: nn.Module) -> None:
     Each rank keeps its part of what it holds itself, and no part has a replica: weights that were loaded on rank 0 alone, or drawn with
     other seeds, would make a model that no process ever had. (DDP's first broadcast does the same for what it wraps.)
 
-    Communication: one handshake; one broadcast per 64 MiB of what differs.
+    Communication: one handshake. One broadcast per 64 MiB of what differs.
     """
     names, whole = [], []
     for name, parameter in module.named_parameters():
@@ -246,7 +246,7 @@ class ShardedBackward(FitPart):
     """Exchanges the call check when backward reaches a sharded module, before anything is gathered and any gradient leaves."""
 
     def on_model_ready(self) -> None:
-        """Watch each sharded module; backward may reach an inner one first."""
+        """Watch each sharded module. Backward may reach an inner one first."""
         # before fully_shard's own hook, which registers what gathers
         for inner in self.fit.module.modules():
             if isinstance(inner, FSDPModule):

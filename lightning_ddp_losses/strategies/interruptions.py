@@ -191,7 +191,7 @@ class _AfterError(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Inform the peers, then decide which callbacks after this one may save, and with which ranks.
 
-        Communication: one handshake, which meets the peers' next one; one more where something is divided and all ranks have the error.
+        Communication: one handshake, which meets the peers' next one. One more where something is divided and all ranks have the error.
         """
         if self._sigterm.is_known and isinstance(exception, SIGTERMException):
             return

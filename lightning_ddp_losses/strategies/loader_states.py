@@ -42,7 +42,7 @@ class StateNote(NamedTuple):
     """One rank's states of its training loaders before a fetch.
 
     Attributes:
-        states: Copy of the state of each loader that has one; the loader may change what it returned.
+        states: Copy of the state of each loader that has one. The loader may change what it returned.
         ended: Whether this rank has run out of a loader, for each of them.
     """
 
@@ -54,7 +54,7 @@ class NotingLoader(CombinedLoader):
     """A fit's combined loader that notes the states of its loaders. ``as_combined`` adds this class to the loader's own class.
 
     Attributes:
-        take_saved: Returns the entry of a loaded checkpoint, once; None without one.
+        take_saved: Returns the entry of a loaded checkpoint, once. None without one.
         progress: Returns the number of trained batches of this epoch, and the number of batches of a step.
         notes: Notes of the latest places in this epoch, by k.
     """
@@ -135,7 +135,7 @@ class NotingLoader(CombinedLoader):
 
 
 def state_holder(loader: Any) -> Any:
-    """Return the owner of a training loader's state: itself or its data set; None if there is no state in this process."""
+    """Return the owner of a training loader's state: itself or its data set. None if there is no state in this process."""
     if draw_of(loader) is not None:
         return None  # its place is saved for all ranks together
     if _has_state(loader):
@@ -172,7 +172,7 @@ def _restore_states_(combined: NotingLoader, saved: Mapping[str, Any] | None) ->
 
     Args:
         combined: The loaders.
-        saved: Entry of the checkpoint; empty if it has none, None if no checkpoint was loaded.
+        saved: Entry of the checkpoint. Empty if it has none, None if no checkpoint was loaded.
 
     Returns:
         Whether each loader had ended on this rank in the epoch that continues.

@@ -39,7 +39,7 @@ class FoundLoss:
         name: Path from the LightningModule (``loss``, ``heads.arc``).
         module: The module that is called; for a compiled loss the compiled wrapper.
         learnable: Whether it has parameters.
-        owned: Whether the strategy reduces its parameters; False without parameters, and for a loss that shares one with
+        owned: Whether the strategy reduces its parameters. False without parameters, and for a loss that shares one with
             the model.
     """
 
@@ -87,7 +87,7 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
     Args:
         root: The LightningModule.
         losses: ``"auto"``: by type. A list: exactly these paths. Another string: a regular expression that must match
-            a whole path; it takes modules with parameters of any type, and where there are none, losses without parameters.
+            a whole path. It takes modules with parameters of any type, and where there are none, losses without parameters.
 
     Raises:
         ConfigurationError: a name that matches nothing (with the names that exist).

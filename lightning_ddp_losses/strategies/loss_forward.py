@@ -169,7 +169,7 @@ def use_global_wrapper(wrapper: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
-    """Return the loss over all ranks, around the loss itself; None for one that is no PML loss, or global already.
+    """Return the loss over all ranks, around the loss itself. None for one that is no PML loss, or global already.
 
     Args:
         loss: Found in ``root``.

@@ -208,7 +208,7 @@ class LossHooks(HostStrategy):
         windows.expect_counts(counts, totals)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Prepare the call check of a synchronising backward; backward exchanges it before its first gradients leave."""
+        """Prepare the call check of a synchronising backward. Backward exchanges it before its first gradients leave."""
         self.closure_loss = closure_loss
         self._losses.start_call_check()
         super().pre_backward(closure_loss)
@@ -267,20 +267,20 @@ class LossHooks(HostStrategy):
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce as Lightning does, but keep the mean of integers, in float64; a value that is global already is called waste, once.
+        """Reduce as Lightning does, but keep the mean of integers, in float64. A value that is global already is called waste, once.
 
         Lightning writes the mean of integers back into their own tensor, which floors it. A logged epoch mean is the ranks' mean sum over
         their mean number of rows, hence too large where W does not divide the rows. (Lightning 2.6.6, issue 21859)
 
         Args:
             tensor: Tensor to reduce in place; integers are not changed. Any other object is returned.
-            group: The process group; None for all ranks.
+            group: The process group. None for all ranks.
             reduce_op: ``"mean"``, ``"sum"`` and so on, or one of ``torch.distributed.ReduceOp``.
 
         Returns:
             The reduced tensor, equal on every rank of the group.
 
-        Communication: one barrier and one all-reduce; none on the way out after an error.
+        Communication: one barrier and one all-reduce. None on the way out after an error.
         """
         if self._losses.is_alone:
             return tensor
@@ -328,7 +328,7 @@ class LossHooks(HostStrategy):
         return self._own_state() if self._writes_folder else losses.sharding.whole_state(self._own_state())
 
     def whole_module_state(self, receivers: Iterable[int]) -> dict[str, Any]:
-        """Return the plain module's state, with adopted losses, and on some ranks the whole of what is divided; every rank comes here.
+        """Return the plain module's state, with adopted losses, and on some ranks the whole of what is divided. Every rank comes here.
 
         Args:
             receivers: Ranks that get the whole; others get tensors of its shape without memory.
@@ -525,7 +525,7 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
     Raises:
         InputError: for a path that is no such folder.
 
-    Communication: none; each process that calls reads the folder by itself.
+    Communication: none. Each process that calls reads the folder by itself.
     """
     path, got = Path(folder), "nothing there"
     if path.exists():

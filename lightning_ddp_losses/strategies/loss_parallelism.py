@@ -69,10 +69,10 @@ class LossParallelism(Fit):
         options: Options of the strategy.
 
     Attributes:
-        parts: Active features of this fit; none under ``losses=[]``.
+        parts: Active features of this fit. None under ``losses=[]``.
         found: The losses of this fit.
-        reducer: Averages their gradients; None outside of a fit.
-        call_check: Compares their calls; None outside of a fit, and without ``check_calls``.
+        reducer: Averages their gradients. None outside of a fit.
+        call_check: Compares their calls. None outside of a fit, and without ``check_calls``.
         adoption: Losses that the module does not register.
         sharding: Weights with classes divided over the ranks.
         lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
@@ -111,7 +111,7 @@ class LossParallelism(Fit):
             own(*args)
 
     def part(self, kind: type[P]) -> P | None:
-        """Return the part of this class; None if its option is off."""
+        """Return the part of this class. None if its option is off."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
@@ -237,7 +237,7 @@ class LossParallelism(Fit):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, step: Callable[[], T], broadcast_buffers: Callable[[], None]) -> T:
-        """Run a training step; its error ends all ranks at the peers' next handshake.
+        """Run a training step. Its error ends all ranks at the peers' next handshake.
 
         Args:
             step: Lightning's own step.
@@ -265,7 +265,7 @@ class LossParallelism(Fit):
         return loss
 
     def start_call_check(self) -> None:
-        """Prepare the call check of a synchronising backward; backward exchanges it before its first gradients leave."""
+        """Prepare the call check of a synchronising backward. Backward exchanges it before its first gradients leave."""
         if self.call_check is not None and self.strategy.sync_gradients:
             self.call_check.start(self.module.global_step)
 

@@ -182,7 +182,7 @@ class _SentGradients:
         flags: Flags of all parameters.
         parameters: Parameters with gradients that have left.
         seen: All gradients as they were then. Empty on an accelerator, where only flags leave.
-        mean: Function that waits for the mean of the gradients; None if no gradient has left.
+        mean: Function that waits for the mean of the gradients. None if no gradient has left.
     """
 
     flags: list[int]
@@ -201,7 +201,7 @@ class LossReducer:
 
     Args:
         parameters: Those parameters.
-        wire_dtype: dtype on the wire; None: each gradient's own, and at least float32 for small ones.
+        wire_dtype: dtype on the wire. None: each gradient's own, and at least float32 for small ones.
 
     Attributes:
         parameters: Those parameters.
@@ -231,7 +231,7 @@ class LossReducer:
             ]
 
     def pack(self, parameters: Sequence[ReducedParameter]) -> bytes:
-        """Return this rank's part of the call check: flags, and few bytes of gradients; empty if some are yet to come."""
+        """Return this rank's part of the call check: flags, and few bytes of gradients. Empty if some are yet to come."""
         unwritten, self._unwritten = self._unwritten, None
         # a parameter of no loss gets its gradient later
         if not parameters or any(p.owner < 0 for p in parameters) or process_groups.world_size() == 1:
@@ -273,8 +273,8 @@ class LossReducer:
         """Replace each gradient by its mean over ranks.
 
         Args:
-            parameters: Parameters of this backward; None: they are looked up.
-            expected: Per loss, whether its parameters may hold gradients, as all ranks have agreed; None: all may.
+            parameters: Parameters of this backward. None: they are looked up.
+            expected: Per loss, whether its parameters may hold gradients, as all ranks have agreed. None: all may.
 
         Raises:
             LossCallError: on every rank, when a parameter has a gradient on some ranks only.
@@ -332,7 +332,7 @@ class LossReducer:
         return self._sum_flags(what, changed, flags, handshake.PEER_TIMEOUT), is_agreed
 
     def _reduce_now(self, parameters: Sequence[ReducedParameter]) -> None:
-        """Replace gradients by their means, all at once; one that is gone counts as zeros, and stays gone."""
+        """Replace gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
         small = [p for p in parameters if _is_small(p)]
         finishes: list[Callable[[], object]] = [self._start_small(small)] if small else []
         for p in parameters:
@@ -384,7 +384,7 @@ def _are_on_host(parameters: Sequence[ReducedParameter]) -> bool:
 
 
 def _flat(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> Tensor:
-    """Return flags and gradients in one buffer; a parameter without a dense gradient adds zeros."""
+    """Return flags and gradients in one buffer. A parameter without a dense gradient adds zeros."""
     device = parameters[0].device if parameters else torch.device("cpu")
     pieces = [torch.tensor(flags, dtype=dtype, device=device)] if flags else []
     for parameter in parameters:
@@ -395,7 +395,7 @@ def _flat(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequenc
 
 
 def _write_mean_(mean: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Write a flat mean into the gradients; a parameter without a dense gradient keeps none."""
+    """Write a flat mean into the gradients. A parameter without a dense gradient keeps none."""
     offset = 0
     for parameter in parameters:
         grad = parameter.grad
@@ -409,7 +409,7 @@ def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[]
 
     Args:
         grad: Dense, on every rank.
-        wire_dtype: dtype on the wire; None: its own, which needs no copy.
+        wire_dtype: dtype on the wire. None: its own, which needs no copy.
 
     Returns:
         What waits for the mean and puts it in place.

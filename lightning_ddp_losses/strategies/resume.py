@@ -186,7 +186,7 @@ class Resume(FitPart):
         """Gather the states of loaders and generators.
 
         Args:
-            note: States of this rank's loaders; None if none has a state, on every rank.
+            note: States of this rank's loaders. None if none has a state, on every rank.
             names: Names of the owners' classes, which ranks have in common.
             random: uint8 (bytes,) by name of the generator. Empty to leave it out.
 
@@ -397,7 +397,7 @@ def _places_in(combined: Any, trained: TrainedBatches) -> list[Mapping[str, Any]
 
 
 def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> str | None:
-    """Return why saved random states cannot be restored; None if they can."""
+    """Return why saved random states cannot be restored. None if they can."""
     W = process_groups.world_size()
     if not saved["states"]:
         return "the checkpoint was saved after an error or in a signal, when ranks could not be asked for theirs"
@@ -418,7 +418,7 @@ def _window(trainer: pl.Trainer) -> int:
 
 
 def trained_batches(trainer: pl.Trainer) -> TrainedBatches:
-    """Return the batches that a trainer has trained on; those of an unfinished accumulation window do not count."""
+    """Return the batches that a trainer has trained on. Those of an unfinished accumulation window do not count."""
     loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     return _trained(
         vars(loop.epoch_progress.current),

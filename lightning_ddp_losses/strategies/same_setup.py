@@ -86,7 +86,7 @@ def setup_facts(
 
 
 def _describe_loss(module: nn.Module) -> str:
-    """Return a loss's class, and the options with which a known library has made it; a user's own class may keep what differs by rank."""
+    """Return a loss's class, and the options with which a known library has made it. A user's own class may keep what differs by rank."""
     kind = type(module)
     known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
     names = inspect.signature(kind.__init__).parameters if known else ()
@@ -108,7 +108,7 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     Raises:
         RankMismatchError: on every rank, with the first names that differ.
 
-    Communication: one handshake; one more gather where ranks differ.
+    Communication: one handshake. One more gather where ranks differ.
     """
     own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
     # which modules are gathered by themselves: ranks must do so in the same order

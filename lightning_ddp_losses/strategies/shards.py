@@ -122,7 +122,7 @@ class Shards(FitPart):
         self.install()
 
     def teardown(self) -> None:
-        """Undo ``install``; the next use looks for shards again."""
+        """Undo ``install``. The next use looks for shards again."""
         super().teardown()
         self.parameters, self.owners, self._replicas, self._is_set_up = {}, {}, {}, False
 
@@ -227,7 +227,7 @@ class Shards(FitPart):
         return norm
 
     def _copies(self, parameter: nn.Parameter) -> int | None:
-        """Return how many ranks hold the same part of a parameter; None if all hold the whole."""
+        """Return how many ranks hold the same part of a parameter. None if all hold the whole."""
         name = self.of(parameter)
         if name is not None:
             return self._replicas[name]
@@ -246,7 +246,7 @@ class Shards(FitPart):
             receivers: Ranks that get whole class weights. The others get tensors of that shape without memory. The whole of a
                 ``DTensor`` is on rank 0.
 
-        Communication: each rank sends its classes to each receiver; one gather for each ``DTensor``.
+        Communication: each rank sends its classes to each receiver. One gather for each ``DTensor``.
         """
         found = {name: _on_rank_zero(value) for name, value in state.items()}
         for receiver in receivers:
@@ -342,7 +342,7 @@ class Shards(FitPart):
 
 
 def shard_losses(module: nn.Module) -> None:
-    """Let every loss that can divide its classes over the ranks do so; all ranks come here."""
+    """Let every loss that can divide its classes over the ranks do so. All ranks come here."""
     for loss in _shardable(module):
         loss.shard_classes()
 
@@ -352,7 +352,7 @@ def _shardable(module: nn.Module) -> list[Shardable]:
 
 
 def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
-    """Return one holder per block; the blocks must follow each other from the first class to the last."""
+    """Return one holder per block. The blocks must follow each other from the first class to the last."""
     ranks = first_holders(column)
     if ranks is None:
         raise RankMismatchError(
@@ -437,7 +437,7 @@ def is_part(value: Any, parameter: Tensor) -> bool:
 
 
 def assemble(part: Tensor, shard: ClassShard, owners: Owners, receiver: int = 0) -> Tensor:
-    """Return the whole, on one rank; a tensor of its shape without memory on the others.
+    """Return the whole, on one rank. A tensor of its shape without memory on the others.
 
     (``DTensor.full_tensor`` would give every rank the memory of the whole.)
 

@@ -9,7 +9,7 @@
   gives them the batches of ``GlobalBatchSampler.shuffled``, cut over the ranks: each row once, the same global batches on any number of
   ranks with the same global batch, and a place that is saved.
 * Iterable data sets that every rank reads as a whole: W ranks see the rows of one, W times. Samplers divide numbers, and an iterable data
-  set has none: unless it asks for the rank, all ranks get the same rows. `UndividedData` hashes the first batches of an epoch; the hashes
+  set has none: unless it asks for the rank, all ranks get the same rows. `UndividedData` hashes the first batches of an epoch. The hashes
   are compared in a handshake that is there anyway, that of backward or that at the end of an evaluation. Equal batches prove it only if
   they change: two of them in a row, with 8 different rows in all. A constant batch (a toy, a benchmark, overfitting on purpose) is no
   evidence, and neither are rows that a rank augments for itself. If a check that looks for it (F71) is at work, that check decides.
@@ -69,11 +69,11 @@ class GivenLoaders(FitPart):
 
 
 def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
-    """Return what Lightning did to the order of a structured sampler, as an error text; None where it left the order alone.
+    """Return what Lightning did to the order of a structured sampler, as an error text. None where it left the order alone.
 
     Args:
         dataloader: When Lightning has resolved samplers.
-        injecting: Lightning's ``use_distributed_sampler``; without it, a shuffle around a batch sampler is the user's own.
+        injecting: Lightning's ``use_distributed_sampler``. Without it, a shuffle around a batch sampler is the user's own.
     """
     if not isinstance(dataloader, DataLoader):
         return None
@@ -103,7 +103,7 @@ def _reshuffle_text(arguments: str, name: str, got: str) -> str:
 def refuse_other_batches(dataloader: object) -> None:
     """Refuse a DataLoader whose batches are not those of its global sampler.
 
-    Such a sampler is known by its ``local_batch_size``; it cannot see what the DataLoader makes of its indices.
+    Such a sampler is known by its ``local_batch_size``. It cannot see what the DataLoader makes of its indices.
 
     Args:
         dataloader: Argument of ``Strategy.process_dataloader``.
@@ -141,7 +141,7 @@ def refuse_other_batches(dataloader: object) -> None:
 
 
 class GlobalSamplers(FitPart):
-    """Replaces the samplers of a fit's training loaders; a part with ``use_global_sampler=True`` only."""
+    """Replaces the samplers of a fit's training loaders. A part with ``use_global_sampler=True`` only."""
 
     needs = ("use_global_sampler", True)
 
@@ -153,7 +153,7 @@ class GlobalSamplers(FitPart):
             self.undo.callback(compat.replace_training_loaders(self.fit.trainer, self._replacement))
 
     def _replacement(self, dataloader: object) -> object | None:
-        """Return the loader with our batches; None where the user chose them.
+        """Return the loader with our batches. None where the user chose them.
 
         Raises:
             ConfigurationError: on every rank, for what cannot be sampled.
@@ -268,7 +268,7 @@ class SameRows:
         """Compare the contents of this step's batches by rank.
 
         Args:
-            contents: Hash of each rank's batch; 0 if it was not read.
+            contents: Hash of each rank's batch. 0 if it was not read.
             distinct: Number of different rows in each batch.
 
         Returns:
@@ -355,7 +355,7 @@ class UndividedData:
 
 
 class TrainingRows(FitPart):
-    """Compares the first training batches of iterable data sets between ranks; a part with ``check_calls`` only."""
+    """Compares the first training batches of iterable data sets between ranks. A part with ``check_calls`` only."""
 
     needs = ("check_calls", True)
 

@@ -1,7 +1,7 @@
 """Accumulation windows as Lightning's loops go: opened by the first micro-batch, closed by the backward that synchronises.
 
-What a window is stands in ``distributed/accumulation``. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``;
-that is undone here, as the window divides by what it counts.
+What a window is stands in ``distributed/accumulation``. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``.
+That is undone here, as the window divides by what it counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 
 class LightningWindows(FitPart):
-    """The accumulation windows of one fit; a part with ``accumulation="window"`` only."""
+    """The accumulation windows of one fit. A part with ``accumulation="window"`` only."""
 
     needs = ("accumulation", "window")
 
@@ -43,7 +43,7 @@ class LightningWindows(FitPart):
 
     @contextlib.contextmanager
     def _micro_batch(self, trainer: pl.Trainer, *, is_last: bool) -> Iterator[None]:
-        """Run a training step as the next micro-batch of its window; the first one opens it."""
+        """Run a training step as the next micro-batch of its window. The first one opens it."""
         batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
         if (trainer.current_epoch, batch) == self._last_batch and self._window is None:
             raise ConfigurationError(

@@ -112,7 +112,7 @@ class TileDistance:
         """Adds what a matrix gives back to rows and columns; ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
 
         Args:
-            rows: Rows of the tile; their sums are always wanted.
+            rows: Rows of the tile. Their sums are always wanted.
             columns: Its columns.
             scale: As in ``matrix``.
             matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.

@@ -2,7 +2,7 @@
 
 A tile is a few of this rank's rows against all columns. Forward computes a few numbers of each row and keeps ``k`` statistics of it. One
 handshake gives every rank all ranks' sums and statistics. Backward computes each tile again and turns it into its gradient. Alive at a time
-are the embeddings, two or three tiles, and the statistics. Matrix products: three if the matrix is symmetric, else four; one less if a
+are the embeddings, two or three tiles, and the statistics. Matrix products: three if the matrix is symmetric, else four. One less if a
 single tile is all there is, and if a tile's gradient follows from the tile alone.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` columns over all ranks, ``D`` embedding size, ``T`` rows of a tile, ``k`` statistics
@@ -82,7 +82,7 @@ class TiledPlan:
 
 
 def tiled_plan(loss: Any) -> TiledPlan | None:
-    """Plan the tiled evaluation of a loss as it is configured; None: it has none."""
+    """Plan the tiled evaluation of a loss as it is configured. None: it has none."""
     pair_loss: type[PairLoss] | None = pair_loss_of(loss)
     if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss):
         return None
@@ -107,7 +107,7 @@ def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_byte
         row_bytes: Bytes of one row.
         columns: C.
         device: Device of the tile.
-        tile_bytes: The most that a tile may take; None: a size that is fast on the device.
+        tile_bytes: The most that a tile may take. None: a size that is fast on the device.
 
     Raises:
         InputError: if not even one row fits.
@@ -136,9 +136,9 @@ class TiledCall:
         loss: pytorch-metric-learning's.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
-        symmetric: Whether ``plan.is_symmetric``; the gathered rows then get no gradient.
+        symmetric: Whether ``plan.is_symmetric``. The gathered rows then get no gradient.
         group: Process group.
-        tile_bytes: The most that a tile may take; None: a default.
+        tile_bytes: The most that a tile may take. None: a default.
         compiler: Compiles the tile functions; pairs are then ``WholePairs`` on every device. None: nothing is compiled.
         products: Form of products of rows, if the distance is one.
     """
@@ -163,7 +163,7 @@ class TiledCall:
         return not self.records and travels_on_device(self.call.given["embeddings"], self.group)
 
     def payload_capacity(self) -> int:
-        """Return bytes that any rank's payload fits in; the same on all ranks."""
+        """Return bytes that any rank's payload fits in. The same on all ranks."""
         totals = SUM_BYTES * len(self.plan.pair_loss.sub_losses)
         if not self.symmetric or self.on_device:  # there the statistics travel apart from the handshake
             return totals
@@ -200,7 +200,7 @@ class TiledCall:
         compiler.rehearse(title, kind, rehearsal, self.group)
 
     def forward(self) -> TiledForward:
-        """Evaluate the tiles; the other ranks then need ``pack`` or ``device_stats`` of the result."""
+        """Evaluate the tiles. The other ranks then need ``pack`` or ``device_stats`` of the result."""
         whole, like = self._is_whole(), self.call.given["embeddings"].detach()
         if is_one_product(self.loss.distance):
             warn_of_tf32(f"GlobalBatchLoss({type(self.loss).__name__})", self.products, like)
@@ -221,7 +221,7 @@ class TiledCall:
     # pairs
 
     def _may_be_whole(self) -> bool:
-        """Return whether the host need not know anything about the pairs; the same on all ranks."""
+        """Return whether the host need not know anything about the pairs. The same on all ranks."""
         call, plan = self.call, self.plan
         if self.records or "indices_tuple" in call.arguments:  # numbers of the host
             return False
@@ -277,9 +277,9 @@ class _Inputs(NamedTuple):
         distance: Prepares rows and computes tiles.
         embeddings: (B, D), with their graph.
         prepared: As the distance compares them.
-        references: (G, D), with their graph; None: they need no gradient.
+        references: (G, D), with their graph. None: they need no gradient.
         prepared_references: As the distance compares them.
-        bound: Rows of this rank among the references, if it gets the gradient with these; else None.
+        bound: Rows of this rank among the references, if it gets the gradient with these, else None.
     """
 
     distance: TileDistance
@@ -291,7 +291,7 @@ class _Inputs(NamedTuple):
 
     @classmethod
     def of(cls, tiled: TiledCall, *, copy: bool) -> tuple[_Inputs, Operand, Operand]:
-        """Prepare this rank's rows and all columns; return them too.
+        """Prepare this rank's rows and all columns. Return them too.
 
         Args:
             tiled: The call.
@@ -343,7 +343,7 @@ class _Tiles:
         columns: All C, prepared.
         like: Tensor of the tiles' dtype and device.
         scale: Factor of the distances.
-        tile_bytes: The most that a tile may take; None: a default.
+        tile_bytes: The most that a tile may take. None: a default.
 
     Attributes:
         rows: In the order of the tiles, as the distance keeps them.
@@ -378,7 +378,7 @@ class _Tiles:
         self._buffer = self._like.new_empty(0)  # no tile is alive between forward and backward
 
     def tile(self, part: slice, *, keep: bool) -> Tile:
-        """Compute a tile; its matrix must stay as it is if it is kept, or if the distance needs it for its gradient."""
+        """Compute a tile. Its matrix must stay as it is if it is kept, or if the distance needs it for its gradient."""
         rows, columns = part.stop - part.start, len(self.columns.rows)
         if self._buffer.numel() < rows * columns:
             self._buffer = self._like.new_empty(rows * columns)  # memory that all tiles of a pass share
@@ -422,7 +422,7 @@ class TiledForward:
 
     @torch.no_grad()
     def _accumulate_tiles(self, *, backward_comes: bool) -> tuple[list[PartialSum], Tensor]:
-        """Compute the numbers of all rows; return the sub-losses' totals, and (B, k) statistics in the order of the rows."""
+        """Compute the numbers of all rows. Return the sub-losses' totals, and (B, k) statistics in the order of the rows."""
         tiles, pair_loss, call = self._tiles, self._pair_loss, self._tiled.call
         # (else a sub-loss would keep a gradient of all columns until backward)
         has_one_gradient = self._tiled.symmetric or not pair_loss.symmetric
@@ -473,7 +473,7 @@ class TiledForward:
         return found
 
     def _is_zero_loss(self) -> bool:
-        """Return whether PML returns a zero at once, for want of pairs; the same on all ranks."""
+        """Return whether PML returns a zero at once, for want of pairs. The same on all ranks."""
         tiled, call, pairs = self._tiled, self._tiled.call, self._tiles.pairs
         if facts_of(tiled.loss).compares_triplets:
             return False  # without triplets all totals are 0
@@ -491,7 +491,7 @@ class TiledForward:
         return max(positive, negative) <= 1
 
     def is_no_zero(self) -> Tensor | None:
-        """Return 0 if PML returns a zero at once, for want of negatives, else 1; None: ``partial_sums`` knows it.
+        """Return 0 if PML returns a zero at once, for want of negatives, else 1. None: ``partial_sums`` knows it.
 
         Without positives the loss is 0.
         """
@@ -530,9 +530,9 @@ class TiledForward:
         """Compute the gradients of the prepared rows, (B, D), and columns, (C, D).
 
         Args:
-            column_stats: (G, k) in the order of the columns; None: the gradient of this rank's share only.
+            column_stats: (G, k) in the order of the columns. None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            wants_columns: Whether the columns' gradient is wanted; else it is None.
+            wants_columns: Whether the columns' gradient is wanted, else it is None.
         """
         tiles, pairs = self._tiles, self._tiles.pairs
         row_sums, column_sums = self._zeros()
@@ -589,7 +589,7 @@ def _of_all_rows(parts: Sequence[Numbers]) -> Numbers:
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Return values in ``order``; None: as they are."""
+    """Return values in ``order``. None: as they are."""
     return values if order is None else values[order]
 
 
@@ -599,7 +599,7 @@ def _sorted_operand(operand: Operand, order: Tensor | None) -> Operand:
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:
-    """Return values that were taken in ``order`` in their old order; None: as they are."""
+    """Return values that were taken in ``order`` in their old order. None: as they are."""
     if order is None:
         return values
     return torch.empty_like(values).index_copy_(0, order, values)

@@ -29,7 +29,7 @@ class LabelKeys(NamedTuple):
     Attributes:
         row_labels: (T,).
         column_labels: (C,).
-        own_columns: (T, 1), the column of each row itself; None: rows and columns are different samples.
+        own_columns: (T, 1), the column of each row itself. None: rows and columns are different samples.
     """
 
     row_labels: Tensor
@@ -38,7 +38,7 @@ class LabelKeys(NamedTuple):
 
 
 class LabelMasks:
-    """Masks of a tile whose pairs follow from labels; each is made when it is first needed.
+    """Masks of a tile whose pairs follow from labels. Each is made when it is first needed.
 
     Args:
         row_labels: (T,).
@@ -97,11 +97,11 @@ class LabelMasks:
         return self.same if self._positives is None else self._positives
 
     def in_band(self, values: Tensor) -> Tensor:
-        """Return the part (T, b) or (b,) of values (T, C) or (C,) that may belong to positives; a view."""
+        """Return the part (T, b) or (b,) of values (T, C) or (C,) that may belong to positives. A view."""
         return values if self.band is None else values[..., self.band]
 
     def fill_itself(self, values: Tensor, fill: float) -> Tensor:
-        """Overwrite (T, b) values of the rows with themselves; return them (in new memory inside a compiled function)."""
+        """Overwrite (T, b) values of the rows with themselves. Return them (in new memory inside a compiled function)."""
         own = self._own_columns
         if own is None:
             return values
@@ -113,7 +113,7 @@ class LabelMasks:
         return values.scatter_(1, own, fill)
 
     def without_strangers(self, matrix: Tensor, fill: float) -> Tensor:
-        """Return a matrix (T, C) with ``fill`` for entries that are no pairs; it may be overwritten."""
+        """Return a matrix (T, C) with ``fill`` for entries that are no pairs. It may be overwritten."""
         if self.band is None:
             return self.fill_itself(matrix, fill)
         self.fill_itself(self.in_band(matrix), fill)
@@ -135,7 +135,7 @@ class LabelMasks:
         return torch.where(mask, values, self._lowest())
 
     def weigh_negatives_(self, values: Tensor) -> Tensor:
-        """Multiply (T, C) values by how often each entry counts as a negative; return them."""
+        """Multiply (T, C) values by how often each entry counts as a negative. Return them."""
         self.in_band(values).masked_fill_(self.same, 0)
         return values
 
@@ -148,14 +148,14 @@ class LabelMasks:
         return matrix.shape[1] - self.same.sum(1, dtype=matrix.dtype)
 
     def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
-        """Subtract (T, b) values from the gradient of the positives, and clear that of the rows with themselves; return it."""
+        """Subtract (T, b) values from the gradient of the positives, and clear that of the rows with themselves. Return it."""
         band = self.in_band(grad).addcmul_(values, self.same_or_positives, value=-1)
         filled = self.fill_itself(band, 0)
         return filled if self.band is None else grad
 
 
 class CountedMasks:
-    """Masks of a tile whose pairs a miner names; the interface of ``LabelMasks``.
+    """Masks of a tile whose pairs a miner names. The interface of ``LabelMasks``.
 
     Args:
         positives: (T, C), how often each entry is named as a positive.
@@ -206,7 +206,7 @@ class CountedMasks:
         return torch.where(mask > 0, values, torch.finfo(values.dtype).min)
 
     def weigh_negatives_(self, values: Tensor) -> Tensor:
-        """Multiply (T, C) values by how often each entry counts as a negative; return them."""
+        """Multiply (T, C) values by how often each entry counts as a negative. Return them."""
         return values.mul_(self.negatives)
 
     def number_of_positives(self, like: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class CountedMasks:
         return self.negatives.sum(1, dtype=matrix.dtype)
 
     def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
-        """Subtract (T, C) values from the gradient of the positives, and clear that of entries that are no pairs; return it."""
+        """Subtract (T, C) values from the gradient of the positives, and clear that of entries that are no pairs. Return it."""
         return grad.masked_fill_(self._are_strangers(), 0).addcmul_(values, self.positives, value=-1)
 
     def _are_strangers(self) -> Tensor:
@@ -231,7 +231,7 @@ Keys = Masks | LabelKeys
 
 
 def masks_of(keys: Keys) -> Masks:
-    """Return the masks of a tile; those of labels inside a compiled function are made here."""
+    """Return the masks of a tile. Those of labels inside a compiled function are made here."""
     if not isinstance(keys, LabelKeys):
         return keys
     return LabelMasks(*keys, functional=True)
@@ -246,7 +246,7 @@ class WholePairs:
     Args:
         labels: (B,) of this rank's rows.
         column_labels: (C,).
-        first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner); else None.
+        first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner), else None.
         like: Tensor of the tiles' dtype and device.
         compiled: Whether the tile functions are compiled.
     """
@@ -280,7 +280,7 @@ class SortedPairs:
     Args:
         labels: (B,) of this rank's rows.
         column_labels: (C,).
-        first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner); else None.
+        first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner), else None.
         all_labels: (G,) of all ranks' rows.
 
     Attributes:
@@ -338,7 +338,7 @@ class NamedPairs:
         once: A pair counts once, however often it is named.
 
     Attributes:
-        contradict: Whether a pair is named as a positive and as a negative; known if each counts once.
+        contradict: Whether a pair is named as a positive and as a negative. Known if each counts once.
     """
 
     row_order: Tensor | None = None
@@ -428,7 +428,7 @@ class Tile(NamedTuple):
     """A few rows against all columns.
 
     Attributes:
-        matrix: (T, C), scaled distances; the formulas of a loss may overwrite entries of rows with themselves, and with a band all.
+        matrix: (T, C), scaled distances. The formulas of a loss may overwrite entries of rows with themselves, and with a band all.
         rows: Rows of this rank.
         keys: Its pairs.
     """

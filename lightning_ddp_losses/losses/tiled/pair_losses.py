@@ -40,7 +40,7 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         labels: (B,), for class weights.
 
     Returns:
-        The sum, and (B,) how much each row's loss counts in it; None: 1.
+        The sum, and (B,) how much each row's loss counts in it. None: 1.
     """
     counts, number = None, host_number(losses.numel())
     passed = above = number
@@ -67,12 +67,12 @@ def reduce_pairs(
 
     Args:
         reduction: Reducer of the sub-loss.
-        numbers: (B,) each: the sum of the losses of a row that pass, and their number; if these are recorded, the number of all and of
+        numbers: (B,) each: the sum of the losses of a row that pass, and their number. If these are recorded, the number of all and of
             those above the lower limit.
         labels: (B,), for class weights.
 
     Returns:
-        The sum, and (B,) how much a passing pair of each row counts in it; None: 1.
+        The sum, and (B,) how much a passing pair of each row counts in it. None: 1.
     """
     total, number, *recorded = numbers
     if reduction.per_anchor:
@@ -94,7 +94,7 @@ def reduce_pairs(
 
 
 def limits_of(reduction: Reduction) -> formulas.Limits | None:
-    """Return the limits of single pairs; None: all pass, or anchors are reduced."""
+    """Return the limits of single pairs. None: all pass, or anchors are reduced."""
     return (reduction.low, reduction.high) if reduction.selects and not reduction.per_anchor else None
 
 
@@ -127,7 +127,7 @@ class PairLoss:
         scale: Factor of the distances in the tiles' matrix.
         grad_in_forward: A tile's gradient follows from the tile alone, up to a factor per sub-loss.
         grad_signs: Factor of each sub-loss's gradient that is computed in forward.
-        factor: Factor of gradients, after ``prepare_backward``; None: 1.
+        factor: Factor of gradients, after ``prepare_backward``. None: 1.
         grad_of: Formula of a tile's gradient.
         terms: Its terms of all rows and of all columns, after ``prepare_backward``.
         grad_options: Its further arguments.
@@ -173,7 +173,7 @@ class PairLoss:
         return True
 
     def nothing(self, rows: int) -> formulas.Numbers:
-        """Return numbers of rows that have no columns, (rows,) each; the loss is then a zero, whatever they are."""
+        """Return numbers of rows that have no columns, (rows,) each. The loss is then a zero, whatever they are."""
         recorded = self.recorded if self.records else 0
         return tuple(self.like.new_zeros(self.numbers + recorded, rows))
 
@@ -182,7 +182,7 @@ class PairLoss:
 
         Args:
             tile: The tile.
-            with_grads: Whether each sub-loss's derivative by the entries is wanted, up to ``grad_signs``; if ``grad_in_forward``. It is
+            with_grads: Whether each sub-loss's derivative by the entries is wanted, up to ``grad_signs``. If ``grad_in_forward``. It is
                 (T, C), or (T, b) of the band.
         """
         raise NotImplementedError
@@ -204,7 +204,7 @@ class PairLoss:
 
         Args:
             row_stats: (B, k), in the tiles' order.
-            column_stats: (G, k), in the columns' order; the same tensor if rows and columns are the same. None: the transposed entries have
+            column_stats: (G, k), in the columns' order. The same tensor if rows and columns are the same. None: the transposed entries have
                 no gradient here.
             factors: Factor of each sub-loss's sum.
         """
@@ -253,7 +253,7 @@ class SoftmaxPairLoss(PairLoss):
 
         Args:
             stats: (B, k) of the rows.
-            other: (G, k) of the columns, which may be the same tensor; None: there are none.
+            other: (G, k) of the columns, which may be the same tensor. None: there are none.
             lse: Index of the log-sum-exp among the statistics.
             count: Index of the count.
         """
@@ -284,7 +284,7 @@ def _have_logarithms(reductions: Sequence[Reduction]) -> bool:
 
 
 def _shared_exponent(lses: list[Tensor], without_silent: list[Tensor]) -> float | None:
-    """Return a number to subtract from all entries, so that rows and columns share one exponential; None: they lie too far apart.
+    """Return a number to subtract from all entries, so that rows and columns share one exponential. None: they lie too far apart.
 
     No entry is larger than the log-sum-exps of its row and of its column.
     """
@@ -504,7 +504,7 @@ def _can_sort(loss: Any, reductions: Sequence[Reduction]) -> bool:
 
 
 def as_row(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return 0-dim numbers as (1, n); those of a device stay there."""
+    """Return 0-dim numbers as (1, n). Those of a device stay there."""
     parts = []
     for number in numbers:
         # stacked in the widest dtype of them

@@ -28,7 +28,7 @@ from lightning_ddp_losses.losses.tiled.masks import Keys, Masks, Triplets, masks
 
 Numbers = tuple[Tensor, ...]
 Limits = tuple[float | None, float | None]
-"""Bounds between which an element passes a reducer; None in place of both: all pass."""
+"""Bounds between which an element passes a reducer. None in place of both: all pass."""
 
 _LINEAR_FROM = 50.0  # exp(-x) is lost next to 1 from here on, in float64 too
 _SORT_FROM = 12  # positives of a row, from which on sorting it is cheaper
@@ -43,7 +43,7 @@ def _lowest(matrix: Tensor) -> float:
 
 
 def _maximum_and_softmax(values: Tensor) -> Numbers:
-    """Return the maximum of rows and its softmax, (T,) each; a row without entries has the lowest number."""
+    """Return the maximum of rows and its softmax, (T,) each. A row without entries has the lowest number."""
     return values.amax(1), values.softmax(1).amax(1)
 
 
@@ -140,8 +140,8 @@ def supcon_grad(
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Softmax of the rows; the count of each over its number of positives.
-        of_columns: The same of the columns; None: the transposed entries have no gradient here.
+        of_rows: Softmax of the rows. The count of each over its number of positives.
+        of_columns: The same of the columns. None: the transposed entries have no gradient here.
     """
     masks = masks_of(keys)
     columns, shares = of_columns or (None, None)
@@ -192,8 +192,8 @@ def ntxent_grad(
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Softmax of the rows; their log-sum-exp, and if pairs of different rows count differently, the count of a pair.
-        of_columns: The same of the columns; None: the transposed entries have no gradient here.
+        of_rows: Softmax of the rows. Their log-sum-exp, and if pairs of different rows count differently, the count of a pair.
+        of_columns: The same of the columns. None: the transposed entries have no gradient here.
         limits: Limits of the reducer.
         tiny: Number that PML adds to a ratio.
     """
@@ -221,7 +221,7 @@ def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tup
 
     Args:
         below: Log-sum-exp of the row less the entry; overwritten.
-        tiny: Number that PML adds to a ratio; 0 if no ratio is so small that it counts.
+        tiny: Number that PML adds to a ratio. 0 if no ratio is so small that it counts.
         wants_loss: Whether the loss is wanted.
     """
     if not tiny:
@@ -267,8 +267,8 @@ def multi_similarity_grad(
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Softmax of the rows' negatives; that of their positives times ``ratio``, relative to the base.
-        of_columns: The same of the columns; None: the transposed entries have no gradient here.
+        of_rows: Softmax of the rows' negatives. That of their positives times ``ratio``, relative to the base.
+        of_columns: The same of the columns. None: the transposed entries have no gradient here.
         ratio: Factor of the positives' exponents.
     """
     masks = masks_of(keys)
@@ -353,7 +353,7 @@ def contrastive_grad(
         matrix: (T, C).
         keys: Pairs of the tile.
         of_rows: Counts of a positive and a negative pair, (T,) each.
-        of_columns: The same of the columns, (C,) each; None: the transposed entries have no gradient here.
+        of_columns: The same of the columns, (C,) each. None: the transposed entries have no gradient here.
         margins: As for ``contrastive_rows``.
         sign: As for ``contrastive_rows``.
         limits: As for ``contrastive_rows``.
@@ -404,7 +404,7 @@ def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | 
 
 
 def sorting_is_cheaper(keys: Keys) -> bool:
-    """Return whether ``sorted_triplets`` is the cheaper way; the only one if the host does not know how many positives there are."""
+    """Return whether ``sorted_triplets`` is the cheaper way. The only one if the host does not know how many positives there are."""
     masks = masks_of(keys)
     return not masks.counted and (masks.most_positives is None or masks.most_positives >= _SORT_FROM)
 
@@ -418,7 +418,7 @@ def triplets_one_by_one(
 
     Args:
         matrix: (T, C).
-        keys: Pairs of the tile; the host knows how many positives a row has at most.
+        keys: Pairs of the tile. The host knows how many positives a row has at most.
         margin: Margin of the loss.
         limits: Limits of the reducer.
         smooth: Whether the loss is ``softplus`` of violations, else ``relu``.
