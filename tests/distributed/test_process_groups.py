@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -138,12 +139,20 @@ def reset_timeout() -> None:
     process_groups.set_timeout(None)
 
 
-def sockets() -> int:
-    """How many sockets this process has open, once those of a former world have been closed."""
-    counts = [-1]
+def sockets() -> set[str]:
+    """Return the sockets that this process has open, by inode."""
+    targets = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed since
+            targets.add(os.readlink(link))
+    return {target for target in targets if target.startswith("socket:")}
+
+
+def opened(before: set[str]) -> int:
+    """Return how many sockets were opened since, once the number stands. Those of a former world may close meanwhile and do not count."""
+    counts: list[int] = []
     while len(counts) < 10 or len(set(counts[-10:])) > 1:
-        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        counts.append(sum(os.readlink(link).startswith("socket:") for link in links if os.path.lexists(link)))
+        counts.append(len(sockets() - before))
         time.sleep(0.01)
     return counts[-1]
 
@@ -164,7 +173,7 @@ def connections_of_ours() -> list[int]:
     for use in uses:
         use()
         dist.barrier()
-        counts.append(sockets() - before)
+        counts.append(opened(before))
     return counts
 
 
@@ -185,7 +194,7 @@ def connections_of_a_fit(strategies: list[str]) -> list[int]:
     for strategy in strategies:
         make_trainer(strategy, max_steps=2).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
         dist.barrier()
-        counts.append(sockets() - before)
+        counts.append(opened(before))
     process_groups.set_timeout(None)  # the strategy's
     return counts
 
