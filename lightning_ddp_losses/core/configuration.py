@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_ddp_losses.core import compat
 
+_READ_CHARACTERS = 2000  # of a configuration, in an error
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
 # tensors in which a loss remembers its batches
@@ -26,9 +27,9 @@ def configuration(loss: nn.Module) -> str:
 
 
 def configuration_digest(module: nn.Module) -> str:
-    """Return the beginning of the configuration, for reading, and a hash of all of it."""
+    """Return the configuration, for an error that shows where ranks part, and a hash of all of it."""
     text = configuration(module)
-    return f"{text[:160]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+    return f"{text[:_READ_CHARACTERS]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def _settings(module: nn.Module) -> list[str]:

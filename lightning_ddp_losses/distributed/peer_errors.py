@@ -25,7 +25,7 @@ _FIXES = {
 """What to do about a value that differs, by its name."""
 
 _SHOWN_CHARACTERS = 200  # of a long value in a message
-_SHOWN_BEFORE = 40  # of those, before the place where the ranks' values part
+_SHOWN_BEFORE = 80  # of those, before the place where the ranks' values part
 
 
 class Header(NamedTuple):

@@ -102,7 +102,7 @@ def test_ranks_that_disagree_raise_the_same_error(pool: RankPool, world_size: in
             "  rank 1: width=8",
         ]
     if case == "end of a long text":
-        assert f"  rank 0: names=...{'x' * 40}0" in text.splitlines()
+        assert f"  rank 0: names=...{'x' * 80}0" in text.splitlines()
 
 
 def fail_on(failing: list[int], error: BaseException, recover: bool) -> tuple[str, str]:

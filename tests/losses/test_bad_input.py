@@ -185,7 +185,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(
             pml.ContrastiveLoss(distance=pml.ContrastiveLoss().distance.__class__(power=1 + r)), rows(), LABELS
         ),
-        ("configuration",),
+        ("configuration", "power=1", "power=2"),
     ),
     "reducer": (
         lambda r: ask(
@@ -195,21 +195,24 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     ),
     "weights of several losses": (
         lambda r: ask(pml.MultipleLosses([pml.NTXentLoss(), pml.SupConLoss()], weights=[1, 1 + r]), rows(), LABELS),
-        ("configuration",),
+        ("configuration", "weights"),
     ),
     "class weights of a torch loss": (
         lambda r: ask(nn.CrossEntropyLoss(weight=torch.ones(DIM).double() + r), rows(), LABELS),
-        ("configuration",),
+        ("configuration", "CrossEntropyLoss", "weight#"),
     ),
     "class weights of a reducer": (
         lambda r: ask(arc(reducer=reducers.ClassWeightedReducer(torch.ones(CLASSES) + r)), rows(), LABELS),
-        ("configuration",),
+        ("configuration", "ClassWeightedReducer", "weights#"),
     ),
     "views of another length, one rank": (
         lambda r: ask(pml.NTXentLoss(), rows(), ref_emb=rows(count=4 + (r == 1))),
         ("ref_emb",),
     ),
-    "number of classes": (lambda r: ask(arc(num_classes=4 + r), rows(), LABELS), ("configuration",)),
+    "number of classes": (
+        lambda r: ask(arc(num_classes=4 + r), rows(), LABELS),
+        ("configuration", "W(6, 4)", "W(6, 5)"),
+    ),
     "mode": (
         lambda r: ask(pml.SupConLoss(), rows(), LABELS, mode="rows" if r else "replicated"),
         ("rows", "replicated"),
@@ -232,7 +235,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     "labels that are no integers, one rank": (lambda r: ask(arc(), rows(), LABELS / (1 + (r == 1))), ("float",)),
     "miner": (
         lambda r: GlobalBatchMiner(miners.MultiSimilarityMiner(epsilon=0.1 + r))(rows(), LABELS),
-        ("configuration",),
+        ("configuration", "epsilon=0.1", "epsilon=1.1"),
     ),
     "loss and miner": (
         lambda r: (
