@@ -11,32 +11,32 @@ concatenated global batch (rank order), and the number that a loss returns is th
 error on every rank, never a silent fallback. Importing the package registers the strategy names (``Trainer(strategy="ddp_losses")``).
 
 Legend of every file: ``W`` ranks, ``B`` rows on this rank, ``G`` = sum of B, ``D`` embedding size, ``C`` classes, ``c`` classes that this
-rank holds; ``local_*`` is of one rank, ``global_*`` of all. The mathematics stands once, in ``losses/__init__``.
+rank holds. ``local_*`` is of one rank, ``global_*`` of all. The mathematics stands once, in ``losses/__init__``.
 
-Layout; imports go down only (``tests/test_layers.py``):
+Layout. Imports go down only (``tests/test_layers.py``):
 
-| folder | what it holds |
+| folder | content |
 |---|---|
-| ``errors`` | the errors a user can cause; each formats itself: what, expected, got, ranks, fix |
-| ``core`` | what one rank knows by itself: precision, autograd graph, inputs, patched forwards, the reader of ``faults.yaml`` |
-| ``distributed`` | what ranks do together: groups, the handshake before every collective, collectives, shards, fingerprints |
-| ``samplers`` | batches whose union over the ranks is the batch of one process; predictions of all ranks in one order |
+| ``errors`` | the errors a user can cause. Each formats itself: what, expected, got, ranks, fix |
+| ``core`` | knowledge of one rank: precision, autograd graph, inputs, patched forwards, the reader of ``faults.yaml`` |
+| ``distributed`` | joint work of ranks: groups, the handshake before every collective, collectives, shards, fingerprints |
+| ``samplers`` | batches that make up the batch of one process together, and predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |
-| ``metrics`` | torchmetrics whose states travel in one exchange, with a graph or for evaluation |
+| ``metrics`` | torchmetrics with one exchange for all states, with a graph or for evaluation |
 | ``layers`` | exact batch norm over the ranks |
-| ``strategies`` | the Lightning strategy: losses beside the model's DDP, their reduction, checkpoints |
+| ``strategies`` | the Lightning strategy: losses next to the model's DDP, their reduction, checkpoints |
 | ``microbatch`` | an encoder over a large batch in pieces |
 | ``ssl`` | statistics of self-supervised losses: Sinkhorn, centre, KoLeo, Barlow Twins, VICReg |
 | ``integrations`` | other hosts: Fabric, Hugging Face's Trainer, sentence-transformers |
 | ``callbacks`` | checks on every rank during a fit |
-| ``audit`` | N ranks against one process on the same batches, and why they differ; of a LightningModule, or of any loop |
+| ``audit`` | N ranks against one process on the same batches, and why they differ. For a LightningModule, or for any loop |
 | ``demo`` | the modules, data and encoders that the shipped configs train |
 | ``testing`` | a plugin for pytest: ranks that live for a whole test run, and parity as an assertion |
 | ``cli`` | the ``ddp-losses`` command: training, audits, the manual, the doctor |
 
 The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, ``lightning_ddp_losses.cli.pages.recipes``, the way here
 from other libraries, ``lightning_ddp_losses.cli.pages.numbers``, times and memory with pictures, and
-``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite; in a terminal ``ddp-losses explain``. Names below the top
+``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite. In a terminal it is ``ddp-losses explain``. Names below the top
 level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``,
 ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``,
 ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit``,
@@ -48,7 +48,7 @@ Where a newcomer adds:
 
 | a ... | writes | its tests |
 |---|---|---|
-| loss | ``losses/<name>.py`` and one export; one of PML: a row in ``losses/pml_registry.py`` | a row in ``tests/losses/cases.py`` |
+| loss | ``losses/<name>.py`` and one export. One of PML: a row in ``losses/pml_registry.py`` | a row in ``tests/losses/cases.py`` |
 | check | ``callbacks/<name>.py``: a ``RankCheck`` with ``measure`` and ``judge`` | one healthy and one sabotaged row |
 | collective | one function and table row in ``distributed/collectives.py`` | a row in ``tests/distributed`` |
 | strategy option | one keyword of ``DDPLossStrategy`` and its use | one row in ``tests/strategies`` |
@@ -155,7 +155,7 @@ __all__ = [
 for _name in __all__:
     globals()[_name].__module__ = __name__
 
-# losses, layers and strategies are siblings; here, above them, they are introduced to each other
+# losses, layers and strategies are siblings. Here, above them, they are introduced to each other
 register_loss_type(GlobalBatchLoss)
 register_loss_type(ClassShardedLoss)
 register_loss_type(ClipLoss)

@@ -1,7 +1,7 @@
 """Every error a user can cause, under one root, and the one way their texts are made.
 
-A text reads ``<what>: expected <A>, got <B>``, then one line per rank where ranks matter, then what to do. An error that was
-decided by all ranks together is marked ``collective``: nobody needs to be told of it again.
+A text reads ``<what>: expected <A>, got <B>``, then one line per rank if ranks matter, then what to do. An error that was
+decided by all ranks together is marked ``collective``: no rank needs to report it again.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from typing import Any, ClassVar
 
 
 def explained_by(topic: str) -> str:
-    """Return the line that ends a message where the manual has a page: the command that shows it."""
+    """Return the last line of a message that has a page in the manual: the command that shows it."""
     return f"More: ddp-losses explain {topic}"
 
 
 class DDPLossError(RuntimeError):
-    """Root of all errors of this package; formats its own text.
+    """Root of all errors of this package. It formats its text.
 
     Args:
-        what: The thing that is wrong, named as the user knows it; alone it is the whole text.
-        expected: What it should have been.
-        got: What it was.
+        what: The thing that is wrong, named as the user knows it. Alone it is the whole text.
+        expected: The right value, or a description of it.
+        got: The value found.
         ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
-        fix: What to do, as a sentence.
-        findings: What the checks found, where a check raised it, else empty.
-        collective: True where every rank raises this error at the same place, so nothing is left to tell the peers.
+        fix: Advice, as a sentence.
+        findings: Findings of the checks, if a check raised it. Else empty.
+        collective: True if every rank raises this error at the same place, so the peers need no report.
 
     Attributes: the arguments, by name.
 
     A class of error that a known fault leads to names its page: the traceback ends with the command that shows it (a note of the
-    exception, so that the text itself stays as it is; Python 3.10 shows none).
+    exception, so that the text itself stays as it is. Python 3.10 shows none).
 
     Example:
         >>> print(DDPLossError("rows", expected=8, ranks=[8, 6], fix="Drop the last batch."))
@@ -62,7 +62,7 @@ class DDPLossError(RuntimeError):
             self.__notes__ = [explained_by(self.page)]
 
     def parts_as_text(self) -> dict[str, Any]:
-        """Return what the text was made of, as arguments of ``format_error``, each as text."""
+        """Return the parts of the text, as arguments of ``format_error``, each as text."""
         parts: dict[str, Any] = {"what": self.what, "expected": self.expected, "got": self.got, "fix": self.fix}
         parts = {name: str(part) for name, part in parts.items() if part is not None}
         if self.ranks is not None:
@@ -150,7 +150,7 @@ class RankMismatchError(DDPLossError):
 
 
 class PeerError(DDPLossError):
-    """Another rank failed; this rank stops with it instead of waiting for it.
+    """Another rank failed. This rank stops with it instead of waiting for it.
 
     Example:
         >>> print(PeerError("rank 1 failed: out of memory"))
@@ -214,10 +214,10 @@ def format_error(
 
     Args:
         what: The thing that is wrong, named as the user knows it.
-        expected: What it should have been.
-        got: What it was.
+        expected: The right value, or a description of it.
+        got: The value found.
         ranks: One entry per rank (a sequence in rank order, or a mapping for some ranks only).
-        fix: What to do, as a sentence.
+        fix: Advice, as a sentence.
 
     Example:
         >>> print(format_error("rows", expected=8, got=6))

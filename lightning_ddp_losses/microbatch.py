@@ -34,7 +34,7 @@ def microbatched(
     numbers one after the other, and draw them again in backward.
 
     Args:
-        encoder: Any module; also one inside a LightningModule or a ``DistributedDataParallel`` (whose own wrapper may be given).
+        encoder: Any module, also one inside a LightningModule or a ``DistributedDataParallel`` (or that wrapper itself).
             It is not wrapped: parameter names and checkpoints stay.
         chunk_size: Rows at a time, at least 1. The last piece may be smaller. Of an encoder that ``fully_shard`` divides, which waits for
             all ranks in each forward, every rank runs as many pieces as the one with the most rows, some of them empty.
@@ -47,7 +47,7 @@ def microbatched(
 
     Raises:
         ConfigurationError: for batch norm in training and other layers that write their buffers, by name. A bad chunk size; in
-            backward, where a parameter has changed since forward.
+            backward, if a parameter has changed since forward.
         InputError: for a call without a batch, and for results whose first dimension does not count rows (a sequence's time).
 
     Source: the aim of Gao et al. 2021, arXiv:2101.06983 (GradCache), by recomputation.
@@ -82,7 +82,7 @@ class _Pieces:
         if rows is None:
             raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
         self._refuse_batch_norm()
-        # 2. one piece after the other; a rank without rows still runs its encoder
+        # 2. one piece after the other. A rank without rows still runs its encoder
         joined, versions, pieces = _Joined(rows), self._parameter_versions(), self._number_of_pieces(rows)
         if pieces > 1 and not self._has_rows_first:
             self._refuse_other_dims(versions, args, kwargs, rows)
@@ -91,7 +91,7 @@ class _Pieces:
             piece = slice(start, min(start + self.chunk_size, rows))
             piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
             if torch.is_grad_enabled():
-                # its backward runs the piece again; what the piece draws is drawn again
+                # its backward runs the piece again, with the same random numbers
                 result = checkpoint(
                     self._run, versions, piece_args, piece_kwargs, use_reentrant=False, preserve_rng_state=True
                 )
@@ -130,7 +130,7 @@ class _Pieces:
         return any(isinstance(module, FSDPModule) for module in self.encoder.modules())
 
     def _parameter_versions(self) -> list[int]:
-        """Return how often each parameter was changed so far; of what ``fully_shard`` divides, this rank's part."""
+        """Return how often each parameter was changed so far. Of a divided parameter it is this rank's part."""
         if self._is_divided:
             return [compat.tensor_version(part) for part in compat.local_parts(self.encoder)]
         return [compat.tensor_version(parameter) for parameter in precision.parameters_of(self.encoder)]
@@ -184,7 +184,7 @@ class _Pieces:
 
     @contextmanager
     def _norms_in_eval(self) -> Iterator[None]:
-        """Let batch norms use their running statistics, where that was asked for."""
+        """Let batch norms use their running statistics, if that was asked for."""
         norms = [module for _, module in self._norms()] if self.batch_norm == "eval" else []
         for module in norms:
             module.training = False
@@ -240,12 +240,12 @@ _TENSOR = object()  # stands for a tensor in the form of a result
 
 
 class _Joined:
-    """Joins nests of equal form into one, their tensors along dim 0; what is no tensor comes from the first.
+    """Joins nests of equal form into one, their tensors along dim 0. Other values come from the first.
 
     Each piece is copied to its place at once and not kept, so the results exist once.
 
     Args:
-        rows: Of all pieces together.
+        rows: Rows of all pieces together.
     """
 
     def __init__(self, rows: int) -> None:
@@ -258,7 +258,7 @@ class _Joined:
     def add(self, result: Any, piece: slice) -> None:
         """Take the result of the next piece."""
         tensors, size = list(nests.tensors_in(result)), piece.stop - piece.start
-        # 1. the first result says what all rows will give
+        # 1. the first result shows the form of the whole
         if not self._sizes:
             self._form = _rebuilt(_placeholder, result)
             self._joined = [tensor.new_empty((self._rows, *tensor.shape[1:])) for tensor in tensors]
@@ -305,7 +305,7 @@ def _placeholder(leaf: Any) -> Any:
 
 
 class _Write(torch.autograd.Function):
-    """Copies a piece to its place; what it returns stands for the piece in the graph and holds one number."""
+    """Copies a piece to its place. Its result stands for the piece in the graph and holds one number."""
 
     @staticmethod
     def forward(ctx: Any, piece: Tensor, place: Tensor) -> Tensor:

@@ -8,7 +8,7 @@
 | ``cross_correlation``, ``barlow_twins`` | Barlow Twins | D x D numbers |
 | ``moments``, ``vicreg`` | VICReg, whitening | D x D numbers |
 
-An EMA teacher needs nothing: it is a function of parameters that are equal on every rank. A momentum queue is pytorch-metric-learning's
+An EMA teacher needs no change: it is a function of parameters that are equal on every rank. A momentum queue is pytorch-metric-learning's
 ``CrossBatchMemory`` in a ``GlobalBatchLoss``.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum, ``D`` features, ``K`` prototypes.
@@ -75,7 +75,7 @@ def sinkhorn(logits: Tensor, *, temperature: float, iterations: int = 3, group: 
         RankMismatchError: on every rank, for another K, dtype, temperature or number of iterations.
 
     Source:
-        Caron et al., SwAV (2020), arXiv 2006.09882, section 3.1; Oquab et al., DINOv2 (2023), arXiv 2304.07193.
+        Caron et al., SwAV (2020), arXiv 2006.09882, section 3.1. Oquab et al., DINOv2 (2023), arXiv 2304.07193.
 
     Example:
         >>> import torch
@@ -240,7 +240,7 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
 
 
 def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-    """Return the rows of all ranks, whose gradients are summed over ranks."""
+    """Return the rows of all ranks. Their gradients are summed over ranks."""
     if process_groups.world_size(group) == 1:
         return rows
     sizes = list(counts)

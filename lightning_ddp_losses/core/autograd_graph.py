@@ -108,7 +108,7 @@ def walk_graph(
 
 
 def depends_on(output: Tensor, tensor: Tensor) -> bool:
-    """Return whether backward from an output comes to a tensor that requires a gradient. The walk ends where it is found."""
+    """Return whether backward from an output comes to a tensor that requires a gradient. The walk then ends."""
     own = tensor.grad_fn
     if own is not None:
         return any(node is own for node, _ in walk_graph([output]))
@@ -120,7 +120,7 @@ def depends_on(output: Tensor, tensor: Tensor) -> bool:
 def accumulation_node(parameter: Tensor) -> Any:
     """Return the node that adds to a trainable parameter's gradient, where DDP hangs its hook.
 
-    torch makes another one when the parameter's data change their dtype or device, also where they change back (torch 2.13,
+    torch makes another one when the parameter's data change their dtype or device, even if they change back (torch 2.13,
     measured 2026). The hook stays with the old one, which no backward reaches any more. The node has to be held to be known again.
     """
     return torch.autograd.graph.get_gradient_edge(parameter).node

@@ -1,6 +1,6 @@
 """Private names of torch, Lightning, torchmetrics and pytorch-metric-learning: every import or read of one goes through here.
 
-Each function says why no public name serves, and in which release the private one was read. Libraries above torch are imported
+Each function gives the reason, and the release in which the private name was read. Libraries above torch are imported
 inside functions, so that this layer needs torch alone. Overriding a private method and subclassing stay where they are. The layer
 test lists them.
 """
@@ -225,7 +225,7 @@ def allow_precisions(strategy: type, precisions: Collection[str]) -> None:
 
 
 def explain_unknown_strategy(explain: Callable[[str], str]) -> None:
-    """Let a function add to Lightning's error about the name of a strategy that nobody registered, which a private method raises."""
+    """Let a function add to Lightning's error about an unregistered name of a strategy. A private method raises it."""
     from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
     own = _AcceleratorConnector._check_config_and_set_final_flags
@@ -585,7 +585,7 @@ def cycles(combined: Any) -> bool:
 
 
 def make_iterator_anew(loop: Any) -> None:
-    """Let the fit loop forget what it has fetched ahead. It makes its iterator once, when it gets the loaders."""
+    """Let the fit loop forget its prefetched batches. It makes its iterator once, when it gets the loaders."""
     if loop._data_fetcher is not None:
         loop._combined_loader.reset()
         iter(loop._data_fetcher)
@@ -652,7 +652,7 @@ def is_reduced(result: Any) -> bool:
 
 
 def epoch_name(results: Any, result: Any) -> str:
-    """Return the name under which ``callback_metrics`` holds an epoch's value, with the loader's number where there are several."""
+    """Return the name under which ``callback_metrics`` holds an epoch's value, with the loader's number if there are several."""
     return cast("str", results._forked_name(result, on_step=False)[1])
 
 

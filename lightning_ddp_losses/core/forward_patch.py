@@ -50,7 +50,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(function: F) -> F:
-    """Run the function itself outside torch.compile. What it calls may still be compiled."""
+    """Run the function itself outside torch.compile. Functions that it calls may still be compiled."""
     return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
 
 

@@ -171,7 +171,7 @@ def check_inputs(
         allow_empty: A rank without rows takes part (in a loss over all ranks).
 
     Raises:
-        InputError: naming the input, what was expected, and the fix.
+        InputError: naming the input, the expected value, and the fix.
     """
     embeddings = _given(args, kwargs, 0, "embeddings")
     if not isinstance(embeddings, Tensor):
@@ -261,7 +261,7 @@ def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
     """Refuse embeddings that are not (n, width) of a floating dtype.
 
     Raises:
-        InputError: naming the input, what was expected, and the fix.
+        InputError: naming the input, the expected value, and the fix.
     """
     if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or embeddings.shape[1] != width:
         got = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
@@ -287,7 +287,7 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
         read_values: Also look at their range. Waits for the device.
 
     Raises:
-        InputError: naming the input, what was expected, and the fix.
+        InputError: naming the input, the expected value, and the fix.
     """
     if not isinstance(labels, Tensor):
         _refuse(f"{title}: labels", "a tensor", type(labels).__name__, "Pass class indices, one per row.")

@@ -1,8 +1,8 @@
 """Modules that a module holds without having registered them: in a list, a dict, a closure, a callback.
 
-``nn.Module`` sees only what is assigned to its attributes. Other places that hold modules are searched here. Lightning does not move,
-synchronise or save what is not registered. *Hidden* modules are held by an optimizer (or run with gradients inside
-``training_step``) without being in ``module.parameters()``. Copies that nobody optimises are left alone.
+``nn.Module`` sees only modules in its attributes. Other places that hold modules are searched here. Lightning does not move,
+synchronise or save unregistered ones. *Hidden* modules are held by an optimizer (or run with gradients inside
+``training_step``) without being in ``module.parameters()``. Copies without an optimizer are left alone.
 """
 
 from __future__ import annotations

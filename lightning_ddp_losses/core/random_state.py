@@ -125,7 +125,7 @@ def derived_seed(*numbers: int) -> int:
 
 
 def _device_module(device: torch.device) -> Any:
-    """Return torch's module of a kind of device (``torch.cuda``), None if the device has no generator of its own."""
+    """Return torch's module of a kind of device (``torch.cuda``), None if the device has no separate generator."""
     module = None if device.type == "cpu" else getattr(torch, device.type, None)
     return module if hasattr(module, "get_rng_state") else None
 
@@ -239,7 +239,7 @@ def random_source(generator: Any) -> RandomSource | None:
 
 
 def _numpy_generator(bits: Any) -> RandomSource:
-    """Return the source of a numpy ``Generator``, whose state is an attribute and whose seed makes a new one."""
+    """Return the source of a numpy ``Generator``. Its state is an attribute, and its seed makes a new one."""
 
     def set_state(state: Any) -> None:
         bits.state = state

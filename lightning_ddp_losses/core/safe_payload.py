@@ -87,7 +87,7 @@ def unpack_from(payload: bytes, what: str, rank: int) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return what an error of ``torch.load`` says was refused, without its advice. For another error return its first line."""
+    """Return the class that ``torch.load`` refused, from its error, without its advice. For another error return its first line."""
     text = str(error)
     refused = re.search(r"[Uu]nsupported (?:global: )?GLOBAL (\S+)", text)
     if refused is not None:
@@ -97,7 +97,7 @@ def _reason(error: Exception) -> str:
 
 
 def _numpy_dtypes() -> list[Any]:
-    """Return the classes of numpy's dtypes, whose instances a pickle fills. None if numpy is not loaded."""
+    """Return the classes of numpy's dtypes. A pickle fills their instances. None if numpy is not loaded."""
     dtypes = getattr(sys.modules.get("numpy"), "dtypes", None)
     return [cls for cls in vars(dtypes).values() if isinstance(cls, type)] if dtypes is not None else []
 

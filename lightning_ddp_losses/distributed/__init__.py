@@ -1,4 +1,4 @@
-"""What the ranks do together, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints (torch only).
+"""Joint work of the ranks, over public ``torch.distributed``: groups, handshakes, collectives, shards, fingerprints (torch only).
 
 * ``process_groups``: ranks and world size of a group, and the process groups of our own
 * ``rendezvous``: how a world starts, and how its ranks agree before they have a group
@@ -8,7 +8,7 @@
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
-* ``accumulation``: windows of several micro-batches, divided by what all of them count. ``accumulation_window`` for hand-written loops
+* ``accumulation``: windows of several micro-batches, divided by the counts of all of them. ``accumulation_window`` for hand-written loops
 * ``window_parts``: counts of the parts of a loss in a window, and their weights
 * ``window_graph``: the paths from the value that a window back-propagates to the parameters
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line

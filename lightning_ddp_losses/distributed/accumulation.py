@@ -15,7 +15,7 @@ estimate keeps gradients in the range that a scaler of half-precision losses exp
 A part counts when it is back-propagated, in any order of calls. One backward is one micro-batch. Three conditions make one
 multiplication right for all parameters, and each is checked:
 
-1. Every path from what is back-propagated to a parameter passes exactly one part. ``WindowGraph`` walks the graph before each backward.
+1. Every path from a back-propagated value to a parameter passes exactly one part. ``WindowGraph`` walks the graph before each backward.
 2. A part has the same upstream gradient in every micro-batch. A function that is not linear in a mean (a root, a product of two means)
    has another slope in each. With ``totals`` the mean of the window is known before, and so is its slope.
 3. The factors at the end are equal. Losses with counts in other proportions need ``counts``.
@@ -260,7 +260,7 @@ class AccumulationWindow:
         Args:
             counts: This rank's own count in all micro-batches together: one number for all losses, or by loss, by its path in the module,
                 or by the name of a ``global_mean``. Several calls of a loss in a micro-batch, or several means, take a list.
-            totals: By name of a ``global_mean``, this rank's sums in all micro-batches together.
+            totals: This rank's sums in all micro-batches together, by name of a ``global_mean``.
 
         Raises:
             InputError: on every rank, for a count that is negative or not finite, for an unknown loss, or after the first backward.
@@ -376,7 +376,7 @@ class AccumulationWindow:
             for divisor in call.divisors:
                 divisor.is_sum = True
         else:
-            # as the mean next to it, whose weights add up to one over the factor at the end
+            # as the mean next to it: its weights add up to one over the factor at the end
             weight = call.weights[beside]
             self._without_rows.pop((call.key, number), None)
             if not call.divisors[beside].counted:
@@ -498,7 +498,7 @@ def name_value(value: object, title: str) -> None:
 
 
 def counts_nothing(loss: Tensor) -> bool:
-    """Return whether a loss in a window depends on a mean that counts nothing in this micro-batch, so it adds no part to the window."""
+    """Return whether a loss in a window depends on a mean without a count in this micro-batch, so it adds no part to the window."""
     for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
         call = window_call(node)
         if call is not None and call.counts_nothing:

@@ -53,7 +53,7 @@ class CutCollective(NamedTuple):
     Attributes:
         kind: ``"gather"`` or ``"reduce"``.
         line: The user's line: file, number, function and text.
-        is_meant: Whether it may be a stop-gradient: the input was detached, and this rank's own rows were not put back afterwards.
+        is_meant: True if it may be a stop-gradient: the input was detached, and this rank's own rows were not put back afterwards.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._marks: dict[int, tuple[Any, _Marks]] = {}
 
     def reaching(self, loss: Tensor) -> list[CutCollective]:
-        """List the collectives that cut the graph and whose result the loss depends on, the first of each line."""
+        """List the collectives that cut the graph between rows and loss, the first of each line."""
         marks = self._marks_of(loss)
         found: dict[str, CutCollective] = {}
         for index, call in enumerate(self._calls):
@@ -113,7 +113,7 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         return result
 
     def _see_collective(self, namespace: str, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Remember a collective of the user's that gets what has a graph, and mark what it returns."""
+        """Remember a collective of the user's that gets a tensor with a graph, and mark its result."""
         # outputs are the result, or the first argument. Without a second one they are the inputs too
         first, second = nests.tensors_in(args[:1]), nests.tensors_in(args[1:2])
         inputs, outputs = (first, nests.tensors_in(result)) if namespace != "c10d" else (second or first, first)

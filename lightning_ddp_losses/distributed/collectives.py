@@ -18,10 +18,10 @@ Tensors are dense (strided), of any dtype where rows are gathered. Sums are of f
 a sign or of up to 16 without, booleans (any), and complex64 and complex128. Conjugated and negated views count with the values that they
 show. A complex gradient is torch's (dL/dRe + i dL/dIm). Sparse, nested and quantised tensors, those without memory (``meta``), and
 ``torch.func``'s transforms (grad, vjp, jacrev, vmap, jvp, hessian) over a collective of several ranks are an error on every rank:
-such a transform has no place where the ranks could meet in backward. ``torch.func.functional_call`` works. So does
+in such a transform the ranks cannot meet in backward. ``torch.func.functional_call`` works. So does
 ``torch.autograd.grad``, but for second derivatives.
 
-Both give the derivative of the SUM over ranks of what the ranks back-propagate. DDP's mean over ranks then divides by W.
+Both give the derivative of the SUM of the ranks' back-propagated values. DDP's mean over ranks then divides by W.
 
 Each exchange in backward (``BackwardExchange``) opens with a handshake that names the exchange in forward it belongs to. autograd runs
 backward in the order that a rank asks for: two losses that are back-propagated in another order on one rank would swap their gradients
@@ -74,7 +74,7 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         group: Process group. None is the world. Without torch.distributed the tensor itself comes back.
         backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
             ``"own_slice"``: each rank receives its own rows of its own gradient, times W. That is right if every rank computes
-            the same value from the gathered rows, and costs nothing.
+            the same value from the gathered rows, and is free.
 
     Returns:
         (G, ...), equal on every rank.
@@ -113,7 +113,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     Args:
         tensor: Any shape, dense, of a dtype that can be added (see above), equal on all ranks.
         group: Process group. None is the world.
-        backward: As in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
+        backward: Gradient, as in ``all_gather_with_grad``: ``"sum"`` of the ranks' gradients, or W times this rank's own where all
             ranks back-propagate the same.
 
     Returns:
@@ -252,7 +252,7 @@ _SECOND_FIX = "Penalise the gradient of what each rank computes by itself (the e
 
 
 def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Callable[..., Grads]]:
-    """Make it an error to differentiate what the ``backward`` of an autograd function returns. The function saves its inputs.
+    """Make it an error to differentiate the result of an autograd function's ``backward``. The function saves its inputs.
 
     torch's ``once_differentiable`` reports it only if the upstream gradient has a graph. Below the end of a loss it has none, and
     what comes out then passes for a constant.

@@ -201,7 +201,7 @@ def _on_device(data: Tensor) -> Tensor:
 
 
 def _as_words(data: Tensor) -> Tensor:
-    """View bytes as (rows, ROW_WORDS) int64: the memory itself where it is made of whole, aligned rows, else a copy with zeros behind."""
+    """View bytes as (rows, ROW_WORDS) int64: the memory itself if it consists of whole, aligned rows, else a copy with zeros behind."""
     missing = -data.numel() % (8 * ROW_WORDS)
     if missing or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(missing)])

@@ -65,8 +65,8 @@ def gather_batch(
         extra: Own bytes that go with the handshake.
         counted: Names of (B, D) tensors that are not gathered: all ranks agree on D and dtype, and learn the numbers of rows.
             They come back as (G, 0).
-        narrow: By name of a tensor the rows that travel in its place if they are bfloat16 or float16 and the tensor is wider,
-            from any rank, whatever its dtype. Gradients travel in the dtype of the tensor.
+        narrow: Rows by name of a tensor that travel in its place if they are bfloat16 or float16 and the tensor is wider,
+            from any rank, of any dtype. Gradients travel in the dtype of the tensor.
         group: Process group. None is the world.
 
     Communication:
@@ -256,5 +256,5 @@ def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 
 def aligned(size: int) -> int:
-    """Round a number of bytes up to a place where a tensor of any dtype may start."""
+    """Round a number of bytes up, so that a tensor of any dtype may start there."""
     return -(-size // _ALIGN) * _ALIGN

@@ -10,7 +10,7 @@ the reductions after backward launch from the user's thread, each after a handsh
 reached. Backward launches from autograd's thread of the device, one for DDP's buckets, which leave in their fixed order, and for ours,
 which leave in the order of the graph. Both orders follow from the forward that the ranks have agreed on.
 
-gloo connects each rank of a group with every other one when the group is made, so a group is W - 1 open files per rank beside the world's
+gloo connects each rank of a group with every other one when the group is made, so a group is W - 1 open files per rank next to the world's
 own, and a handshake is one exchange between all of them. Fewer than one group of handshakes, as ranks per node + nodes would be, could be
 had with a tree of groups only, where a message of each handshake passes several ranks one after the other. The groups cannot be fewer than
 their uses: a rank that failed sends its error in a handshake while its peers stand in a payload or a check, and sizes that differ in one
@@ -194,7 +194,7 @@ def world_size(group: Group = None) -> int:
 
 
 def _refuse_foreign_group(group: Group) -> None:
-    """Refuse a group that ``torch.distributed`` has not made, as torchft's: nobody knows its ranks, and its size may change.
+    """Refuse a group that ``torch.distributed`` has not made, as torchft's: its ranks are unknown, and its size may change.
 
     Raises:
         ConfigurationError: naming its class.
@@ -250,7 +250,7 @@ def internal_groups(group: Group = None) -> ProcessGroups:
     """Return our groups over the members of ``group``, which are made at first use.
 
     Communication: at first use only, a rendezvous through the store, and under NCCL a gather of small objects. Every member must take
-        part. Each other group is made where it is used first. Where ``torchrun``'s agent holds the store of a world that our strategy
+        part. Each other group is made when it is used first. If ``torchrun``'s agent holds the store of a world that our strategy
         has not started, a roll call through it comes before each (``rendezvous``). A gloo group that is a part of the world serves for
         everything itself.
     """

@@ -5,7 +5,7 @@ cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small 
 ``all_gather`` list of uneven tensors (it can return garbage on one rank while the other aborts) and reductions of int16 and uint64
 (measured with torch 2.13, 2026): rows travel padded and as bytes, halves and small integers are added wide.
 
-gloo carries an accelerator's tensors in some collectives only. Where it is the group's backend (two ranks on one GPU, which NCCL refuses,
+gloo carries an accelerator's tensors in some collectives only. If it is the group's backend (two ranks on one GPU, which NCCL refuses,
 or a device that no backend knows), they travel through host memory (``is_staged``), as they would on the CPU.
 """
 
@@ -217,7 +217,7 @@ def host_memory(tensor: Tensor) -> Any:
 
 
 def host_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor on the CPU, row by row whatever its strides."""
+    """Return the bytes of a tensor on the CPU, row by row, for any strides."""
     if tensor.dtype in _NUMPY_DTYPES:
         return tensor.detach().resolve_neg().numpy().tobytes()
     return as_bytes(tensor).numpy().tobytes()
@@ -329,7 +329,7 @@ def all_gather_rows(rows: Tensor, counts: list[int], group: Group) -> Tensor:
 def all_gather_slices_(everyone: Tensor, group: Group) -> None:
     """Complete, in place, bytes (a multiple of 8). Each rank has written its part and left the others zero.
 
-    It moves twice what a gather moves, but needs no second buffer, as gloo's gather does, and no padding.
+    It moves twice as much as a gather, but needs no second buffer, as gloo's gather does, and no padding.
 
     Communication: one all-reduce, or one gather for few bytes on the CPU.
     """
@@ -351,7 +351,7 @@ def all_gather_slices_(everyone: Tensor, group: Group) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, 1-D, in its memory if that is contiguous."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # one element counts as contiguous whatever its stride. A view as bytes needs stride 1
+    # one element counts as contiguous for any stride. A view as bytes needs stride 1
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 

@@ -133,7 +133,7 @@ class WindowCall:
 
     @property
     def counts_nothing(self) -> bool:
-        """Whether one of its means counts nothing in this micro-batch: a value that may be no number, and no gradient."""
+        """Whether one of its means has no count in this micro-batch: a value that may be no number, and no gradient."""
         return any(part.kind == "mean" and not part.count for part in self.parts)
 
 

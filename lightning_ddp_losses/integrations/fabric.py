@@ -34,7 +34,7 @@ from lightning_ddp_losses.strategies.shards import Shards, own_optimizer_state
 
 
 class FabricDDPLossStrategy(DDPStrategy):
-    """DDP for Fabric in which every learnable loss gets the mean of its gradients: ``Fabric(strategy="ddp_losses")``.
+    """DDP for Fabric that also reduces every learnable loss: ``Fabric(strategy="ddp_losses")``.
 
     A loss may lie inside the module that ``fabric.setup`` gets, or be set up by itself (``fabric.setup_module(loss)``). Either way
     attributes, parameter names and checkpoint keys stay those of the plain module.
@@ -104,7 +104,7 @@ class FabricDDPLossStrategy(DDPStrategy):
                 instance.path = place
             if isinstance(inner, WithProcessGroup):
                 inner.create_internal_groups()
-        # 2. DDP for what is no loss
+        # 2. DDP for everything but losses
         ddp_setup.refuse_sharded_parameters(module)
         wrapped: nn.Module = module
         if is_loss(module):
@@ -249,7 +249,7 @@ class _BlockedSync:
     """Blocks the reduction in backward for one module's DDP, and for all losses.
 
     Attributes:
-        is_blocked: Whether a block is open.
+        is_blocked: True while a block is open.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ def warn_untested(host: str, check: str) -> None:
 
     Args:
         host: Name of the distribution.
-        check: What shows whether the release works.
+        check: A way to try whether the release works.
     """
     found = version(host)
     if found.rpartition(".")[0] not in TESTED[host]:

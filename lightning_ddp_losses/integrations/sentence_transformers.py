@@ -8,13 +8,13 @@ after DDP's mean over ranks. Without ranks each loss is theirs.
 | each rank its own anchors | ``directions=("query_to_doc",)`` without hardness weights, which is the default | B x kG |
 | every rank all anchors | all other options, ``GISTEmbedLoss`` | G x kG, for ``GISTEmbedLoss`` times D |
 
-``CachedMultipleNegativesRankingLoss`` holds as many rows of the scores as ``mini_batch_size`` says. It embeds in mini-batches with their
+``CachedMultipleNegativesRankingLoss`` holds ``mini_batch_size`` rows of the scores. It embeds in mini-batches with their
 gradient cache. The gradients of a DDP are reduced once per step.
 
 Their ``MultipleNegativesRankingLoss`` masks no duplicates, so this one does not either. ``GISTEmbedLoss`` masks, over the rows of all
 ranks, what its guide finds closer than the positive.
 
-Legend: ``B`` rows on this rank, ``G`` over all ranks, ``D`` embedding size. A column is what the host calls one input of a row: anchor,
+Legend: ``B`` rows on this rank, ``G`` over all ranks, ``D`` embedding size. A column is one input of a row, in the host's words: anchor,
 positive, negatives.
 """
 
@@ -68,7 +68,7 @@ class _OverAllRanks:
 
     @contextlib.contextmanager
     def _raising_on_all_ranks(self) -> Iterator[None]:
-        """Raise on every rank what one of them raises inside the block."""
+        """Raise an error inside the block of one rank on every rank."""
         try:
             yield
         except Exception as error:

@@ -9,7 +9,7 @@ Compared to torch's own ``SyncBatchNorm`` (2.13, measured 2026):
 |---|---|---|
 | CPU | ``ValueError`` in the first step | exact |
 | a rank with no rows under mixed precision | statistics of two dtypes in one gather | exact |
-| ranks that disagree on channels, dtype, number of calls; a layer that one rank leaves out | hang or abort | the same error on all ranks |
+| ranks that disagree on channels, dtype, number of calls, a layer that one rank leaves out | hang or abort | the same error on all ranks |
 | one value per channel over all ranks | silently trained on | the error of one process, on all ranks |
 | converted twice, or after the wrap | converted again | error by name |
 | a batch norm in a list | missed | error by name |

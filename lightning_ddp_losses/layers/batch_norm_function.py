@@ -4,7 +4,7 @@ Legend: ``W`` ranks, ``C`` channels, ``n`` values per channel on this rank (may 
 and v the mean and the biased variance of a channel over all N values, x^ = (x - m) / sqrt(v + eps), y = w x^ + b:
 
 * The ranks' (n, mean, M2), M2 the sum of squared deviations, are merged by Chan's formula:
-  M2 = sum_r M2_r + n_r (mean_r - m)^2. (A sum of squares would lose the variance where the mean is large.)
+  M2 = sum_r M2_r + n_r (mean_r - m)^2. (A sum of squares would lose the variance if the mean is large.)
 * dL/dx = w / sqrt(v + eps) (dy - sum dy / N - x^ sum(dy x^) / N), both sums over all ranks: the derivative of the SUM of all ranks'
   losses. dL/dw and dL/db stay each rank's share. DDP's mean over ranks then divides by W.
 
