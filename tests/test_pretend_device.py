@@ -161,6 +161,24 @@ def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> 
 
 
 PROGRAMS: dict[str, str] = {
+    # upstream gradients of a backward are compared two calls later, without a wait; those of the host in the next call
+    "a loss that is called twice in a step": """
+import torch
+from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from tests.pretend_device import DEVICE, catch_up, counting
+
+watch = UpstreamGradWatch()
+for call in range(4):
+    with counting() as counts:
+        taken = watch.take()
+    assert not counts.waits, counts
+    assert taken == (f"{call - 2:.1f}" if call > 1 else "none yet"), (call, taken)
+    catch_up()
+    watch.note(torch.tensor(float(call), device=DEVICE))
+watch = UpstreamGradWatch()
+watch.note(torch.tensor(0.5))
+assert watch.take() == "0.5" and watch.take() == "none yet"
+""",
     # whatever lies apart from the rows, of each public loss and the miner: one error that names both devices
     "rows, labels and losses apart": """
 import torch

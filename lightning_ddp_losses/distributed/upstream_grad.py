@@ -86,6 +86,7 @@ class UpstreamGradWatch:
 
     def __init__(self) -> None:
         self._noted: list[_NotedGrad] = []
+        self._last_take = 0  # number that a note of that moment would have had
         self._everywhere = False
 
     @classmethod
@@ -120,14 +121,16 @@ class UpstreamGradWatch:
         return value
 
     def take(self) -> str:
-        """Return the notes since the last call, as text for a handshake."""
-        noted, self._noted = self._noted, []
+        """Return the notes since the last call, as text for a handshake.
+
+        Those of an accelerator are a call older. So a value that is used twice in a step does not wait for the backward in between.
+        """
+        before, self._last_take = self._last_take, next(_note_numbers)
+        noted = self.take_some(lambda note: note.copy is None or note.number < before)
         return ", ".join(note.text() for note in noted) or "none yet"
 
     def take_some(self, wanted: Callable[[_NotedGrad], bool]) -> list[_NotedGrad]:
-        """Return some of the notes, if the world weighs the value equally. They are not reported again."""
-        if not self._everywhere:
-            return []
+        """Return some of the notes. They are not reported again."""
         taken = [note for note in self._noted if wanted(note)]
         self._noted = [note for note in self._noted if not wanted(note)]
         return taken

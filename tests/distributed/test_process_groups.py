@@ -157,8 +157,8 @@ def opened(before: set[str]) -> int:
     return counts[-1]
 
 
-def connections_of_ours() -> list[int]:
-    """How many sockets of this process our groups have opened, after each use of a group that was not used before."""
+def connections_of_ours() -> list[tuple[list[str], int]]:
+    """The groups of ours and how many sockets they have opened in this process, after each use of a group that was not used before."""
     process_groups.close()  # those of a former world
     dist.barrier()  # the world has its own
     gc.collect()  # a group of a former world may hang on an old traceback
@@ -173,17 +173,19 @@ def connections_of_ours() -> list[int]:
     for use in uses:
         use()
         dist.barrier()
-        counts.append(opened(before))
+        names = [name for name in ("handshakes", "host", "gradients", "checks") if process_groups.internal_groups().has(name)]
+        counts.append((names, opened(before)))
     return counts
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_group_is_made_where_it_is_used_first(pool: RankPool, world_size: int) -> None:
-    for counts in pool.run(world_size, connections_of_ours, fresh=True):
+    for steps in pool.run(world_size, connections_of_ours, fresh=True):
+        made = [["handshakes"], ["handshakes"], ["handshakes", "host"], ["handshakes", "host", "gradients"]]
+        assert [names for names, _ in steps] == [*made, [*made[-1], "checks"]]
         # a connection to each peer, and a socket at which the group listens
-        most = [groups * world_size for groups in (1, 1, 2, 3, 4)]
-        assert all(count <= limit for count, limit in zip(counts, most, strict=True)), counts
-        assert counts[0] == counts[1] < counts[2] < counts[3] < counts[4], counts
+        assert all(count <= len(names) * world_size for names, count in steps), steps
+        assert steps[0][1] == steps[1][1] < steps[2][1] < steps[3][1] < steps[4][1], steps
 
 
 def connections_of_a_fit(strategies: list[str]) -> list[int]:
