@@ -7,6 +7,7 @@ import os
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -56,9 +57,9 @@ class Fails(Subject):
 
 
 def fit(make: Any, strategy: str, grace: float = 60.0, **options: Any) -> None:
-    liveness.GRACE_SECONDS = grace
     checks = DDPChecks(summary=False, **options)
-    make_trainer(strategy, callbacks=[checks]).fit(make())
+    with mock.patch.object(liveness, "GRACE_SECONDS", grace):
+        make_trainer(strategy, callbacks=[checks]).fit(make())
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -375,11 +376,14 @@ def test_a_mean_of_halves_does_not_overflow(pool: RankPool, world_size: int, num
 def scattered_on_a_device(dtype: torch.dtype, counts: list[int]) -> tuple[torch.dtype, bool]:
     """The dtype that a backend like NCCL adds, and whether it gets the tensor's own memory."""
     given: list[Tensor] = []
-    raw_collectives.is_staged = lambda *args: False  # type: ignore[assignment]
-    raw_collectives.group_for = lambda *args: dist.group.WORLD  # type: ignore[assignment, return-value]
-    raw_collectives._reduce_scatter_into = lambda out, rows, group: given.append(rows)
     tensor = torch.empty(sum(counts), 3, dtype=dtype, device="meta")
-    found = raw_collectives.reduce_scatter_rows(tensor, counts, None)
+    with mock.patch.multiple(
+        raw_collectives,
+        is_staged=lambda *args: False,
+        group_for=lambda *args: dist.group.WORLD,
+        _reduce_scatter_into=lambda out, rows, group: given.append(rows),
+    ):
+        found = raw_collectives.reduce_scatter_rows(tensor, counts, None)
     assert found.dtype == dtype
     assert found.shape == (counts[dist.get_rank()], 3)
     own = given[0].untyped_storage()._cdata == tensor.untyped_storage()._cdata

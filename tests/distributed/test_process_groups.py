@@ -173,7 +173,9 @@ def connections_of_ours() -> list[tuple[list[str], int]]:
     for use in uses:
         use()
         dist.barrier()
-        names = [name for name in ("handshakes", "host", "gradients", "checks") if process_groups.internal_groups().has(name)]
+        names = [
+            name for name in ("handshakes", "host", "gradients", "checks") if process_groups.internal_groups().has(name)
+        ]
         counts.append((names, opened(before)))
     return counts
 
