@@ -42,11 +42,11 @@ def microbatched(
             it uses its running statistics, and leaves them.
 
     Returns:
-        A function with the arguments of ``encoder``; tensors with as many rows (dim 0) as the first are batches, everything else goes to
+        A function with the arguments of ``encoder``. Tensors with as many rows (dim 0) as the first are batches, everything else goes to
         each piece as it is. Its results, tensors or nests of them, are joined along dim 0.
 
     Raises:
-        ConfigurationError: for batch norm in training and other layers that write their buffers, by name. A bad chunk size; in
+        ConfigurationError: for batch norm in training and other layers that write their buffers, by name. A bad chunk size. In
             backward, if a parameter has changed since forward.
         InputError: for a call without a batch, and for results whose first dimension does not count rows (a sequence's time).
 

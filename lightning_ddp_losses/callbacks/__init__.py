@@ -4,18 +4,18 @@
 a check.
 
 =========================  ==========================================================================================================
-base                       `RankCheck`, a check as a callback; `DDPChecks`, all checks in one callback
+base                       `RankCheck`, a check as a callback. `DDPChecks`, all checks in one callback
 runner                     `CheckRunner`: a fit from start to end, the schedule of checks, one gather at each stage
-row_exchange               `Check`, the methods of a check; `RowExchange`: rows measured, exchanged and judged
-findings                   `CheckStage`, `Finding`; `LocalFindings` of one rank; findings by their cause
+row_exchange               `Check`, the methods of a check. `RowExchange`: rows measured, exchanged and judged
+findings                   `CheckStage`, `Finding`. `LocalFindings` of one rank. Findings by their cause
 report                     errors, warnings, a file, the logger, a table
-batch_check                `BatchCheck`, and the losses that compare samples; batch_reader reads for it
+batch_check                `BatchCheck`, and the losses that compare samples. batch_reader reads for it
 buffer_sync                `BufferSyncCheck`
 checkpoint_check           `CheckpointCheck`
 communication_monitor      `CommunicationMonitor`
 device_check               `DeviceCheck`
 gradient_flow              `GradientFlowCheck`. Its dry run before the first step is in gradient_scale
-loss_check                 `LossCheck`, and logged values; loss_reader reads the losses of a rank and their graphs
+loss_check                 `LossCheck`, and logged values. loss_reader reads the losses of a rank and their graphs
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
 replicated_parameters      parameters that must be equal on all ranks, slices of them, and fingerprints of slices

@@ -130,7 +130,7 @@ class RankCheck(Check, CheckCallback):
             self._forget()
 
     def _forget(self) -> None:
-        """Reset the state of one fit; called by the constructor and at the start of a fit."""
+        """Reset the state of one fit. Called by the constructor and at the start of a fit."""
 
 
 class LocalCheck(RankCheck):
@@ -162,9 +162,9 @@ class DDPChecks(CheckCallback):
     Args:
         checks: Checks to run. None for all of them, with their defaults. Checks that are registered next to this callback join in,
             and replace the default of their class.
-        action: Action for a finding: one word for errors and warnings (``"warn"``), or one by severity; default
+        action: Action for a finding: one word for errors and warnings (``"warn"``), or one by severity. Default
             ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, with the most telling one
-            first; in the others, ``follows`` names its fault.
+            first. In the others, ``follows`` names its fault.
         file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a separate file.
         summary: Print a table at the end of the fit.
         log_figures: Send the measurements of the checks (collectives, rows, losses, memory) to the loggers too, not only the counts.
@@ -172,7 +172,7 @@ class DDPChecks(CheckCallback):
 
     It also runs in ``trainer.validate``, with the checks that look at validation.
 
-    Communication: at start one handshake and one gather; then at most two gathers in a checked step, one of them in the strategy's own
+    Communication: at start one handshake and one gather. Then at most two gathers in a checked step, one of them in the strategy's own
         handshake under ``"ddp_losses"``. None in a world of one.
 
     Raises:
@@ -204,7 +204,7 @@ class DDPChecks(CheckCallback):
         self._report_settings = Settings(actions, file, summary, log_figures, stall_seconds)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start the runner; warn if a trainer has several of these."""
+        """Start the runner. Warn if a trainer has several of these."""
         together = [callback for callback in trainer.callbacks if isinstance(callback, DDPChecks)]  # type: ignore[attr-defined]
         if stage == "fit" and len(together) > 1 and together[0] is self:
             fix = "Keep one, which may hold any checks: DDPChecks(checks=[...]). Until then the first one decides on "

@@ -492,7 +492,7 @@ def _epoch_row(trainer: Trainer, module: nn.Module) -> BatchEpochRow:
 
 
 def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: Trainer, module: LightningModule) -> list[Finding]:
-    """Compare the numbers of batches, and their sizes if a loss gathers equal numbers only; look for a batch of one row."""
+    """Compare the numbers of batches, and their sizes if a loss gathers equal numbers only. Look for a batch of one row."""
     found = []
     numbers = [row.batches for row in rows]
     if 0 <= min(numbers) < batches_until_max_steps(trainer):

@@ -59,7 +59,7 @@ class EpochRecord(NamedTuple):
     Attributes:
         epoch: Number of the epoch.
         first: Content of rank 0's first batch in it.
-        latest: Content of its latest batch; equal to ``first`` if batches do not change.
+        latest: Content of its latest batch. Equal to ``first`` if batches do not change.
     """
 
     epoch: int
@@ -246,7 +246,7 @@ def is_iterable(loader: DataLoader[Any]) -> bool:
 
 
 def batch_sizes(loader: DataLoader[Any]) -> tuple[int, int]:
-    """Return the rows of this rank's full batches and of its last one; zeros if they cannot be known."""
+    """Return the rows of this rank's full batches and of its last one, or zeros if they cannot be known."""
     # only torch's BatchSampler cuts a known number of rows
     batches = loader.batch_sampler
     if type(batches) is not BatchSampler or is_iterable(loader):

@@ -85,7 +85,7 @@ class BufferSlot(NamedTuple):
 
 
 def compared_slots(module: nn.Module) -> list[BufferSlot]:
-    """Return the buffers of losses and metrics, and all queues; not those of batch norm, nor those that DDP ignores."""
+    """Return the buffers of losses and metrics, and all queues, except those of batch norm and those that DDP ignores."""
     ignored = frozenset(getattr(module, DDP_IGNORES, ()))
     found: list[BufferSlot] = []
     for path, inner in module.named_modules():
@@ -175,7 +175,7 @@ def metrics_of(module: nn.Module) -> dict[str, Any]:
 
 
 def metric_states(module: nn.Module) -> dict[str, StateKind]:
-    """Return the kind of every metric state, by path, before it is gathered; not if one exchange takes any number of tensors."""
+    """Return the kind of every metric state, by path, before it is gathered, unless one exchange takes any number of tensors."""
     metrics = {
         f"{path}.{name}".strip("."): each for path, outer in _roots(module) for name, each in metrics_of(outer).items()
     }
@@ -330,7 +330,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         return [mean_rows, *map(float, read.counts), *norm_statistics(plain_norms(module))]
 
     def _forward_row(self) -> list[int]:
-        """Return the forwards of the first backward at once, because autograd may fail in it; later those of the backward before."""
+        """Return the forwards of the first backward at once, because autograd may fail in it, and later those of the backward before."""
         seen = max(self._forwards.values(), default=0), self._before_second, self.runner.step
         self._forwards, self._before_second = {}, None
         (forwards, before_second, step), self._last_forwards = self._last_forwards or seen, seen

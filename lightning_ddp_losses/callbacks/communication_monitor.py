@@ -134,7 +134,7 @@ class CollectiveCall:
         self.kind, self.num_bytes, self.began, self.ended = kind, num_bytes, began, ended
 
     def end(self, _: Any) -> None:
-        """Record the end; called on any thread."""
+        """Record the end. Called on any thread."""
         self.ended = time.perf_counter()
 
 
@@ -154,7 +154,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         self.calls: list[CollectiveCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; record it if it is a collective."""
+        """Run an operator. Record it if it is a collective."""
         if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
             return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
         if func.namespace != "c10d":
@@ -183,7 +183,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor in a collective; for a sparse one, those of its indices and values."""
+    """Return the bytes of a tensor in a collective. For a sparse one, those of its indices and values."""
     if tensor.layout == torch.sparse_coo:
         # coalesced or not: all entries travel
         indices, values = compat.sparse_entries(tensor)

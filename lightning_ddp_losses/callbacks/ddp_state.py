@@ -70,7 +70,7 @@ class DDPSnapshot:
                 if self.ddp is not None:
                     node = accumulation_node(parameter)
             self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, trains, node)
-        # gradients of the current step, by place and name; those that the optimizer used, as far as a check has read them
+        # gradients of the current step, by place and name, and those that the optimizer used, as far as a check has read them
         self.on_their_way: dict[str, dict[str, list[StartedFingerprint]]] = {}
         self._of_step: dict[str, list[StartedFingerprint]] = {}
 
@@ -174,7 +174,7 @@ class OptimizerSettings:
         self._values = HostNumbers([value.reshape(()) if isinstance(value, Tensor) else value for value in values])
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the settings of each group; waits for those that have not arrived yet."""
+        """Return the settings of each group. Waits for those that have not arrived yet."""
         values = iter(self._values.read())
         return [dict(zip(names, values, strict=False)) for names in self._names]
 
@@ -198,7 +198,7 @@ def send_gradient_scale(trainer: Trainer) -> HostNumbers:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is None:
         return HostNumbers([])
-    # ``get_scale`` waits; the scaled number 1 is the scale, on the device
+    # ``get_scale`` waits. The scaled number 1 is the scale, on the device
     return HostNumbers([scaler.scale(torch.ones((), device=trainer.strategy.root_device))])
 
 

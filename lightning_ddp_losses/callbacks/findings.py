@@ -59,7 +59,7 @@ _INSIDE_A_STEP = ("training_step", CheckStage.BEFORE_BACKWARD.value, CheckStage.
 
 
 def place_of(moment: str, step: int) -> str:
-    """Return the place of something in a run, with its step or the number of steps before it; before the first step without a number.
+    """Return the place of something in a run, with its step or the number of steps before it. There is no number before the first step.
 
     Args:
         moment: Value of a stage, or another place of the runner.
@@ -132,7 +132,7 @@ class Finding:
             fault: Id of the fault.
             case: Name of the case in the fault's row.
             ranks: Affected ranks.
-            name: Parameter, buffer, loss or option; also a field of the texts.
+            name: Parameter, buffer, loss or option. Also a field of the texts.
             values: One entry per rank.
             graded: Severity, if it is not that of the fault.
             **fields: Other fields of the texts.
@@ -183,14 +183,14 @@ class Finding:
 
 
 def odd_ranks(column: Sequence[Any]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; on a tie, from the first such value.
+    """Return the ranks that differ from the majority. On a tie, from the first such value.
 
     Example:
         >>> odd_ranks([0.1, 0.1, 0.2])
         (2,)
     """
     values = list(column)
-    # the most frequent value; of several, the one that comes first
+    # the most frequent value. Of several, the one that comes first
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
@@ -296,7 +296,7 @@ class Cause:
 def group_by_cause(
     found: Sequence[Finding], earlier: Sequence[Finding] = ()
 ) -> tuple[list[Cause], list[tuple[Finding, Finding]]]:
-    """Return the causes among new findings, the most telling first; and pairs of a finding and the earlier lead that it follows from.
+    """Return the causes among new findings, the most telling first, and pairs of a finding and the earlier lead that it follows from.
 
     Args:
         found: New findings of one place in the fit.

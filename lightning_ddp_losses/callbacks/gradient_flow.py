@@ -219,7 +219,7 @@ class GradientFlowCheck(RankCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return a hash of the unreached parameters; or the numbers of a step."""
+        """Return a hash of the unreached parameters, or the numbers of a step."""
         if stage == CheckStage.BEFORE_BACKWARD:
             return [hash_lines(self._missing)]
         # the gradients since the last step, and the numbers that the host knows now
@@ -434,7 +434,7 @@ class StepGradients:
         return list(dict.fromkeys(name for name, size in sizes if not size < math.inf))
 
     def sizes(self) -> list[tuple[TensorSlice, float]]:
-        """Return the slices with the largest element of their gradient, or a bound; not finite if an element is not."""
+        """Return the slices with the largest element of their gradient, or a bound, which is not finite if an element is not."""
         return list(zip(self.slices, self._sent_sizes.read(), strict=False))
 
 

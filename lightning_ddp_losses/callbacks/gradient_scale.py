@@ -126,7 +126,7 @@ def find_wrong_scales(
 
 def _findings_of_lines(scales: GradientScales) -> list[Finding]:
     """Name the collectives that cut only one share of a part's gradient."""
-    # a factor W may compensate the cut; a gradient that equals the derivative has no cut
+    # a factor W may compensate the cut. A gradient that equals the derivative has no cut
     wrong = [f"`{part.name}`" for part in scales.parts if not part.is_about(1.0)]
     if not wrong or scales.is_multiplied:
         return []
@@ -174,7 +174,7 @@ def measure_gradient_scales(
         value = trial.value({})
     if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
         return None
-    # the local work; a rank that fails here reports it before the others wait for it
+    # the local work. A rank that fails here reports it before the others wait for it
     prepared = trial.prepare(value, world)
     if not _on_all_ranks(row_exchange, prepared is not None) or prepared is None:
         if trial.own_error is not None:  # after the peers have learnt that this rank stops
@@ -192,7 +192,7 @@ def measure_gradient_scales(
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
         if abs(derivative) <= _TOO_FLAT * max(1e-9, *(abs(row[1]) for row in rows)):
             continue
-        # (1/W) sum_r <g_r, v_r>; a rank's shard has its whole gradient on that rank
+        # (1/W) sum_r <g_r, v_r>. A rank's shard has its whole gradient on that rank
         gradient = sum(row[0] for row in rows)
         if all(shard_of(parameter) is None for parameter in members.values()):
             gradient /= world

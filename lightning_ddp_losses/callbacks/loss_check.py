@@ -52,12 +52,12 @@ class LossCheck(RankCheck, default=True):
     """Every rank has a loss, finite, not zero from the start, of elements with equal weight. Logged values are those of all ranks.
 
     Covers F30 (over ranks; over the micro-batches that Lightning accumulates as a note), F31, F35, F46, F55, F56, F79 and F82. Keeps
-    every rank's loss in ``history`` and, if there is a log folder, in ``losses_by_rank.csv``; ``DDPChecks(log_figures=True)`` sends
+    every rank's loss in ``history`` and, if there is a log folder, in ``losses_by_rank.csv``. ``DDPChecks(log_figures=True)`` sends
     them to the loggers too, as often as Lightning logs (``ddp_checks/rank_0_loss``; with more than 8 ranks the smallest and largest).
 
     Args:
         zero_steps: Number of first steps after which a loss that was exactly zero in all of them is reported.
-        bias: Allowed ratio of an element's weight on two ranks (1.1 is 10%), reported after three steps of 20; or in two micro-batches of
+        bias: Allowed ratio of an element's weight on two ranks (1.1 is 10%), reported after three steps of 20, or in two micro-batches of
             an accumulation window, reported once.
         file: Whether to write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
@@ -163,7 +163,7 @@ class LossCheck(RankCheck, default=True):
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[float]:
         """Return this rank's loss, its sums of logged means, or the values that are logged and monitored."""
         if stage == CheckStage.BEFORE_BACKWARD:
-            # losses of the step before; at the first step, which shows most faults, of that step
+            # losses of the step before. At the first step, which shows most faults, of that step
             self._reader.read(self.runner.step if self.runner.steps else math.inf)
             return self._step_row(trainer)
         if stage == CheckStage.SAVE:
@@ -407,7 +407,7 @@ class LoggedValues:
             yield compat.epoch_name(results, result), (float(result.value), float(rows))
 
     def judge_epoch(self, table: Sequence[Sequence[float]]) -> list[Finding]:
-        """Report different names, and values of one rank; remember the true means if the number of ranks does not divide the rows."""
+        """Report different names, and values of one rank. Remember the true means if the number of ranks does not divide the rows."""
         self._true_means = {}
         keys, local_values, names, *numbers = zip(*table, strict=True)
         found = differing(keys, "F46", name="log keys")

@@ -270,7 +270,7 @@ class LossReader:
         if module.automatic_optimization and is_divided(trainer):
             factor *= trainer.accumulate_grad_batches
         is_scaled = loss is not getattr(trainer.strategy, "closure_loss", None)
-        # the graph is gone when the loss is read; outside a window a mean over no elements is an error
+        # the graph is gone when the loss is read. Outside a window a mean over no elements is an error
         asks = not is_divided(trainer)
         if loss.device.type == "cpu":  # the value is at hand
             asks = not math.isfinite(float(loss.detach()))
@@ -291,7 +291,7 @@ class LossReader:
         """Read the losses of steps before this one, which have long arrived.
 
         Args:
-            before: Number of the step; infinity for all losses.
+            before: Number of the step. Infinity for all losses.
         """
         while self.pending and self.pending[0].step < before:
             self._read(self.pending.pop(0))
@@ -300,7 +300,7 @@ class LossReader:
         scales = seen.scale.read()
         factor = seen.factor / math.prod(map(float, scales))
         value = float(seen.value.read()) * factor
-        # not finite by the scale: the scaler will skip this step on every rank; a mean over no elements has no effect
+        # not finite by the scale: the scaler will skip this step on every rank. A mean over no elements has no effect
         is_good = math.isfinite(value) or (scales and math.isinf(value)) or seen.may_be_nan
         if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
             self._loss, self._step = value, seen.step
@@ -382,7 +382,7 @@ class MicroBatches:
         reductions = {len(divisors) for divisors in self._divisors}
         if not 1 < number <= _MOST or len(reductions) > 1 or reductions == {0}:
             return [0.0]
-        # a column for each reduction; the one that differs most decides
+        # a column for each reduction. The one that differs most decides
         columns = list(zip(*self._divisors, strict=True))
         divisors = max(columns, key=_spread)
         is_whole = all(_spread(column) < 1 + _EQUAL or _in_proportion(column, divisors) for column in columns)
@@ -408,7 +408,7 @@ def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[F
 
     Args:
         rows: Rows of all ranks, from ``MicroBatches.row``.
-        bias: Allowed ratio; 1.1 is 10%.
+        bias: Allowed ratio. 1.1 is 10%.
     """
     numbers = {row[0] for row in rows if row}
     if len(numbers) != 1 or numbers == {0.0}:

@@ -218,7 +218,7 @@ class OptimizerCheck(LocalCheck, default=True):
             if id(parameter) in seen:
                 twice.append(name)
             seen.add(id(parameter))
-        # the paths of unregistered ones, as the user would write them; the search is slow
+        # the paths of unregistered ones, as the user would write them. The search is slow
         paths: dict[int, str] = {}
         if unregistered:
             paths = {id(parameter): path for path, parameter in _hidden_parameters(module)}
@@ -227,7 +227,7 @@ class OptimizerCheck(LocalCheck, default=True):
         self._add("TWICE", twice)
 
     def _find_forgotten(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find parameters with a gradient that no optimizer holds; copies without training have no gradient."""
+        """Find parameters with a gradient that no optimizer holds. Copies without training have no gradient."""
         in_optimizers = {id(parameter) for _, parameter in optimizer_parameters(trainer)}
         named = module.named_parameters()
         self._add("F01", [name for name, p in named if id(p) not in in_optimizers and _has_gradient(p)])

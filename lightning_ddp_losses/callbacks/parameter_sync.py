@@ -81,7 +81,7 @@ class PartReplicas:
 
 
 class ParameterRow(NamedTuple):
-    """Numbers that travel; before the wrap only the first one.
+    """Numbers that travel. Before the wrap only the first one.
 
     At the start of training, three numbers follow for each class shard: its first and last class and the number of classes.
 
@@ -172,7 +172,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         if not is_replicated(trainer):
             return []
         is_step = stage == CheckStage.AFTER_STEP
-        # looked up once per batch; at other stages they may be others
+        # looked up once per batch. At other stages they may be others
         parameters = self.runner.replicated_parameters() if is_step else replicated_parameters(trainer, module)
         if stage == CheckStage.BEFORE_WRAP:
             self._judged = ComparedParameters(parameters)
@@ -296,7 +296,7 @@ def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, 
 
 def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
     """Name the differences of the ranks' descriptions, by position."""
-    # line the ranks up by position; a rank with fewer lines has "nothing" there
+    # line the ranks up by position. A rank with fewer lines has "nothing" there
     longest = max(map(len, lines_by_rank))
     padded = [lines + ["nothing"] * (longest - len(lines)) for lines in lines_by_rank]
     positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]

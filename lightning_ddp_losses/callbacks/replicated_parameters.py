@@ -182,7 +182,7 @@ class SentFingerprints:
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:
-    """Split tensors into at most ``max_parts`` parts of about equal size in bytes; small models into fewer."""
+    """Split tensors into at most ``max_parts`` parts of about equal size in bytes, small models into fewer."""
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     part_bytes = max(-(-total_bytes // max_parts), _MIN_PART_BYTES)
     parts: list[list[TensorSlice]] = [[]]

@@ -144,7 +144,7 @@ class Report:
         return finding.key not in self._seen
 
     def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: Trainer) -> None:
-        """Write, log and warn of findings, once for each cause; raise an error for those with this action.
+        """Write, log and warn of findings, once for each cause. Raise an error for those with this action.
 
         Args:
             findings: Findings, in the same order on every rank.
@@ -159,7 +159,7 @@ class Report:
         for finding, check_action in zip(findings, actions, strict=True):
             severity, is_new = finding.severity, self.is_new(finding)
             self._seen.add(finding.key)
-            # the check's action, else that of DDPChecks, else the default; a fault of our own does not end the training
+            # the check's action, else that of DDPChecks, else the default. A fault of our own does not end the training
             action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
             if finding.fault == FAILED and finding.graded and action == "raise":
                 action = "warn"
@@ -178,7 +178,7 @@ class Report:
             raise DDPLossError(text, findings=raising, collective=True)
 
     def _report_causes(self, action: str, found: Sequence[Finding]) -> None:
-        """Warn or log once for each cause; log findings that follow from a cause reported before."""
+        """Warn or log once for each cause. Log findings that follow from a cause reported before."""
         causes, late = group_by_cause(found, self._leads[action])
         for cause in causes:
             self._leads[action].append(cause.lead)
@@ -222,7 +222,7 @@ class Report:
             _send_to_loggers(trainer, figures, step)
 
     def summary(self, checks: Sequence[CheckSummary], steps: int, share: float) -> None:
-        """Print a line of totals, a row for each check with findings or measurements, and the names of the others; on rank 0.
+        """Print a line of totals, a row for each check with findings or measurements, and the names of the others, on rank 0.
 
         Args:
             checks: Figures and remarks of each check.
@@ -292,7 +292,7 @@ class Report:
 
 
 def run_folder(trainer: Trainer) -> Path | None:
-    """Return the folder of this run, which holds its checkpoints; right on rank 0, which writes.
+    """Return the folder of this run, which holds its checkpoints. It is right on rank 0, which writes.
 
     ``log_dir`` is that folder only for loggers with a folder for each run. Others (Weights & Biases, MLflow) have one for all runs, and
     ``ModelCheckpoint`` makes one by name and version below it.
@@ -337,7 +337,7 @@ def _send_to_loggers(trainer: Trainer, figures: Mapping[str, float], step: int) 
 def _warn(text: str) -> None:
     """Warn on rank 0. If the user has made warnings errors, raise on every rank."""
     level = _users_stack_level()
-    # elsewhere the same filters decide, so that an error is one on every rank; no text is printed
+    # elsewhere the same filters decide, so that an error is one on every rank. No text is printed
     quietly = warnings.catch_warnings(record=True) if process_groups.rank() else contextlib.nullcontext()
     with quietly:
         warnings.warn(text, stacklevel=level)

@@ -300,7 +300,7 @@ class RowExchange:
         """
         # one handshake: ranks at different places get the same error in it
         pending = handshake.start(place, must_match or {}, row, channel="checks")
-        # busy wait first, then sleep; leave when a peer has failed, because it will not come
+        # busy wait first, then sleep. Leave when a peer has failed, because it will not come
         began, awake = time.perf_counter(), awake_seconds()
         while not pending.is_completed():
             waited = time.perf_counter() - began
@@ -315,7 +315,7 @@ class RowExchange:
         return pending.finish()
 
     def gather_json(self, place: str, value: object) -> list[Any]:
-        """Return a plain value of each rank, in rank order; communicates as ``gather_rows``."""
+        """Return a plain value of each rank, in rank order. Communicates as ``gather_rows``."""
         return [json.loads(row) for row in self.gather_rows(place, json.dumps(value).encode())]
 
     def max_difference(self, local: Tensor | None) -> float | None:

@@ -115,7 +115,7 @@ class CheckRunner(Callback):
         self._batch, self._handshake = _Batch(), _StrategyHandshake()
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
-        # checks by the observation that they override; ids of checks of ours that failed on this rank
+        # checks by the observation that they override, and ids of checks of ours that failed on this rank
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
         self._ran_dry = False
@@ -225,7 +225,7 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.EPOCH_START)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Let the checks see a training batch; before the first step they may try it out."""
+        """Let the checks see a training batch. Before the first step they may try it out."""
         self._batch.parameters = None
         self._enter(f"training_step of step {self.step}")
         with self.own_time:
@@ -348,7 +348,7 @@ class CheckRunner(Callback):
         self.run_stage(CheckStage.VALIDATION_END)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Judge the last step and the checkpoint before it is written; not if a failed rank saves alone. Checks may add to it."""
+        """Judge the last step and the checkpoint before it is written, unless a failed rank saves alone. Checks may add to it."""
         if trainer.state.status == TrainerStatus.INTERRUPTED:
             return
         self._judge_last_step(CheckStage.SAVE.value)
@@ -392,12 +392,12 @@ class CheckRunner(Callback):
                 compat.teardown_trainer(self.trainer)
             raise peer_error from exception
         if hasattr(self.trainer.strategy, "attach_payload") and isinstance(exception, Exception):
-            # peers that wait in a handshake of the strategy get it there; those that know of it already open no other
+            # peers that wait in a handshake of the strategy get it there. Those that know of it already open no other
             with contextlib.suppress(Exception):
                 handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
 
     def _add_last_step(self, exception: BaseException) -> None:
-        """Judge the step before an error that all ranks raise; findings become a note of the error."""
+        """Judge the step before an error that all ranks raise. Findings become a note of the error."""
         try:
             self._judge_last_step("an error on all ranks", max_seconds=_WAIT_SECONDS)
         except DDPLossError as fault:

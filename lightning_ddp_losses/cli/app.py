@@ -7,7 +7,7 @@ LightningCLI with our defaults, a progress bar for every kind of terminal, and t
 wrong before training is found before anything is written.
 
 A config is a program: `class_path` imports the module that it names and calls the class, and so do options of callbacks, loggers and
-data. Run no config that you would not run as a script; `ddp-losses explain security` lists everything that is trusted.
+data. Run no config that you would not run as a script. `ddp-losses explain security` lists everything that is trusted.
 
 `ddp-losses audit --config X` takes the config of `fit`. Exit status: 0 equal, 1 different, 2 could not run.
 """

@@ -64,7 +64,7 @@ class SyncBatchNorm(LayerSync):
         RankMismatchError: on every rank, if channels, dtypes, settings or the number of calls differ.
         InputError: on every rank, for one value per channel over all ranks (also a ``ValueError``, as in one process).
 
-    Source: Ioffe and Szegedy, "Batch Normalization" (2015); merging: Chan, Golub and LeVeque (1979).
+    Source: Ioffe and Szegedy, "Batch Normalization" (2015). Merging: Chan, Golub and LeVeque (1979).
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -1,7 +1,7 @@
 """`ClipLoss`: the symmetric cross entropy between two towers over the rows of all ranks, never holding the product matrix.
 
 Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair, whose 1 is never added up,
-so that float32 keeps its digits where pairs agree well. Rows of this rank are complete here; columns are joined from all ranks'
+so that float32 keeps its digits where pairs agree well. Rows of this rank are complete here. Columns are joined from all ranks'
 (maximum, sum), which in a ring travel behind the texts.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
@@ -41,7 +41,7 @@ class ClipLoss(TwoTowerLoss):
         tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
-        products: How rows are multiplied. ``"float32"``. ``"bf16"``: on tensor cores, into float32; exact but for the order of summation
+        products: How rows are multiplied. ``"float32"``, or ``"bf16"`` on tensor cores, into float32. Exact but for the order of summation
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
             bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
         compile_tiles: Compile what a tile computes next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
@@ -51,16 +51,16 @@ class ClipLoss(TwoTowerLoss):
         group: Process group. None is the world.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it needs no ``sync_dist``.
 
     Gradient:
         After DDP's mean over ranks, encoders and ``logit_scale`` (the loss's or the caller's) hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are), gather of 2 G + 1 numbers; in backward a handshake and
+        Handshake, gather of the texts (of bfloat16 as they are), gather of 2 G + 1 numbers. In backward a handshake and
         one exchange of G x D.
         A ring: 2 handshakes, and W - 1 times
-        a message of a rank's texts and one of two numbers for each; in backward W - 1 times its texts and their gradient, of float32.
+        a message of a rank's texts and one of two numbers for each. In backward W - 1 times its texts and their gradient, of float32.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -125,10 +125,10 @@ class ClipLoss(TwoTowerLoss):
 
 
 def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) -> Any:
-    """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its first columns; own pairs do not count.
+    """Return the maximum and the sum of exponentials of a tile's rows, (T,) each, and of its first columns. Own pairs do not count.
 
     Args:
-        products: (T, C); overwritten with the logits, or with less unless ``keep``.
+        products: (T, C). Overwritten with the logits, or with less unless ``keep``.
         factors: Factors of the products.
         text_count: The number of columns that are texts.
         keep: Whether the logits are needed again.
@@ -153,10 +153,10 @@ def clip_terms(
     """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus that of the columns.
 
     Args:
-        products: (T, C); overwritten.
+        products: (T, C). Overwritten.
         factors: Factors of the products.
         row_lse: (T,), log-sum-exp of the images' rows.
-        column_lse: (C,), that of the texts' columns; infinite for other columns. None: there are no texts.
+        column_lse: (C,), that of the texts' columns. Infinite for other columns. None: there are no texts.
         own: (T,), the gradient at own pairs.
         device_splits: As for ``Factors.terms``.
         are_logits: Whether the products are logits already.
@@ -169,7 +169,7 @@ def clip_terms(
 
 
 class _Clip(torch.autograd.Function):
-    """Value and gradient; ``paired`` (t,) holds each text's product with its own image, unscaled."""
+    """Value and gradient. ``paired`` (t,) holds each text's product with its own image, unscaled."""
 
     @staticmethod
     def forward(
@@ -192,7 +192,7 @@ class _Clip(torch.autograd.Function):
                 mean_column.add_(block.columns.part(slice(0, block.text_count)).total() / call.total)
             return _packed_stats(column_lse)
 
-        # columns joined over ranks, where they travel; rows are complete
+        # columns joined over ranks, where they travel. Rows are complete
         column_stats = call.collect(visit, join=_join_stats, counts=call.text_counts)
         assert column_stats is not None
         row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])
@@ -278,7 +278,7 @@ def _columns_and_value(
         paired_logits: (t,), of each of these texts with its own image.
         rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
 
-    Communication: one gather of 2 G + 1 numbers; in a ring as ``global_quotient``.
+    Communication: one gather of 2 G + 1 numbers. In a ring as ``global_quotient``.
     """
     group, world = call.group, process_groups.world_size(call.group)
     column_lse = RunningLogSumExp(*column_stats.unbind(1))

@@ -96,7 +96,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         is an error.
 
     Communication:
-        ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake; in
+        ``elements`` 1 handshake. ``replicated`` handshake + gather, none in backward. ``rows`` handshake + gather + handshake. In
         backward none where ``evaluation`` is symmetric and the call has labels only, else handshake + exchange. Rows of bfloat16 and
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
@@ -301,7 +301,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         ):
             return Elements(self.loss, self._exchange(rows)), LocalCall((), given)
 
-        # all else needs the rows of all ranks; if each rank computes its own anchors, all ranks have gradients for a row
+        # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
         def backward(counts: dict[str, list[int]]) -> Backward:
             return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
 

@@ -1,4 +1,4 @@
-"""Products of rows with rows, in float32 or on tensor cores; rows of unit length, and sums of exponentials of products.
+"""Products of rows with rows, in float32 or on tensor cores. Rows of unit length, and sums of exponentials of products.
 
 A product of two bf16 numbers is exact in float32, so bf16 rows multiplied into float32 differ from the float32 product of the same values
 by the order of summation only. Anything that would lose digits stays out of the product: rows are multiplied as they came, not at unit
@@ -11,7 +11,7 @@ two, ``high + low``, which keep 16 of its 24 bits, and each is multiplied with t
 | ``"bf16"`` | one of bf16; a gradient's two | none if rows came in bf16, else 2^-9; of a gradient 2^-17 |
 
 Against float64, 60 rows x 24, the worst of CLIP, SigLIP, SupCon, NTXent, MultiSimilarity and ArcFace (relative: loss, gradient; CPU, torch
-2.13): ``"float32"`` 2e-7, 1e-6; ``"bf16"`` 2e-7, 3.4e-6 of bf16 rows and 3e-4, 6e-3 of float32 rows.
+2.13): ``"float32"`` 2e-7, 1e-6. ``"bf16"`` 2e-7, 3.4e-6 of bf16 rows and 3e-4, 6e-3 of float32 rows.
 
 ``torch.mm(..., out_dtype=torch.float32)`` exists on some devices (NVIDIA's: torch 2.8 and later). Elsewhere, as on the CPU, the same bf16
 values are multiplied in float32.
@@ -117,7 +117,7 @@ def has_bf16(device: torch.device) -> bool:
 
 @functools.cache
 def multiplies_into_float32(device: torch.device) -> bool:
-    """Return whether a device has products of bf16 into float32; tried once, with one number."""
+    """Return whether a device has products of bf16 into float32. Tried once, with one number."""
     one = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
     try:
         found = torch.mm(one, one, out_dtype=torch.float32)
@@ -173,7 +173,7 @@ class Operand(NamedTuple):
     """Rows in the form in which they are multiplied, without graph.
 
     Attributes:
-        rows: (n, D). Float32 or wider rows are divided by their lengths already; bf16 rows are as they came.
+        rows: (n, D). Float32 or wider rows are divided by their lengths already. Rows of bf16 are as they came.
         lengths: (n,), divisors of the caller's rows. None: they are not divided.
     """
 
@@ -182,7 +182,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def prepare(cls, rows: Tensor, form: ProductForm, *, normalize: bool) -> Operand:
-        """Prepare (n, D) rows of the caller; ``normalize`` divides them by their lengths."""
+        """Prepare (n, D) rows of the caller. ``normalize`` divides them by their lengths."""
         rows = rows.detach()
         lengths = lengths_of(rows) if normalize else None
         if form == "bf16":
@@ -215,7 +215,7 @@ class Operand(NamedTuple):
 
         Args:
             sums: (n, D), sums over the partners of each row of the product's gradient times the partner (``add_to_left_``).
-            out: (n, D), of any floating dtype; may be ``sums``.
+            out: (n, D), of any floating dtype. May be ``sums``.
             factor: Factor of the gradient, 0-dim. None: 1.
         """
         dots = []
@@ -225,7 +225,7 @@ class Operand(NamedTuple):
             dots.append(along)
             if self.lengths is not None:
                 lengths = self.lengths[part]
-                # a gradient along the row changes its length only; a row that is too short for a length is only multiplied
+                # a gradient along the row changes its length only. A row that is too short for a length is only multiplied
                 along = along * (lengths > SMALLEST_LENGTH)
                 if rows.dtype == torch.bfloat16:
                     along.div_(lengths).div_(lengths)
@@ -248,13 +248,13 @@ def pieces_of(rows: Tensor) -> Iterator[slice]:
 
 
 def dot_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return the product (n,) of each row with the row in the same place; bf16 rows are multiplied in float32."""
+    """Return the product (n,) of each row with the row in the same place. Rows of bf16 are multiplied in float32."""
     wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
     return (left.to(wide) * right).sum(1)
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply all rows of two matrices with each other, (n, m); bf16 rows into float32."""
+    """Multiply all rows of two matrices with each other, (n, m), rows of bf16 into float32."""
     if left.dtype != torch.bfloat16:
         return torch.mm(left, right.t(), out=out)
     if not left.numel() or not right.numel() or not multiplies_into_float32(left.device):
@@ -279,7 +279,7 @@ def split(grad: Tensor, device_splits: bool) -> Tensor:
         device_splits: Whether it is the sum of two bf16 numbers.
 
     Returns:
-        ``grad`` itself; or (n, 2, m), the larger numbers, then the smaller ones.
+        ``grad`` itself, or (n, 2, m), the larger numbers, then the smaller ones.
     """
     if not device_splits:
         return grad
@@ -412,7 +412,7 @@ class RunningLogSumExp:
         """Add a piece to some of the rows.
 
         Args:
-            values: (T, C), all finite; overwritten unless ``keep``.
+            values: (T, C), all finite. Overwritten unless ``keep``.
             start: The first of the T rows. Pieces of different rows do not overlap.
             keep: Leave the values as they are, at the price of a copy.
         """
@@ -454,7 +454,7 @@ class RunningLogSumExp:
 
 
 def max_and_sum_exp(values: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the maximum of rows (T, C) and the sum of exponentials relative to it, (T,) each; ``values`` are overwritten unless kept."""
+    """Return the maximum of rows (T, C) and the sum of exponentials relative to it, (T,) each. ``values`` are overwritten unless kept."""
     maximum = values.amax(1)
     column = maximum.unsqueeze(1)
     differences = values - column if keep else values.sub_(column)

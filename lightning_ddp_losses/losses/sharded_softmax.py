@@ -47,9 +47,9 @@ class RowLosses(NamedTuple):
     """What a call knows over all ranks, equal on every rank.
 
     Attributes:
-        losses: (G,) ``logsumexp_j z_ij - z_iy``; not a number for a row whose class no rank has.
+        losses: (G,) ``logsumexp_j z_ij - z_iy``. Not a number for a row whose class no rank has.
         penalty: 0-dim, the regulariser's terms, summed. With gradient, as the losses. None: there is no regulariser.
-        penalty_divisor: 0-dim, the number of these terms; likewise.
+        penalty_divisor: 0-dim, the number of these terms. None: there is no regulariser.
         angle_sum: 0-dim, the sum of the targets' angles. None: the loss does not collect statistics.
     """
 
@@ -60,7 +60,7 @@ class RowLosses(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Rows, scale and weight rows that make the logits; or their gradients, to which every chunk adds.
+    """Rows, scale and weight rows that make the logits, or their gradients, to which each chunk adds.
 
     Attributes:
         rows: (G, D) as ``Head.prepare`` gives them.
@@ -134,7 +134,7 @@ class ShardedSoftmax:
             scale: (G, 1) or one number, likewise.
             weight: (c * K, D), this rank's.
 
-        Gradient: of ``weight`` the complete one; of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
+        Gradient: of ``weight`` the complete one. Of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
             ranks is complete. All ranks must back-propagate the same.
 
         Communication: one gather of (3 G + 4) numbers. None in backward but, with replicas, one mean of the weight's gradient over them.
@@ -152,7 +152,7 @@ class ShardedSoftmax:
             with_slope: There will be a backward.
 
         Returns:
-            The logits; and the margin where that is all that tells a target from other logits: its gradient then goes their way.
+            The logits, and the margin if that is all that tells a target from other logits: its gradient then goes their way.
         """
         rows, scale, weight = operands
         if targets.are_none:
@@ -369,13 +369,13 @@ class _Backward:
         Args:
             grads: Sums of the gradients. Those of the rows are overwritten.
             cosines: Computes the logits.
-            kept: Logits of the only chunk, from forward; overwritten. None: they are computed again.
+            kept: Logits of the only chunk, from forward. Overwritten. None: they are computed again.
         """
         call, (rows, scale, weight) = self.call, self.operands
         factors, is_bf16, left = self.grad, cosines.is_bf16, cosines.left
         if cosines.row_factors is not None:
             factors = factors * cosines.row_factors
-        # the gradient of the losses is a factor of float32 rows; rows of bf16 stay as they are, it is one of their products
+        # the gradient of the losses is a factor of float32 rows. Rows of bf16 stay as they are, it is one of their products
         weighted = left.rows if is_bf16 else left.rows * factors.unsqueeze(1)
         for start, stop, block in call.classes.chunks(cosines.weight):
             # logits and softmax of the chunk
@@ -419,7 +419,7 @@ class _Backward:
         A target with a margin counts what goes through that: 0 where its gradient takes a way of its own.
 
         Args:
-            logits: (G, C); overwritten.
+            logits: (G, C). Overwritten.
             start: First class of the chunk.
             stop: Its end.
             are_complete: Whether the targets' offset and the weights of sampled classes are in the logits already.
@@ -496,7 +496,7 @@ class ClassLogits:
     """Computes the logits of all ranks' rows for all classes, and their best classes, for one call. Without gradient.
 
     Every rank computes the logits of the rows of all ranks with its own classes, chunk by chunk. All of them go to the ranks that own the
-    rows; of the best k classes only each rank's best k do, and the rank of the row keeps k.
+    rows. Of the best k classes only each rank's best k do, and the rank of the row keeps k.
 
     Attributes:
         head: Computes logits.

@@ -43,15 +43,15 @@ class SigLipLoss(TwoTowerLoss):
         group: Process group. None is the world.
 
     Returns:
-        From ``forward``: the global loss, 0-dim, equal on every rank; logging it needs no ``sync_dist``.
+        From ``forward``: the global loss, 0-dim, equal on every rank. Logging it needs no ``sync_dist``.
 
     Gradient:
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum; in backward a handshake and one exchange of G x D.
+        Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum. In backward a handshake and one exchange of G x D.
         A ring: 2 handshakes, and W - 1 times a
-        message of a rank's texts; in backward W - 1 times its texts and their gradient, of float32.
+        message of a rank's texts. In backward W - 1 times its texts and their gradient, of float32.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -124,7 +124,7 @@ def siglip_tile(
     """Return the sums of a tile's rows, (T,): of the losses of their pairs, and if it is wanted of their gradient, with the gradient.
 
     Args:
-        products: (T, C); overwritten.
+        products: (T, C). Overwritten.
         factors: Factors of the products.
         bias: Bias of the logits, 0-dim.
         with_grads: Whether the gradient is wanted. It follows from the tile alone.

@@ -187,7 +187,7 @@ class ColumnBlock:
 
 
 def tiles_of(rows: int, columns: int, entries: int) -> Iterator[tuple[slice, slice]]:
-    """Yield rows and columns of tiles of at most so many entries; nearly square, columns inside rows."""
+    """Yield rows and columns of tiles of at most so many entries. Nearly square, columns inside rows."""
     height = max(1, min(rows, int(entries**0.5)))
     width = max(1, entries // height)
     for top in range(0, rows, height):
@@ -267,7 +267,7 @@ class TowerCall:
         exchange: Handshake of the ranks in backward.
         images: This rank's.
         own: This rank's rows of the second tower, texts first.
-        columns: Those of all ranks, the texts of all of them first; in a ring this rank's own.
+        columns: Those of all ranks, the texts of all of them first. In a ring this rank's own.
         queue: Further negatives that every rank holds, without gradient. None: there are none.
         ring: This rank's rows of the second tower as they go round a ring. None: they do not.
         prepare: Prepares rows that have arrived.
@@ -505,13 +505,13 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         *,
         logit_scale: Tensor | float | None = None,
     ) -> Tensor:
-        """Compute the global loss; row i of one tower belongs to row i of the other.
+        """Compute the global loss. Row i of one tower belongs to row i of the other.
 
         Args:
-            images: (B, D), one tower; B may differ per rank.
+            images: (B, D), one tower. B may differ per rank.
             texts: (B, D), the other.
-            extra_texts: (m, D), further negatives for the images, those of all ranks together; m may differ per rank.
-            queue: (q, D), further negatives that every rank holds already, the same on all of them; no gradient.
+            extra_texts: (m, D), further negatives for the images, those of all ranks together. The number m may differ per rank.
+            queue: (q, D), further negatives that every rank holds already, the same on all of them. No gradient.
             logit_scale: One number (0-dim, the same on every rank) in place of the loss's own scale. Its exponential is taken
                 already, as open_clip's losses expect it. It is not clamped, and gets its gradient.
         """
@@ -571,7 +571,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         prepared_images = prepare(images)
         if self.compares_with_own_pair:
             paired = [_paired((images, texts), (prepared_images, own.part(slice(0, len(texts)))), dtype)]
-        # 2. all texts; in a ring only how many there are on each rank
+        # 2. all texts. In a ring only how many there are on each rank
         trained = [images, own_rows, *self.parameters(), *given.values()]
         is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
         flags = bytes([is_trained, torch.is_grad_enabled() and own_rows.requires_grad, form == "bf16"])
@@ -613,7 +613,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             columns_trained,
             self._compiler,
         )
-        # 4. the loss; every rank takes part in a backward that any rank needs
+        # 4. the loss. Every rank takes part in a backward that any rank needs
         images = autograd_graph.match_requires_grad(images, any_trained)
         own_rows = autograd_graph.match_requires_grad(own_rows, columns_trained)
         numbers = [self._number(name, number) for name, number in given.items()]
@@ -629,7 +629,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         must_match: dict[str, object],
         flags: bytes,
     ) -> GatheredBatch:
-        """Compare the ranks; gather the rows of the second tower as the caller gave them, unless they go round a ring."""
+        """Compare the ranks. Gather the rows of the second tower as the caller gave them, unless they go round a ring."""
         sent = {name: _to_travel(tensor, dtype) for name, tensor in second_tower.items()}
         counted = [*sent] if self.gather == "ring" else []
         if paired:
@@ -761,7 +761,7 @@ def _as_it_is(rows: Tensor) -> Tensor:
 
 
 def _to_travel(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows in the dtype of the computation, without graph; narrow ones travel as they are, and need no such copy."""
+    """Return rows in the dtype of the computation, without graph. Narrow ones travel as they are, and need no such copy."""
     if rows.dtype in NARROW_DTYPES:
         return torch.empty((), dtype=dtype, device=rows.device).expand(rows.shape)
     return rows.detach().to(dtype)
@@ -772,7 +772,7 @@ def _paired(rows: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], dtyp
 
     Args:
         rows: (B, D) images and texts as the caller gave them, which are not rounded here.
-        operands: The same as they are multiplied; used if they are divided by their lengths already.
+        operands: The same as they are multiplied. Used if they are divided by their lengths already.
         dtype: Dtype of the computation.
     """
     if operands[0].rows.dtype != torch.bfloat16:

@@ -12,7 +12,7 @@
 * ``epoch_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
-* ``resume``: the rows and random numbers that come next, in a checkpoint; ``loader_states``: loaders that have a state.
+* ``resume``: the rows and random numbers that come next, in a checkpoint. ``loader_states``: loaders that have a state.
 * ``shards``: weights with classes divided over the ranks: norms, overflows, parts and wholes.
 * ``checkpoint_files``: files that are whole or not there, and the same error on
   every rank. ``checkpoint_folder``: folders into which each rank writes its parts.

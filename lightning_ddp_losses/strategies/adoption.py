@@ -1,6 +1,6 @@
 """What happens to a hidden loss: the same refusal on every rank, or a place under ``_adopted_losses`` for the length of a fit.
 
-Adopted losses leave the module with the fit; checkpoints hold them also after it.
+Adopted losses leave the module with the fit. Checkpoints hold them also after it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Adoption(FitPart):
         Returns:
             Them, as the strategy knows losses.
 
-        Communication: one broadcast; what ``shard_losses`` needs. (That all ranks adopt the same was compared in ``find``.)
+        Communication: one broadcast. What ``shard_losses`` needs. (That all ranks adopt the same was compared in ``find``.)
         """
         strategy, adopted = self.fit.strategy, nn.ModuleDict()
         for path, found in hidden.optimised.items():

@@ -34,8 +34,8 @@ class AttachedPayload(NamedTuple):
     """Bytes of a check that travel along.
 
     Attributes:
-        measure: This rank's bytes; must not raise.
-        judge: Gets the bytes of all ranks in rank order; what it raises must be the same on all ranks.
+        measure: This rank's bytes. Must not raise.
+        judge: Gets the bytes of all ranks in rank order. What it raises must be the same on all ranks.
     """
 
     measure: Callable[[], bytes]
@@ -104,7 +104,7 @@ class CallCheck:
         self.watch_gradients()
 
     def watch_gradients(self) -> None:
-        """Count the bytes of gradient that the model's DDP gets; call it again when it reduces other parameters."""
+        """Count the bytes of gradient that the model's DDP gets. Call it again when it reduces other parameters."""
         self.remove()
         # a gradient reaches this hook before it reaches DDP
         self._hooks = [
@@ -123,7 +123,7 @@ class CallCheck:
         self._attached.append(AttachedPayload(measure, judge))
 
     def start(self, step: int) -> None:
-        """Prepare the handshake of a synchronising backward: what ran on this rank; counts start again from zero."""
+        """Prepare the handshake of a synchronising backward: what ran on this rank. Counts start again from zero."""
         parameters = self._parameters.now()
         new = self._parameters.find_new(parameters)
         must_match = {

@@ -48,7 +48,7 @@ class WholeFileIO(TorchCheckpointIO):
     """Lightning's default way of saving and loading, by which a file of this machine is whole or not there."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; remote paths, and options that only others know, are Lightning's."""
+        """Write a checkpoint. Remote paths, and options that only others know, are Lightning's."""
         if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -101,7 +101,7 @@ def write_whole(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     _remove_partials_of_dead(folder)
     partial = folder / f"{_PARTIAL}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        # 1. the content, on the disk; no other process writes to this name
+        # 1. the content, on the disk. No other process writes to this name
         with file_errors(), partial.open("xb") as file:
             write(file)
             file.flush()

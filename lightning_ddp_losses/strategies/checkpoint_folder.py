@@ -131,7 +131,7 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
     group = process_groups.internal_groups().get("host") if process_groups.is_distributed() else None
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        # 2. each rank's file; of tensors that several ranks hold, the first one's
+        # 2. each rank's file. Of tensors that several ranks hold, the first one's
         try:
             save(state, storage_writer=_Writer(blocks), planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:  # on every rank, with the errors of all
@@ -227,7 +227,7 @@ def read_state(path: Path, checkpoint: Mapping[str, Any], likes: Mapping[str, Te
     Args:
         path: Path of the folder.
         checkpoint: Checkpoint of ``read_rest``.
-        likes: Tensors of the module by name, which are read in place; of a divided one this rank's part is read. Others stay without
+        likes: Tensors of the module by name, which are read in place. Of a divided one this rank's part is read. Others stay without
             memory. Without likes everything is read.
     """
     places: dict[str, Any] = {}

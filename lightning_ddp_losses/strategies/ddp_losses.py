@@ -1,6 +1,6 @@
 """`DDPLossStrategy`: distributed data parallelism for learnable losses, next to the model's own DDP.
 
-The model's DDP ignores the losses' parameters; `LossReducer` does for them what DDP does, at one place and by name. The module that the
+The model's DDP ignores the losses' parameters. `LossReducer` does for them what DDP does, at one place and by name. The module that the
 user sees keeps its attributes, parameter names and checkpoint keys.
 
 Here is what is particular to DDP: the wrap, the start of the world, checkpoints of whole modules. What any strategy does for losses is in
@@ -38,7 +38,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     Args:
         losses: ``"auto"`` finds them by type (pytorch-metric-learning, torch.nn, metrics with trainable parameters,
-            ``register_loss_type``). A list names modules; another string is a regular expression over whole paths. A loss
+            ``register_loss_type``). A list names modules. Another string is a regular expression over whole paths. A loss
             that is named and has no parameters is noted. ``[]`` is plain ``ddp``.
         adopt: Register an unregistered loss that an optimizer holds (``_adopted_losses.<path>``) instead of refusing it.
         check_calls: Exchange one handshake in each synchronising backward: ranks that called different losses get the same
@@ -66,7 +66,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             sets are left alone. ``"padded"``: Lightning's way, in which some rows count twice.
         uneven: What happens where ranks have different numbers of training batches. ``"error"``: the same error on every rank, before the
             first batch where lengths are known, else one batch before a rank runs out. ``"stop"``: an epoch ends on every rank with the
-            first that runs out; rank 0 says once what is left out. ``"join"``: ranks that ran out go on with batches of 0 rows until all
+            first that runs out. Rank 0 says once what is left out. ``"join"``: ranks that ran out go on with batches of 0 rows until all
             are done, which is exact where every loss is over the rows of all ranks. Any other loss, and plain batch norm, is an
             error on every rank at the first empty batch, before its gradient is reduced.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
@@ -91,7 +91,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             (``uneven``) or are not those that ``len()`` of a loader says, and for a checkpoint saved in an epoch of another
             ``GlobalBatchSampler`` (its seed, length or global batch too), one that is damaged or cut off, and one of other sizes or of
             another loss.
-        DDPLossError: on every rank, for a checkpoint that one rank could not write; former ones stay as they were.
+        DDPLossError: on every rank, for a checkpoint that one rank could not write. Former ones stay as they were.
         PeerError: on every rank that is left, naming a rank that failed, was killed, or stands still.
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
             accelerator: at the next call).
@@ -272,7 +272,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward.
+        """Reduce nothing inside the block. What accumulates is reduced at the next synchronising backward.
 
         The first backward of a static graph does synchronise: torch's DDP records the graph there, and ends in an internal assertion
         otherwise (torch 2.13). The result is the same, as the mean of a sum is the sum of the means.

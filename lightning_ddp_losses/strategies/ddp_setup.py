@@ -286,7 +286,7 @@ def refuse_sharded_parameters(module: nn.Module) -> None:
 def refuse_static_graph_by_hand(module: LightningModule, ddp_kwargs: Mapping[str, Any]) -> None:
     """Refuse a static graph in manual optimisation: the gradients of the first backward would stay those of each rank.
 
-    DDP reduces them all together in that backward, which it knows of by what ``forward`` returns; ``manual_backward`` runs before that.
+    DDP reduces them all together in that backward, which it knows of by what ``forward`` returns. ``manual_backward`` runs before that.
     (torch 2.13, Lightning 2.6.6)
 
     Raises:

@@ -33,7 +33,7 @@ _KEPT = (str, bytes, bool, type(None))
 
 
 def without_rows(batch: Any) -> Any:
-    """Return a batch of the same structure with 0 rows; strings, bools and None stay, of rows that are a list of them none.
+    """Return a batch of the same structure with 0 rows. Strings, bools and None stay, of rows that are a list of them none.
 
     Raises:
         InputError: naming what has no axis of rows, of as many rows as the rest of the batch.

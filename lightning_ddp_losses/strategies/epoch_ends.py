@@ -43,7 +43,7 @@ _STRUCTURE = "uneven='join': the structure of a batch, for ranks that never had 
 
 
 def batches_until_max_steps(trainer: pl.Trainer) -> float:
-    """Return the batches after which ``max_steps`` ends the fit; infinity where that is not known. Equal on every rank."""
+    """Return the batches after which ``max_steps`` ends the fit. Infinity where that is not known. Equal on every rank."""
     is_automatic = trainer.lightning_module.automatic_optimization  # else a step may take any number of batches
     if trainer.max_steps is None or trainer.max_steps < 0 or not is_automatic:
         return math.inf
@@ -260,7 +260,7 @@ class _CommonEnds(CombinedLoader):
 
     @property
     def flattened(self) -> list[Any]:
-        """The loaders; Lightning sets them when it has put in its samplers, and then asks for their lengths."""
+        """The loaders. Lightning sets them when it has put in its samplers, and then asks for their lengths."""
         return super().flattened
 
     @flattened.setter
@@ -312,7 +312,7 @@ class _CommonEnds(CombinedLoader):
         self._together = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
 
     def _agree(self, sizes: Sequence[_EpochSizes]) -> None:
-        """Let each loader be a stream that ends where the others' do; Lightning's modes combine those."""
+        """Let each loader be a stream that ends where the others' do. Lightning's modes combine those."""
         iterator = compat.mode_iterator(self)
         # 1. limits that are a fraction of a length differ as lengths do
         limits_by_rank = [size.limits for size in sizes]

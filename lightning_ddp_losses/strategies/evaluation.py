@@ -89,7 +89,7 @@ class EvaluationEnds(FitPart):
         """
         self._is_inside = False
         trainer, indices = self.fit.trainer, sorted(self._data)
-        # a few bytes for each loader; their number differs by rank
+        # a few bytes for each loader. Their number differs by rank
         own = b"".join(sized(self._data[index].take()) for index in indices)
         everyone = handshake.all_gather_between_steps(f"the end of {_name(trainer)}", {}, own)
         by_rank = [read_sized(payload) for payload in everyone]
@@ -127,7 +127,7 @@ class EvaluationLoaders(FitPart):
             InputError: on every rank, for fewer rows than ranks.
             RankMismatchError: on every rank, for loaders that differ between ranks, or that draw differently.
 
-        Communication: one handshake; two for a sampler that draws.
+        Communication: one handshake. Two for a sampler that draws.
         """
         if not _is_served(dataloader):
             handshake.all_gather(what, {"sampler": "the user's own"})
@@ -137,7 +137,7 @@ class EvaluationLoaders(FitPart):
         source, size, drop_last = dataloader.sampler, None, False
         if batches is not None:
             source, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
-        # 2. what all ranks must have in common, so that their parts make the whole; rank 0's seed, which others may have changed by rank
+        # 2. what all ranks must have in common, so that their parts make the whole. Rank 0's seed, which others may have changed by rank
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) % NUMPY_SEEDS
         facts = {"sampler": type(source).__name__, "rows": len_of(source), "batch_size": size, "drop_last": drop_last}
         seeds = handshake.all_gather(what, facts, seed.to_bytes(8, "little"))
@@ -245,7 +245,7 @@ def _name(trainer: pl.Trainer) -> str:
 
 
 def _loaders_of(trainer: pl.Trainer, args: tuple[Any, ...]) -> tuple[int, list[Any]]:
-    """Return the index and the loader of a step's batch; index 0 and all loaders if their batches are combined."""
+    """Return the index and the loader of a step's batch. Index 0 and all loaders if their batches are combined."""
     loaders = current_loaders(trainer)
     if len(args) > 2 and isinstance(args[2], int):
         return args[2], loaders[args[2] : args[2] + 1]

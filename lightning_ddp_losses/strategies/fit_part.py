@@ -1,8 +1,8 @@
-"""`LossOptions` of a strategy; `FitPart`, one feature of it as the hooks of a fit that it needs; `Fit`, which all parts share.
+"""`LossOptions` of a strategy. `FitPart`, one feature of it as the hooks of a fit that it needs; `Fit`, which all parts share.
 
 A new option is a field of ``LossOptions``, which validates all of them, a keyword of the strategies, and its use in a part.
 
-``LossParallelism`` has a list of parts and calls them in order; ``teardown`` goes through the list backwards. A feature that is switched
+``LossParallelism`` has a list of parts and calls them in order. ``teardown`` goes through the list backwards. A feature that is switched
 off is not in the list, and a hook that a part does not override does not cost a step any time. ``losses=[]`` has no parts.
 
 | hook | when |
@@ -52,7 +52,7 @@ _NEED_LOSSES = {"accumulation": "mean", "use_global_sampler": False, "uneven": "
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """The options of one strategy; ``DDPLossStrategy`` explains them.
+    """The options of one strategy. ``DDPLossStrategy`` explains them.
 
     Attributes:
         texts: All arguments of the strategy that ranks must have in common, by name (``stable_texts``).
@@ -148,7 +148,7 @@ class Fit(Protocol):
         options: Options of the strategy.
         strategy: Parallelises the model.
         found: Losses of this fit. Known in ``on_model_ready``.
-        lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
+        lacks_rows: Whether some rank has no rows in this step. Then all ranks meet before its backward.
         is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
     """
 
@@ -259,7 +259,7 @@ class FitPart:
 
         Args:
             checkpoint: Checkpoint as Lightning collected it.
-            together: Whether every rank is here; not after an error or in a signal. Collectives only if so.
+            together: Whether every rank is here. Not after an error or in a signal. Collectives only if so.
         """
         return {}
 

@@ -2,7 +2,7 @@
 
 Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``, in which ``fully_shard`` divides the encoder. What that leaves
 whole, the losses above all, is ours: compared and broadcast at the start, reduced once per synchronising backward. What any strategy does
-for losses is in ``loss_hooks`` and ``loss_parallelism``; what is particular to FSDP2 is in ``fsdp_setup``.
+for losses is in ``loss_hooks`` and ``loss_parallelism``. What is particular to FSDP2 is in ``fsdp_setup``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     Losses stay whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Any other parameter
     that nothing divides is averaged as those of losses are. A mesh of two dimensions, replicas and parts (HSDP), of all ranks is right too:
-    replicas start as the first ones. Parameters that are there before ``configure_model`` start as rank 0's, as under DDP; what is made
+    replicas start as the first ones. Parameters that are there before ``configure_model`` start as rank 0's, as under DDP. What is made
     inside it is made by each rank, and ought to be made from one seed.
 
     Equivalent to: one process on the rows of all ranks, as under ``DDPLossStrategy``, at the memory of FSDP2.
@@ -59,7 +59,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         evaluation: See there.
         uneven: See there.
         data_parallel_size: Ranks over which the model is divided: all of them.
-        tensor_parallel_size: 1; tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
+        tensor_parallel_size: 1. Tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
         save_distributed_checkpoint: Whether a checkpoint is a folder into which each rank writes its part, or one file.
         process_group_backend: Backend of torch.distributed. None: chosen by the device.
         timeout: Time-out of collectives.
@@ -187,7 +187,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     # ------------------------------------------------------------------ steps
 
     def _broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers before a synchronising step, as DDP does; parameters are this rank's parts again."""
+        """Give all ranks rank 0's buffers before a synchronising step, as DDP does. Parameters are this rank's parts again."""
         self._reshard_what_is_gathered()
         if self.sync_gradients:
             ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, {})
@@ -208,7 +208,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block; what accumulates is reduced at the next synchronising backward."""
+        """Reduce nothing inside the block. What accumulates is reduced at the next synchronising backward."""
         before = self._sync_blocked
         fsdp_setup.set_gradient_sync(self._roots, enabled=False)
         try:

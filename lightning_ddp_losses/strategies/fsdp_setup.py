@@ -223,7 +223,7 @@ def share_whole_parameters(module: nn.Module) -> None:
 
 
 def broadcast_whole_tensors(module: nn.Module) -> None:
-    """Give all ranks rank 0's values of what they hold whole; parts of the model and classes of a loss are each rank's own.
+    """Give all ranks rank 0's values of what they hold whole. Parts of the model and classes of a loss are each rank's own.
 
     Where parts have replicas (HSDP), these get the first one's.
 

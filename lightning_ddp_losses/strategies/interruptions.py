@@ -217,7 +217,7 @@ def refuse_alone(fit: Fit) -> None:
     """Refuse to assemble a checkpoint of divided tensors if the other ranks do not join.
 
     Raises:
-        DDPLossError: saying why; on this rank.
+        DDPLossError: saying why. On this rank.
     """
     if fit.is_alone and fit.is_divided:
         raise _refused_checkpoint()

@@ -37,7 +37,7 @@ class FoundLoss:
 
     Attributes:
         name: Path from the LightningModule (``loss``, ``heads.arc``).
-        module: The module that is called; for a compiled loss the compiled wrapper.
+        module: The module that is called. For a compiled loss the compiled wrapper.
         learnable: Whether it has parameters.
         owned: Whether the strategy reduces its parameters. False without parameters, and for a loss that shares one with
             the model.
@@ -177,7 +177,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def loss_kinds(losses: Iterable[FoundLoss]) -> list[str]:
-    """Return ``name: class`` of each loss; of one that only evaluates another over all ranks or divides its classes, that one's class."""
+    """Return ``name: class`` of each loss. Of one that only evaluates another over all ranks or divides its classes, that one's class."""
     found = []
     for loss in losses:
         module = uncompiled(loss.module)

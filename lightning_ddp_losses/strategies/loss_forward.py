@@ -65,7 +65,7 @@ class LossForwardPatch(ForwardPatch):
         if self.counting and torch.is_grad_enabled():
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
-        # 2. check the inputs; to look at values on an accelerator waits for it
+        # 2. check the inputs. To look at values on an accelerator waits for it
         tensors = precision.CallTensors.of(self.module, args, kwargs)
         read = self.value_reading.next_call(tensors.given)
         self.value_reading.raise_late()
@@ -141,7 +141,7 @@ class LossCalls(FitPart):
             self.undo.callback(patch.remove)
 
     def watch_unregistered(self, modules: Mapping[str, nn.Module]) -> None:
-        """Watch those of some hidden modules, by path, that are losses; to be called before ``install``."""
+        """Watch those of some hidden modules, by path, that are losses. To be called before ``install``."""
         self._unregistered = [
             UnregisteredLossPatch(module, path, lambda: self._in_training_step)
             for path, module in modules.items()
@@ -176,7 +176,7 @@ def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
         root: The LightningModule.
 
     Raises:
-        ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save; for a loss inside a wrapper that
+        ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save. For a loss inside a wrapper that
             gathers already.
     """
     inner = uncompiled(loss.module)

@@ -42,7 +42,7 @@ H = TypeVar("H", bound=Callable[..., Any])
 
 
 def with_losses(hook: H) -> H:
-    """Let a hook run if the strategy has losses to look after; under ``losses=[]`` Lightning's own hook runs instead."""
+    """Let a hook run if the strategy has losses to look after. Under ``losses=[]`` Lightning's own hook runs instead."""
 
     @functools.wraps(hook)
     def run(self: LossHooks, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def with_losses(hook: H) -> H:
 
 
 class LossHooks(HostStrategy):
-    """Lightning's hooks around steps and checkpoints; to be named before Lightning's own strategy among the bases.
+    """Lightning's hooks around steps and checkpoints. To be named before Lightning's own strategy among the bases.
 
     Attributes:
         closure_loss: While its backward runs: what an attached check may look at.
@@ -85,7 +85,7 @@ class LossHooks(HostStrategy):
     # ------------------------------------------------------------------ set-up
 
     def setup_environment(self) -> None:
-        """Start the world over keys that no former attempt has written. Lightning finds it started; our groups follow its time-out."""
+        """Start the world over keys that no former attempt has written. Lightning finds it started. Our groups follow its time-out."""
         is_external, timeout = process_groups.is_distributed(), self._timeout  # type: ignore[attr-defined]  # of both strategies
         self.set_world_ranks()  # type: ignore[attr-defined]  # as above
         if not is_external and self.world_size > 1:
@@ -121,7 +121,7 @@ class LossHooks(HostStrategy):
     # ------------------------------------------------------------------ steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the module's training step; what fails on one rank ends all of them at the peers' next handshake."""
+        """Run the module's training step. What fails on one rank ends all of them at the peers' next handshake."""
         if self._losses.reducer is None:
             return super().training_step(*args, **kwargs)
         step = super().training_step
@@ -157,7 +157,7 @@ class LossHooks(HostStrategy):
         """Make the micro-batches inside the block one batch, in manual optimisation with ``accumulation="window"``.
 
         Each ``manual_backward`` ends a micro-batch. After the block all gradients are those of one process on the rows of all ranks and
-        micro-batches; step then.
+        micro-batches. Step then.
 
         Args:
             micro_batches: About how many there will be. Only the size of gradients inside the block depends on it.
@@ -237,7 +237,7 @@ class LossHooks(HostStrategy):
         return closure_loss
 
     def reduce_loss_gradients(self) -> None:
-        """Mean the losses' gradients over ranks, where this backward synchronises; ``backward`` calls it.
+        """Mean the losses' gradients over ranks, where this backward synchronises. ``backward`` calls it.
 
         Raises:
             LossCallError: on every rank, for a gradient on some ranks only.
@@ -273,7 +273,7 @@ class LossHooks(HostStrategy):
         their mean number of rows, hence too large where W does not divide the rows. (Lightning 2.6.6, issue 21859)
 
         Args:
-            tensor: Tensor to reduce in place; integers are not changed. Any other object is returned.
+            tensor: Tensor to reduce in place. Integers are not changed. Any other object is returned.
             group: The process group. None for all ranks.
             reduce_op: ``"mean"``, ``"sum"`` and so on, or one of ``torch.distributed.ReduceOp``.
 
@@ -294,8 +294,8 @@ class LossHooks(HostStrategy):
         """Let a check's bytes travel in the call check of each synchronising backward of this fit.
 
         Args:
-            measure: This rank's bytes, asked for before backward; must not raise.
-            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced; what it raises must be the
+            measure: This rank's bytes, asked for before backward. Must not raise.
+            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced. What it raises must be the
                 same on every rank.
 
         Returns:
@@ -331,7 +331,7 @@ class LossHooks(HostStrategy):
         """Return the plain module's state, with adopted losses, and on some ranks the whole of what is divided. Every rank comes here.
 
         Args:
-            receivers: Ranks that get the whole; others get tensors of its shape without memory.
+            receivers: Ranks that get the whole. Others get tensors of its shape without memory.
 
         Communication: each rank sends its parts to each receiver.
         """
@@ -376,7 +376,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a file or a folder, of any strategy and number of ranks; of a folder, tensors are read later.
+        """Load a file or a folder, of any strategy and number of ranks. Of a folder, tensors are read later.
 
         What one rank cannot read is an error on every rank.
         """
@@ -516,7 +516,7 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
     whole, divided classes too, and ``optimizer_states`` in which parameters have numbers.
 
     Args:
-        folder: Path of the checkpoint; only one that you trust, as torch's own format is read with pickle.
+        folder: Path of the checkpoint. Only one that you trust, as torch's own format is read with pickle.
         weights_only: Passed to ``torch.load``, for everything but tensors.
 
     Returns:

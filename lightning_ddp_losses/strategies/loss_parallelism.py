@@ -75,7 +75,7 @@ class LossParallelism(Fit):
         call_check: Compares their calls. None outside of a fit, and without ``check_calls``.
         adoption: Losses that the module does not register.
         sharding: Weights with classes divided over the ranks.
-        lacks_rows: Whether some rank has no rows in this step; then all ranks meet before its backward.
+        lacks_rows: Whether some rank has no rows in this step. Then all ranks meet before its backward.
         is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
         advice: Warnings.
     """
@@ -171,7 +171,7 @@ class LossParallelism(Fit):
             self.call("on_model_ready")
 
     def _adopt_or_refuse_hidden(self) -> None:
-        """Adopt or refuse trainable losses that are not registered; watch those that no optimizer holds."""
+        """Adopt or refuse trainable losses that are not registered. Watch those that no optimizer holds."""
         hidden = self.adoption.find()
         self._calls.watch_unregistered(hidden.idle)
         if hidden.optimised:
@@ -179,7 +179,7 @@ class LossParallelism(Fit):
             self.sharding.setup_new_shards()
 
     def _watch_losses(self) -> None:
-        """Start the call check; what exists now counts as synchronised."""
+        """Start the call check. What exists now counts as synchronised."""
         assert self.reducer is not None
         self.reducer.parameters.watch([loss.name for loss in self.found])
         if self.options.check_calls:
@@ -313,7 +313,7 @@ class LossParallelism(Fit):
         return interruptions is None or interruptions.saves_together(path)
 
     def kinds(self) -> list[str]:
-        """Return the class of each loss; before set-up and after teardown too."""
+        """Return the class of each loss. Before set-up and after teardown too."""
         return loss_kinds(find_losses(self.module, self.options.losses))
 
     def loaded(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -440,7 +440,7 @@ class Advice:
         """Warn of a value that is about to be reduced over ranks although every rank holds the same."""
         if self._waste or not isinstance(tensor, Tensor) or tensor.ndim or not tensor.is_floating_point():
             return  # Lightning reduces integers of its own, lengths of data
-        # comparing values on an accelerator would synchronize it; a zero may be anything
+        # comparing values on an accelerator would synchronize it. A zero may be anything
         if tensor.device.type != "cpu" or tensor == 0:
             return
         values = [v for v in autograd_graph.global_values() if v.device.type == "cpu"]

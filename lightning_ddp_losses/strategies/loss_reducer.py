@@ -98,7 +98,7 @@ class ReducedParameters:
         self._module_parameters: list[Tensor] = []
 
     def watch(self, losses: Sequence[str]) -> None:
-        """Set the names of the losses; existing parameters count as synchronised."""
+        """Set the names of the losses. Existing parameters count as synchronised."""
         self._losses = list(losses)
         self._module_parameters = []
         self._equal_on_all_ranks.update({p.name: p.parameter for p in self.now()})
@@ -278,10 +278,10 @@ class LossReducer:
 
         Raises:
             LossCallError: on every rank, when a parameter has a gradient on some ranks only.
-            RankMismatchError: on every rank, when gradients changed after the call check on some ranks only; PeerError on ranks that met
+            RankMismatchError: on every rank, when gradients changed after the call check on some ranks only. PeerError on ranks that met
                 nobody.
 
-        Communication: at most one all-reduce, one more for each gradient over ``LARGE_BYTES``; on an accelerator at most one handshake.
+        Communication: at most one all-reduce, one more for each gradient over ``LARGE_BYTES``. On an accelerator at most one handshake.
         """
         world_size = process_groups.world_size()
         if parameters is None:
@@ -291,7 +291,7 @@ class LossReducer:
         flags = _flags_of(parameters)
         is_reduced = [False] * len(parameters)
         sent, self._sent = self._sent, None
-        # 1. gradients that the call check has settled; or flags, on the host with small gradients
+        # 1. gradients that the call check has settled. Or flags, on the host with small gradients
         if sent is not None:
             sums, is_reduced = self._finish_sent(sent, parameters, flags)
         elif _are_on_host(parameters):

@@ -79,7 +79,7 @@ class Resume(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        # entries of a loaded checkpoint, until they are restored; None: no checkpoint was loaded
+        # entries of a loaded checkpoint, until they are restored. None: no checkpoint was loaded
         self._places: list[Mapping[str, Any]] | None = None
         self._loaders: Mapping[str, Any] | None = None
         self._random: Mapping[str, Any] | None = None
@@ -266,7 +266,7 @@ class Resume(FitPart):
                 )
             draw.announce_epoch(epoch)
             return
-        # Lightning may ask for the loaders twice; it keeps their order
+        # Lightning may ask for the loaders twice. It keeps their order
         state = self._places[self._num_placed % len(self._places)]
         self._num_placed += 1
         draw.load_state_dict(state, announced=epoch)
@@ -289,7 +289,7 @@ class Resume(FitPart):
         self._loaders = None
 
     def _check_places(self) -> None:
-        """Compare the samplers with those of the checkpoint; silence Lightning's warning if all loaders resume.
+        """Compare the samplers with those of the checkpoint. Silence Lightning's warning if all loaders resume.
 
         Raises:
             InputError: if the checkpoint belongs to other samplers.
@@ -450,7 +450,7 @@ def _trained(
     #    if the last batch itself was not over, and then it would lose count of the epochs
     if is_over:
         return TrainedBatches(epoch + 1, 0, rewinds=batches["completed"] < trained)
-    # 3. inside an epoch; max_steps may have ended it, then Lightning counts it as over
+    # 3. inside an epoch. max_steps may have ended it, then Lightning counts it as over
     stepped = trained - trained % window
     rewinds = stepped != trained or progress["is_last_batch"] or not is_inside
     return TrainedBatches(epoch - (not is_inside), stepped, rewinds=rewinds)

@@ -90,7 +90,7 @@ def _describe_loss(module: nn.Module) -> str:
     kind = type(module)
     known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
     names = inspect.signature(kind.__init__).parameters if known else ()
-    # a library keeps most of its arguments under their names; what it makes of the others is an object
+    # a library keeps most of its arguments under their names. What it makes of the others is an object
     shown = [f"{name}={getattr(module, name)!r}" for name in names if has_stable_repr(getattr(module, name, module))]
     return f"{kind.__qualname__}({', '.join(shown)})"
 
@@ -153,7 +153,7 @@ def _describe_tensor(name: str, tensor: Tensor) -> str:
 
 
 def pack_notes() -> bytes:
-    """Return what may differ between nodes; short, so that it fits into a handshake."""
+    """Return what may differ between nodes. Short, so that it fits into a handshake."""
     notes = {"python": platform.python_version(), "torch": torch.__version__, **_releases()}
     return json.dumps(notes).encode()
 

@@ -1,7 +1,7 @@
 """`Shards`: parameters with classes divided over the ranks, treated as one weight by everything around them.
 
 Losses divide themselves (``Shardable``) and tag their parameters. Lightning, DDP, optimizers and checkpoints take parameters to be equal
-on all ranks; here is the difference: they are divided at set-up, left out of broadcasts, scaled and clipped by the norm of the whole,
+on all ranks. Here is the difference: they are divided at set-up, left out of broadcasts, scaled and clipped by the norm of the whole,
 and put together for a checkpoint in one file.
 """
 
@@ -62,7 +62,7 @@ class Shards(FitPart):
     # ------------------------------------------------------------------ set-up
 
     def setup_shards(self) -> None:
-        """Divide the losses that can be divided, once the ranks exist; once per fit.
+        """Divide the losses that can be divided, once the ranks exist. Once per fit.
 
         Raises:
             RankMismatchError: on every rank, when the blocks of a parameter leave classes out or overlap.
@@ -198,7 +198,7 @@ class Shards(FitPart):
 
     def clip_(self, parameters: list[nn.Parameter], limit: float) -> Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class, and return the norm, 0-dim."""
-        # 1. gradients by the number of ranks that hold the same part; None: all hold the whole
+        # 1. gradients by the number of ranks that hold the same part. None: all hold the whole
         by_copies: dict[int | None, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
@@ -261,7 +261,7 @@ class Shards(FitPart):
 
         def whole(value: Any, parameter: Tensor) -> Any:
             name = self.of(parameter)
-            # moments have the parameter's shape; step counts and the like do not
+            # moments have the parameter's shape. Step counts and the like do not
             if name is not None and is_part(value, parameter):
                 return self._assemble(name, value)
             return _on_rank_zero(value)
@@ -464,7 +464,7 @@ def assemble(part: Tensor, shard: ClassShard, owners: Owners, receiver: int = 0)
 
 
 def _on_rank_zero(value: Any) -> Any:
-    """Return the whole of a ``DTensor`` on rank 0, elsewhere a tensor of its shape without memory; anything else as it is."""
+    """Return the whole of a ``DTensor`` on rank 0, elsewhere a tensor of its shape without memory. Anything else as it is."""
     if not isinstance(value, DTensor):
         return value
     whole = value.full_tensor().detach()
@@ -472,7 +472,7 @@ def _on_rank_zero(value: Any) -> Any:
 
 
 def own_part(value: Any, like: Tensor | None) -> Any:
-    """Return this rank's part of a saved whole if ``like`` is divided; anything else as it is. Communication: none."""
+    """Return this rank's part of a saved whole if ``like`` is divided. Anything else as it is. Communication: none."""
     if like is None or not isinstance(value, Tensor):
         return value
     if isinstance(like, DTensor) and value.shape == like.shape:

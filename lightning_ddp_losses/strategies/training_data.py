@@ -114,7 +114,7 @@ def refuse_other_batches(dataloader: object) -> None:
     """
     if not isinstance(dataloader, DataLoader):
         return
-    # under a batch sampler of its own, dataloader.sampler is torch's placeholder; in prediction the sampler is inside
+    # under a batch sampler of its own, dataloader.sampler is torch's placeholder. In prediction the sampler is inside
     sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
     expected = getattr(sampler, "local_batch_size", None)
     if expected is None or not isinstance(sampler, DistributedSampler):
@@ -381,7 +381,7 @@ def _is_iterable(loader: Any) -> bool:
 
 
 def _hash_of(batch: Any) -> tuple[int, int]:
-    """Return a hash of a batch and its number of different rows; zeros where it has none that can be read."""
+    """Return a hash of a batch and its number of different rows. Zeros where it has none that can be read."""
     tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = tensors[0].shape[0] if tensors else 0
     if not rows:

@@ -36,7 +36,7 @@ class LightningWindows(FitPart):
     # ------------------------------------------------------------------ automatic optimisation
 
     def training_step(self) -> AbstractContextManager[None]:
-        """Return the context of the window's next micro-batch; in manual optimisation windows are blocks of the user's."""
+        """Return the context of the window's next micro-batch. In manual optimisation windows are blocks of the user's."""
         if not self.fit.module.automatic_optimization:
             return contextlib.nullcontext()
         return self._micro_batch(self.fit.trainer, is_last=self.fit.strategy.sync_gradients)

@@ -64,7 +64,7 @@ class TileDistance:
 
     @torch.no_grad()
     def prepare(self, embeddings: Tensor) -> Operand:
-        """Return (n, D) embeddings as they are compared, without graph; divided by their lengths if the distance does so."""
+        """Return (n, D) embeddings as they are compared, without graph. Divided by their lengths if the distance does so."""
         distance = self._distance
         if distance.normalize_embeddings and distance.p != 2:
             return Operand(distance.normalize(embeddings))
@@ -101,7 +101,7 @@ class TileDistance:
         return torch.mul(self._compute(rows.rows, columns.rows), scale, out=out)
 
     def rows_grad_(self, rows: Operand, sums: Tensor) -> Tensor:
-        """Return the sums (n, D) of the prepared rows, from those that ``vjp_`` has added up for the kept ones; overwrite these."""
+        """Return the sums (n, D) of the prepared rows, from those that ``vjp_`` has added up for the kept ones. Overwrite these."""
         return sums
 
     def columns_grad_(self, columns: Operand, sums: Tensor) -> Tensor:
@@ -109,13 +109,13 @@ class TileDistance:
         return sums
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        """Adds what a matrix gives back to rows and columns; ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
+        """Adds what a matrix gives back to rows and columns. ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
 
         Args:
             rows: Rows of the tile. Their sums are always wanted.
             columns: Its columns.
             scale: As in ``matrix``.
-            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it; may be overwritten.
+            matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it. May be overwritten.
             matrix_grad: (T, C), may be overwritten.
         """
         with own_graph():
@@ -218,7 +218,7 @@ def tile_distance(distance: Any, columns: int, products: ProductForm = "float32"
 
     Args:
         distance: One of pytorch-metric-learning's own.
-        columns: C; torch computes Euclidean distances of few rows another way.
+        columns: C. Torch computes Euclidean distances of few rows another way.
         products: How rows are multiplied where that is all there is to it.
     """
     if is_one_product(distance):

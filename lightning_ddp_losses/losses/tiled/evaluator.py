@@ -34,7 +34,7 @@ from lightning_ddp_losses.losses.tiled.masks import NamedPairs, NamedTriplets, P
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 
-# few rows have few classes, hence few columns with positives; too few read the columns too often, and small tiles are all overhead
+# few rows have few classes, hence few columns with positives. Too few read the columns too often, and small tiles are all overhead
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10
 MASKED_BYTES = 64 << 20
 """Largest matrix of pairs whose masks an accelerator makes of all columns, in place of a band that the host has to know.
@@ -95,7 +95,7 @@ def tiled_plan(loss: Any) -> TiledPlan | None:
 
 
 def _learns(loss: Any) -> bool:
-    """Return whether a temperature or margin is a tensor, which may need a gradient; pair losses take numbers."""
+    """Return whether a temperature or margin is a tensor, which may need a gradient. Pair losses take numbers."""
     held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
     return any(isinstance(value, Tensor) for value in held)
 
@@ -130,7 +130,7 @@ def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_byte
 
 @dataclass(frozen=True)
 class TiledCall:
-    """One call of a loss on tiles, with its options; ``forward`` evaluates it.
+    """One call of a loss on tiles, with its options. ``forward`` evaluates it.
 
     Attributes:
         loss: pytorch-metric-learning's.
@@ -139,7 +139,7 @@ class TiledCall:
         symmetric: Whether ``plan.is_symmetric``. The gathered rows then get no gradient.
         group: Process group.
         tile_bytes: The most that a tile may take. None: a default.
-        compiler: Compiles the tile functions; pairs are then ``WholePairs`` on every device. None: nothing is compiled.
+        compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: nothing is compiled.
         products: Form of products of rows, if the distance is one.
     """
 
@@ -563,7 +563,7 @@ class TiledForward:
     def _add_tiles_(
         self, column_stats: Tensor | None, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None
     ) -> None:
-        """Add the gradients of all tiles; arguments as for ``_backward_tiles``."""
+        """Add the gradients of all tiles. Arguments as for ``_backward_tiles``."""
         tiles, pair_loss, row_stats = self._tiles, self._pair_loss, self.row_stats
         if column_stats is not row_stats:
             row_stats = _sorted(row_stats, tiles.pairs.row_order)

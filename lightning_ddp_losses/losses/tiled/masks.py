@@ -43,7 +43,7 @@ class LabelMasks:
     Args:
         row_labels: (T,).
         column_labels: (b,), of the band.
-        own_columns: (T, 1), the column in the band of each row itself; or the first of them, if they follow each other. None: rows and
+        own_columns: (T, 1), the column in the band of each row itself, or the first of them, if they follow each other. None: rows and
             columns are different samples.
         band: The columns that may hold positives. None: all of them.
         most_positives: The number of positives of the row with the most. None: the host does not know.
@@ -86,7 +86,7 @@ class LabelMasks:
 
     @property
     def positives(self) -> Tensor:
-        """(T, b), entries of the same label without the rows themselves; in the memory of ``same``, which is then made again if needed."""
+        """(T, b), entries of the same label without the rows themselves, in the memory of ``same``, which is then made again if needed."""
         if self._positives is None:
             self._positives, self._same = self.fill_itself(self.same, False), None
         return self._positives
@@ -351,7 +351,7 @@ class NamedPairs:
         # places in the flattened matrix of all pairs, sorted, so that those of a tile are neighbours
         pairs = ((anchors, positives), (negative_anchors, negatives))
         self._places = [torch.sort(own * columns + others).values for own, others in pairs]
-        # the first place of each row, and the end of the last one; with both flags in one transfer to the host
+        # the first place of each row, and the end of the last one. With both flags in one transfer to the host
         ends = torch.arange(rows + 1, device=anchors.device) * columns
         starts = [torch.searchsorted(places, ends) for places in self._places]
         repeats = (self._places[1].diff() == 0).any().view(1)

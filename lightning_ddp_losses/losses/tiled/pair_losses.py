@@ -5,7 +5,7 @@ sub-losses and ``k`` statistics remain (a log-sum-exp, the count of the row). In
 If the matrix is symmetric, the other ranks' statistics give the gradient of the transposed entries from the same tile too, so no gradient
 has to travel. The formulas are in ``tile_functions``.
 
-Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``G`` columns over all ranks, ``k`` statistics of a row; ``s_ij`` the
+Legend: ``T`` rows of a tile, ``C`` columns, ``B`` rows on this rank, ``G`` columns over all ranks, ``k`` statistics of a row. ``s_ij`` the
 similarity of row i and column j over the temperature, ``l_i`` the log-sum-exp of row i, ``d`` a distance (a similarity negated).
 """
 
@@ -336,7 +336,7 @@ class NTXent(SoftmaxPairLoss):
 
 
 class SupCon(SoftmaxPairLoss):
-    """``l_i`` minus the mean of ``s_ip`` over the positives of each row; l over all its partners.
+    """``l_i`` minus the mean of ``s_ip`` over the positives of each row. L over all its partners.
 
     Statistics of a row: l, the count of the row, the same over its number of positives.
     """

@@ -58,7 +58,7 @@ class Softmax(NamedTuple):
     Attributes:
         offset: (n,), added to an entry: ``log(count) - lse``, or ``-lse`` if the factor is the count.
         factor: (n,), multiplies the exponential: the count. None: the offset contains it.
-        shared: Number that is subtracted from all entries, if rows and columns share one exponential; ``factor`` is then
+        shared: Number that is subtracted from all entries, if rows and columns share one exponential. ``factor`` is then
             ``count * exp(shared - lse)``.
     """
 
@@ -220,7 +220,7 @@ def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tup
     """Return the loss of each pair (meaningless unless it is wanted), and minus its derivative by the pair's entry.
 
     Args:
-        below: Log-sum-exp of the row less the entry; overwritten.
+        below: Log-sum-exp of the row less the entry. Overwritten.
         tiny: Number that PML adds to a ratio. 0 if no ratio is so small that it counts.
         wants_loss: Whether the loss is wanted.
     """
@@ -389,7 +389,7 @@ def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | 
     thresholds = masks.lowest_but(masks.positives, entries + margin)
     in_order = negatives.sort(1).values
     violating = torch.searchsorted(in_order, thresholds)
-    # how many thresholds lie above each negative; one above none adds nothing (and may be infinite)
+    # how many thresholds lie above each negative. One above none adds nothing (and may be infinite)
     counts = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
     violated = thresholds.shape[1] - counts
     pushed = torch.where(violated > 0, negatives, 0).double().mul_(violated).sum(1)
