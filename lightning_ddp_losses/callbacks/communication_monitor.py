@@ -31,7 +31,7 @@ class CommunicationMonitor(RankCheck, default=True):
 
     Args:
         every_n_steps: Period of the recorded steps. The first steps, in which DDP still sorts its buckets, are left out.
-        action: As ``RankCheck``.
+        action: Same as in ``RankCheck``.
 
     Communication: none.
 

@@ -78,10 +78,10 @@ class GradientFlowCheck(RankCheck, default=True):
     Args:
         parts: Number of parts. Each step reads one of them, 1/``parts`` of the bytes. A small model has fewer parts.
         full_every_n_steps: Period of a pass over all gradients. Such a pass is also at the first and fourth step.
-        probe_scale: Whether to compare gradient and derivative before the first step (``gradient_scale.py``): a forward and a backward,
+        probe_scale: If True, compare gradient and derivative before the first step (``gradient_scale.py``): a forward and a backward,
             and two forwards for each child of the module, in float64 on a copy.
-        every_n_steps: As ``RankCheck``.
-        action: As ``RankCheck``.
+        every_n_steps: Same as in ``RankCheck``.
+        action: Same as in ``RankCheck``.
 
     Communication: 8 bytes in the gather before backward, 48 in the one after the step.
 
@@ -240,7 +240,7 @@ class GradientFlowCheck(RankCheck, default=True):
         Args:
             gradients: Gradients of the step.
             known: Numbers that the host knew.
-            compares: Whether ranks hold the same parameters.
+            compares: True if ranks hold the same parameters.
         """
         self._judged = gradients
         detached = self._detached_modules(gradients)

@@ -235,7 +235,7 @@ class _Prepared(NamedTuple):
         directions: Random direction of this rank, by part of the module.
         along: Inner product of this rank's gradient with the direction, by part.
         gathered: Names of the parameters that the value reaches through a collective with a gradient.
-        is_multiplied: As in ``GradientScales``.
+        is_multiplied: Same as in ``GradientScales``.
     """
 
     directions: dict[str, dict[str, Tensor]]

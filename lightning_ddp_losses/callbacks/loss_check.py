@@ -59,7 +59,7 @@ class LossCheck(RankCheck, default=True):
         zero_steps: Number of first steps after which a loss that was exactly zero in all of them is reported.
         bias: Allowed ratio of an element's weight on two ranks (1.1 is 10%), reported after three steps of 20, or in two micro-batches of
             an accumulation window, reported once.
-        file: Whether to write ``losses_by_rank.csv``.
+        file: If True, write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
 
     Communication: 72 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates. A few numbers at
@@ -274,7 +274,7 @@ class LossHistory:
     """Keeps the losses of all ranks in a fit, writes them to a file on rank 0, and sends them to the loggers.
 
     Args:
-        file: Whether to write ``losses_by_rank.csv``.
+        file: If True, write ``losses_by_rank.csv``.
 
     Attributes:
         losses: Step and the loss of each rank, of the latest 10,000 steps.

@@ -78,8 +78,8 @@ class OptimizerCheck(LocalCheck, default=True):
     steps without an effect.
 
     Args:
-        every_n_steps: As ``RankCheck``.
-        action: As ``RankCheck``.
+        every_n_steps: Same as in ``RankCheck``.
+        action: Same as in ``RankCheck``.
 
     Communication: at most 48 bytes in the shared gathers.
 

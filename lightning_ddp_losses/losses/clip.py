@@ -36,7 +36,7 @@ class ClipLoss(TwoTowerLoss):
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
             gives ``logit_scale=``.
         max_scale: The own scale is clamped to this. None: not at all.
-        label_smoothing: As in ``torch.nn.CrossEntropyLoss``.
+        label_smoothing: Same as in ``torch.nn.CrossEntropyLoss``.
         normalize: Divide embeddings by their length. False where the model has done so.
         tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
@@ -131,7 +131,7 @@ def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) 
         products: (T, C). Overwritten with the logits, or with less unless ``keep``.
         factors: Factors of the products.
         text_count: The number of columns that are texts.
-        keep: Whether the logits are needed again.
+        keep: True if the logits are needed again.
     """
     logits = factors.logits(products)
     logits = factors.put_own_(logits, torch.finfo(logits.dtype).min)
@@ -158,8 +158,8 @@ def clip_terms(
         row_lse: (T,), log-sum-exp of the images' rows.
         column_lse: (C,), that of the texts' columns. Infinite for other columns. None: there are no texts.
         own: (T,), the gradient at own pairs.
-        device_splits: As for ``Factors.terms``.
-        are_logits: Whether the products are logits already.
+        device_splits: Same as for ``Factors.terms``.
+        are_logits: True if the products are logits already.
     """
     logits = products if are_logits else factors.logits(products)
     grad = (logits - row_lse.unsqueeze(1)).exp_()

@@ -167,7 +167,7 @@ class GlobalSums:
     Attributes:
         partials: This rank's part.
         table: (W, s, 2) totals and divisors, or (W, s, 6) with counts.
-        may_be_empty: Whether a divisor may be 0 over all ranks, as far as this host knows.
+        may_be_empty: True if a divisor may be 0 over all ranks, as far as this host knows.
         divisors: (s,), divisors over all ranks that an accumulation window needs on the host. None: read from the table.
     """
 

@@ -276,7 +276,7 @@ def split(grad: Tensor, device_splits: bool) -> Tensor:
 
     Args:
         grad: (n, m).
-        device_splits: Whether it is the sum of two bf16 numbers.
+        device_splits: True if it is the sum of two bf16 numbers.
 
     Returns:
         ``grad`` itself, or (n, 2, m), the larger numbers, then the smaller ones.

@@ -422,7 +422,7 @@ class _Backward:
             logits: (G, C). Overwritten.
             start: First class of the chunk.
             stop: Its end.
-            are_complete: Whether the targets' offset and the weights of sampled classes are in the logits already.
+            are_complete: True if the targets' offset and the weights of sampled classes are in the logits already.
         """
         head, inside = self.call.head, self.targets.in_chunk(start, stop)
         if not head.has_margin and not are_complete:

@@ -354,7 +354,7 @@ class LocalClasses:
         chunk: Number of classes with logits alive at a time.
         per_class: K.
         sampled: (c',) the classes looked at, as positions among this rank's. None: all of them.
-        has_all: Whether no other rank has classes: every row's is here.
+        has_all: True if no other rank has classes: every row's is here.
     """
 
     labels: Tensor
@@ -385,7 +385,7 @@ class LocalClasses:
 
         Args:
             weight: (c * K, D), this rank's.
-            listed: Whether they must be listed, so that the other rows are not computed.
+            listed: True if they must be listed, so that the other rows are not computed.
         """
         number = self.number(weight)
         if self.has_all:

@@ -127,8 +127,8 @@ def siglip_tile(
         products: (T, C). Overwritten.
         factors: Factors of the products.
         bias: Bias of the logits, 0-dim.
-        with_grads: Whether the gradient is wanted. It follows from the tile alone.
-        device_splits: As for ``Factors.terms``.
+        with_grads: True if the gradient is wanted. It follows from the tile alone.
+        device_splits: Same as for ``Factors.terms``.
     """
     # -logsigmoid(t z) = softplus(-t z), where t is -1 but at own pairs
     opposed_logits = factors.negate_own_(factors.logits(products).add_(bias))

@@ -176,7 +176,7 @@ class ColumnBlock:
         text_count: The number of them, the first, that have an image of their own on some rank. The others are negatives alone.
         first_own: Column of the first text that belongs to an image of this rank. None: not in this block.
         column_stats: (text_count,), a number for each text. None: none were given.
-        trained: Whether the columns may need a gradient.
+        trained: True if the columns may need a gradient.
     """
 
     columns: Operand
@@ -271,8 +271,8 @@ class TowerCall:
         queue: Further negatives that every rank holds, without gradient. None: there are none.
         ring: This rank's rows of the second tower as they go round a ring. None: they do not.
         prepare: Prepares rows that have arrived.
-        trained: Whether anything needs a gradient, on any rank.
-        columns_trained: Whether the second tower does.
+        trained: True if anything needs a gradient, on any rank.
+        columns_trained: True if the second tower does.
         compiler: Compiles the functions of tiles. None: nothing is compiled.
         kept: The only tile of forward, for one backward.
     """
@@ -453,10 +453,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         max_scale: Upper limit of the own scale. None: none.
         normalize: Divide embeddings by their length.
         tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
-        gather: Whether every rank holds all columns, or they go round a ring.
-        products: How rows are multiplied (``products``).
-        compile_tiles: Compile what a tile computes next to its products.
-        name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
+        gather: ``"all"``: every rank holds all columns. ``"ring"``: they go round a ring.
+        products: Dtype of the products, as in ``products``.
+        compile_tiles: Compile the functions of a tile.
+        name: Identity among losses of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
     """

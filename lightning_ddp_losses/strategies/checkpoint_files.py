@@ -155,7 +155,7 @@ def saved_on_all_ranks(path: Any, *, is_collective: bool) -> Iterator[None]:
 
     Args:
         path: Path of the checkpoint, quoted in the error.
-        is_collective: Whether every rank calls this. Otherwise (after an error, in a signal) only this rank raises.
+        is_collective: True if every rank calls this. Otherwise (after an error, in a signal) only this rank raises.
 
     Raises:
         DDPLossError: on every rank, naming the rank and the file.

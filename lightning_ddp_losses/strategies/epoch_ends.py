@@ -339,11 +339,11 @@ class _Stream:
         title: Name of the loader in messages.
         lengths: Number of batches on each rank. None if unknown.
         loader: Loader to iterate again when it is shorter than others. None if that cannot happen.
-        is_alone: Whether no other stream belongs to the same batches.
+        is_alone: True if no other stream belongs to the same batches.
 
     Attributes:
-        lacks_rows: Whether some rank has none in the latest batch.
-        has_ended: Whether this rank has run out.
+        lacks_rows: True if some rank has none in the latest batch.
+        has_ended: True if this rank has run out.
     """
 
     def __init__(

@@ -148,8 +148,8 @@ class Fit(Protocol):
         options: Options of the strategy.
         strategy: Parallelises the model.
         found: Losses of this fit. Known in ``on_model_ready``.
-        lacks_rows: Whether some rank has no rows in this step. Then all ranks meet before its backward.
-        is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
+        lacks_rows: True if some rank has no rows in this step. Then all ranks meet before its backward.
+        is_alone: True if this rank leaves the run after an error, and meets no other rank any more.
     """
 
     options: LossOptions
@@ -259,7 +259,7 @@ class FitPart:
 
         Args:
             checkpoint: Checkpoint as Lightning collected it.
-            together: Whether every rank is here. Not after an error or in a signal. Collectives only if so.
+            together: True if every rank is here. Not after an error or in a signal. Collectives only if so.
         """
         return {}
 

@@ -60,7 +60,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         uneven: See there.
         data_parallel_size: Ranks over which the model is divided: all of them.
         tensor_parallel_size: 1. Tensor parallelism is not supported. (Lightning's own default is all devices of a node.)
-        save_distributed_checkpoint: Whether a checkpoint is a folder into which each rank writes its part, or one file.
+        save_distributed_checkpoint: If True, a checkpoint is a folder into which each rank writes its part. Else it is one file.
         process_group_backend: Backend of torch.distributed. None: chosen by the device.
         timeout: Time-out of collectives.
 

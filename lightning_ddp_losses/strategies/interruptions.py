@@ -111,8 +111,8 @@ class _Flag:
         report: Text for the log, with places for the ranks that the signal reached and for the number of ranks.
 
     Attributes:
-        is_set: Whether the signal reached this rank.
-        is_known: Whether all ranks know that it reached one of them.
+        is_set: True if the signal reached this rank.
+        is_known: True if all ranks know that it reached one of them.
     """
 
     def __init__(self, report: str) -> None:
@@ -141,7 +141,7 @@ class _Requeue(Callback):
 
     Attributes:
         save_and_requeue: Lightning's own handler of the signal.
-        is_saving: Whether all ranks save now.
+        is_saving: True if all ranks save now.
     """
 
     save_and_requeue: Callable[[], None]

@@ -43,7 +43,7 @@ class StateNote(NamedTuple):
 
     Attributes:
         states: Copy of the state of each loader that has one. The loader may change what it returned.
-        ended: Whether this rank has run out of a loader, for each of them.
+        ended: True if this rank has run out of a loader, for each of them.
     """
 
     states: list[Any]

@@ -38,8 +38,8 @@ class FoundLoss:
     Attributes:
         name: Path from the LightningModule (``loss``, ``heads.arc``).
         module: The module that is called. For a compiled loss the compiled wrapper.
-        learnable: Whether it has parameters.
-        owned: Whether the strategy reduces its parameters. False without parameters, and for a loss that shares one with
+        learnable: True if it has parameters.
+        owned: True if the strategy reduces its parameters. False without parameters, and for a loss that shares one with
             the model.
     """
 

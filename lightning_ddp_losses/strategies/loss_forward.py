@@ -33,8 +33,8 @@ class LossForwardPatch(ForwardPatch):
     """Runs one loss in full precision on checked inputs and counts its calls.
 
     Attributes:
-        sees_global_batch: Whether the loss evaluates the rows of all ranks.
-        counting: Whether calls count (only inside ``training_step``, with gradients on).
+        sees_global_batch: True if the loss evaluates the rows of all ranks.
+        counting: True if calls count (only inside ``training_step``, with gradients on).
         calls: Calls since ``reset``.
         rows: Rows of those calls, summed.
     """

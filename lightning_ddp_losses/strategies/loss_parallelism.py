@@ -75,8 +75,8 @@ class LossParallelism(Fit):
         call_check: Compares their calls. None outside of a fit, and without ``check_calls``.
         adoption: Losses that the module does not register.
         sharding: Weights with classes divided over the ranks.
-        lacks_rows: Whether some rank has no rows in this step. Then all ranks meet before its backward.
-        is_alone: Whether this rank leaves the run after an error, and meets no other rank any more.
+        lacks_rows: True if some rank has no rows in this step. Then all ranks meet before its backward.
+        is_alone: True if this rank leaves the run after an error, and meets no other rank any more.
         advice: Warnings.
     """
 

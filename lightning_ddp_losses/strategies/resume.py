@@ -66,7 +66,7 @@ class TrainedBatches(NamedTuple):
     Attributes:
         epoch: Epoch in which training continues.
         batches: Trained batches of that epoch.
-        rewinds: Whether Lightning's counters differ and have to be set back.
+        rewinds: True if Lightning's counters differ and have to be set back.
     """
 
     epoch: int

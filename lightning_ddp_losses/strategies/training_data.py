@@ -301,7 +301,7 @@ class UndividedData:
         stage: Its name.
 
     Attributes:
-        is_looking: Whether ``see`` reads batches, which it does for the first ones of an epoch.
+        is_looking: True if ``see`` reads batches, which it does for the first ones of an epoch.
     """
 
     def __init__(self, stage: str) -> None:

@@ -114,7 +114,7 @@ class TileDistance:
         Args:
             rows: Rows of the tile. Their sums are always wanted.
             columns: Its columns.
-            scale: As in ``matrix``.
+            scale: Same as in ``matrix``.
             matrix: (T, C), as ``matrix`` gave it, or as an earlier call left it. May be overwritten.
             matrix_grad: (T, C), may be overwritten.
         """

@@ -136,7 +136,7 @@ class TiledCall:
         loss: pytorch-metric-learning's.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
-        symmetric: Whether ``plan.is_symmetric``. The gathered rows then get no gradient.
+        symmetric: True if ``plan.is_symmetric``. The gathered rows then get no gradient.
         group: Process group.
         tile_bytes: The most that a tile may take. None: a default.
         compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: nothing is compiled.
@@ -532,7 +532,7 @@ class TiledForward:
         Args:
             column_stats: (G, k) in the order of the columns. None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            wants_columns: Whether the columns' gradient is wanted, else it is None.
+            wants_columns: True if the columns' gradient is wanted, else it is None.
         """
         tiles, pairs = self._tiles, self._tiles.pairs
         row_sums, column_sums = self._zeros()

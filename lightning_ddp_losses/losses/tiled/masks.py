@@ -161,7 +161,7 @@ class CountedMasks:
         positives: (T, C), how often each entry is named as a positive.
         negatives: (T, C), how often as a negative.
         most_positives: The number of positives of the row with the most.
-        repeats_negatives: Whether an entry may be named more than once as a negative.
+        repeats_negatives: True if an entry may be named more than once as a negative.
     """
 
     counted = True
@@ -248,7 +248,7 @@ class WholePairs:
         column_labels: (C,).
         first: Column of this rank's first row, if rows and columns are the same samples (a row is not its own partner), else None.
         like: Tensor of the tiles' dtype and device.
-        compiled: Whether the tile functions are compiled.
+        compiled: True if the tile functions are compiled.
     """
 
     row_order: Tensor | None = None
@@ -338,7 +338,7 @@ class NamedPairs:
         once: A pair counts once, however often it is named.
 
     Attributes:
-        contradict: Whether a pair is named as a positive and as a negative. Known if each counts once.
+        contradict: True if a pair is named as a positive and as a negative. Known if each counts once.
     """
 
     row_order: Tensor | None = None

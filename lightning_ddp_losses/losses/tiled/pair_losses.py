@@ -113,7 +113,7 @@ class PairLoss:
         reductions: One per sub-loss.
         like: Tensor of the tiles' dtype and device.
         run: Calls a function of ``tile_functions``, compiled. None: they are not compiled.
-        records: Whether the numbers that reducers only record are wanted.
+        records: True if the numbers that reducers only record are wanted.
 
     Attributes:
         sub_losses: Their names.
@@ -182,7 +182,7 @@ class PairLoss:
 
         Args:
             tile: The tile.
-            with_grads: Whether each sub-loss's derivative by the entries is wanted, up to ``grad_signs``. If ``grad_in_forward``. It is
+            with_grads: True if each sub-loss's derivative by the entries is wanted, up to ``grad_signs``, if ``grad_in_forward``. It is
                 (T, C), or (T, b) of the band.
         """
         raise NotImplementedError

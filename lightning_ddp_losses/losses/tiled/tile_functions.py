@@ -162,7 +162,7 @@ def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, 
         keys: Pairs of the tile.
         limits: Limits of the reducer.
         tiny: Number that PML adds to a ratio.
-        records: Whether the numbers that a reducer only records are wanted too.
+        records: True if the numbers that a reducer only records are wanted too.
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
@@ -222,7 +222,7 @@ def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tup
     Args:
         below: Log-sum-exp of the row less the entry. Overwritten.
         tiny: Number that PML adds to a ratio. 0 if no ratio is so small that it counts.
-        wants_loss: Whether the loss is wanted.
+        wants_loss: True if the loss is wanted.
     """
     if not tiny:
         # the ratio is r = sigmoid(-below), the loss -log(r), its derivative 1 - r
@@ -298,7 +298,7 @@ def contrastive_rows(
         margins: Margins of positives and negatives.
         sign: 1 for a distance, -1 for a similarity.
         limits: Limits of the reducers of positives and negatives.
-        records: Whether the numbers that a reducer only records are wanted too.
+        records: True if the numbers that a reducer only records are wanted too.
     """
     masks, (near, far) = masks_of(keys), margins
     # the loss of a row with itself as a positive is 0
@@ -354,9 +354,9 @@ def contrastive_grad(
         keys: Pairs of the tile.
         of_rows: Counts of a positive and a negative pair, (T,) each.
         of_columns: The same of the columns, (C,) each. None: the transposed entries have no gradient here.
-        margins: As for ``contrastive_rows``.
-        sign: As for ``contrastive_rows``.
-        limits: As for ``contrastive_rows``.
+        margins: Same as for ``contrastive_rows``.
+        sign: Same as for ``contrastive_rows``.
+        limits: Same as for ``contrastive_rows``.
     """
     masks = masks_of(keys)
     _, (positives, negatives) = contrastive_rows(matrix, masks, margins, sign, limits, False)
@@ -421,8 +421,8 @@ def triplets_one_by_one(
         keys: Pairs of the tile. The host knows how many positives a row has at most.
         margin: Margin of the loss.
         limits: Limits of the reducer.
-        smooth: Whether the loss is ``softplus`` of violations, else ``relu``.
-        records: Whether the numbers that a reducer only records are wanted too.
+        smooth: True if the loss is ``softplus`` of violations, else ``relu``.
+        records: True if the numbers that a reducer only records are wanted too.
 
     Returns:
         (T,) of each number, and (T, C).
