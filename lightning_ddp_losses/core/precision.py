@@ -91,15 +91,14 @@ def modules_of(module: nn.Module, left_out: Iterable[nn.Module] = ()) -> list[nn
         module: The outermost one.
         left_out: Modules that are not visited, with all that is inside them alone.
     """
-    found: list[nn.Module] = []
-    seen: set[nn.Module | None] = {None, *left_out}
+    skipped = set(map(id, left_out))  # a metric's own hash reads all of its states
+    found: dict[int, nn.Module] = {}
     slots: list[nn.Module | None] = [module]
     while slots:
-        level = [inner for inner in dict.fromkeys(slots) if inner is not None and inner not in seen]
-        seen.update(level)
-        found += level
-        slots = [*compat.all_slots(level, "modules")]
-    return found
+        level = {id(m): m for m in slots if m is not None and id(m) not in found and id(m) not in skipped}
+        found.update(level)
+        slots = [*compat.all_slots(level.values(), "modules")]
+    return [*found.values()]
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[Tensor]:

@@ -165,13 +165,14 @@ class MetricStates(ExchangingMetric):
 
     def _prepare(self, given: list[Tensor]) -> None:
         """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32."""
-        record = self._record
-        arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
+        record, parameters = self._record, precision.parameters_of(self)
         held = {name: getattr(self, name) for name in self._defaults}
         states = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        inputs.check_devices(f"metric {type(self).__name__}", arguments, precision.parameters_of(self), states=states)
+        if len({tensor.device for tensor in (*given, *parameters, *states.values())}) > 1:
+            arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
+            inputs.check_devices(f"metric {type(self).__name__}", arguments, parameters, states=states)
         record.configuration = record.configuration or configuration(self)
-        dtype = precision.compute_dtype([*precision.parameters_of(self), *given])
+        dtype = precision.compute_dtype([*parameters, *given])
         for name, default in self._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():
                 wide = torch.promote_types(dtype, default.dtype)
