@@ -113,27 +113,23 @@ def compare_with_one(
     running = process_groups.is_distributed()
     expect(not running, what, expected="no process group", got="one that is running", fix=fix)
     expect_count(f"{what}(steps=...)", steps)
-    with tempfile.TemporaryDirectory(prefix="ddp-losses-audit-", ignore_cleanup_errors=True) as folder:
-        return _explained(Runs(make_target(Path(folder)), ranks, steps, tolerance), off)
-
-
-def _explained(runs: Runs, off: frozenset[str]) -> AuditReport:
     started = time.monotonic()
-    context = AuditContext.of(runs, off)
-    # explain differences, with counterfactual runs
-    found = diagnose(context)
-    report = AuditReport(
-        equal=context.comparison.equal and not found,
-        rows=context.comparison.rows,
-        updates=context.comparison.updates,
-        losses=compare_losses(context.ranks, context.one),
-        diagnoses=found,
-        notes=notes(context),
-        settings=_report_settings(context, runs.target.strategy),
-        accumulation=context.accumulation(),
-    )
-    report.settings["seconds"] = round(time.monotonic() - started, 2)
-    return report
+    with tempfile.TemporaryDirectory(prefix="ddp-losses-audit-", ignore_cleanup_errors=True) as folder:
+        context = AuditContext.of(Runs(make_target(Path(folder)), ranks, steps, tolerance), off)
+        # explain differences, with counterfactual runs
+        found = diagnose(context)
+        report = AuditReport(
+            equal=context.comparison.equal and not found,
+            rows=context.comparison.rows,
+            updates=context.comparison.updates,
+            losses=compare_losses(context.ranks, context.one),
+            diagnoses=found,
+            notes=notes(context),
+            settings=_report_settings(context),
+            accumulation=context.accumulation(),
+        )
+        report.settings["seconds"] = round(time.monotonic() - started, 2)
+        return report
 
 
 def assert_parity(model: LightningModule, data: Any = None, devices: int = 2, **options: Any) -> AuditReport:
@@ -202,8 +198,8 @@ def _choose_accelerator(asked: Any, devices: int) -> Any:
 # ---------------------------------------------------------------------- settings of the report
 
 
-def _report_settings(context: AuditContext, strategy: Any) -> dict[str, Any]:
-    info, runs = context.info, context.runs
+def _report_settings(context: AuditContext) -> dict[str, Any]:
+    info, runs, strategy = context.info, context.runs, context.runs.target.strategy
     tolerance: Any = runs.tolerance
     if tolerance is None:
         tolerance = f"{MULTIPLE:g} x estimated rounding"
@@ -222,5 +218,4 @@ def _report_settings(context: AuditContext, strategy: Any) -> dict[str, Any]:
         "rounding_unit": context.unit,
         "tolerance": tolerance,
         "aliases": context.aliases,
-        "seconds": 0.0,
     }

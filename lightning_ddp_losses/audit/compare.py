@@ -160,10 +160,8 @@ class AccumulationParity:
 
     def sentence(self) -> str:
         """Return it as a sentence."""
-        micro, whole = (
-            "one process that accumulates the same micro-batches",
-            "one process on all rows of each window at once",
-        )
+        micro = "one process that accumulates the same micro-batches"
+        whole = "one process on all rows of each window at once"
         processes = (
             (micro, self.equals_micro_batches, self.micro_batches_error),
             (whole, self.equals_whole_window, self.whole_window_error),

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
-from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized
+from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
@@ -102,14 +102,12 @@ class FitTarget(Target):
         validates = not run.plans and self.options.get("limit_val_batches") != 0
         recorder = FitRecorder(run, folder, rank, validates=validates)
         trainer = Trainer(**_trainer_options(self, run, recorder))
-        data: dict[str, Any] = {"train_dataloaders": self.data}
+        data = self.data
         if run.plans:
-            data = {"datamodule": _ReplayData(run.plans[rank], run, self.model)}
+            data = _ReplayData(run.plans[rank], run, self.model)
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 self.model.__dict__[hook] = _as_recorded  # the recorded batch has been through them
-        elif isinstance(self.data, LightningDataModule):
-            data = {"datamodule": self.data}
-        trainer.fit(self.model, ckpt_path=self.ckpt_path, **data)
+        trainer.fit(self.model, data, ckpt_path=self.ckpt_path)
         expect(
             recorder.record.steps,
             "training steps",
@@ -306,9 +304,7 @@ class FitRecorder(Recorder, Callback):
 
     def _hook_steps(self, trainer: Trainer, module: LightningModule) -> None:
         """Record gradients before each optimizer step, Lightning's own or one behind its back."""
-
-        def record(optimizer: Any) -> None:
-            self._record_step(trainer, module, optimizer)
+        record = functools.partial(self._record_step, trainer, module)
 
         def set_inside(inside: bool, *_: Any) -> None:
             self._inside_strategy_step = inside
@@ -323,9 +319,9 @@ class FitRecorder(Recorder, Callback):
             if not module.automatic_optimization and not self._inside_strategy_step:
                 record(optimizer)
 
-        _wrap_method(module, "on_before_optimizer_step", after=record)
+        wrap_function(module, "on_before_optimizer_step", after=record)
         enter, leave = functools.partial(set_inside, True), functools.partial(set_inside, False)
-        _wrap_method(trainer.strategy, "optimizer_step", before=enter, after=leave)
+        wrap_function(trainer.strategy, "optimizer_step", before=enter, after=leave)
         for optimizer in trainer.optimizers:
             optimizer.register_step_pre_hook(record_unhooked)
             # gradients after clipping. Lightning runs the closure inside the step, so they do not exist before it
@@ -333,23 +329,18 @@ class FitRecorder(Recorder, Callback):
 
     def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
         """Count backward calls, those through Lightning and all, and record the gradients after the strategy's own."""
-        record = self.record
+
+        def count_lightning() -> None:
+            self.record.lightning_backwards += 1
+
+        def count_any() -> None:
+            self.record.tensor_backwards += 1
 
         def record_reduced(*_: Any) -> None:
             self._record_fingerprints("reduced", trainer, module)
 
-        def count_lightning() -> None:
-            record.lightning_backwards += 1
-
-        plain_backward = Tensor.backward
-
-        @functools.wraps(plain_backward)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            record.tensor_backwards += 1
-            return plain_backward(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-        _wrap_method(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
-        Tensor.backward = counted  # type: ignore[method-assign]
+        wrap_function(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
+        wrap_function(Tensor, "backward", before=count_any)
 
     def _hook_metrics(self, module: LightningModule) -> None:
         """Record metrics that return a value with gradient."""
@@ -360,7 +351,7 @@ class FitRecorder(Recorder, Callback):
                 self.record.metric_losses.append(name)
 
         for name, child in module.named_modules():
-            if is_metric(child):
+            if compat.state_reductions(child) is not None:  # of torchmetrics
                 child.register_forward_hook(functools.partial(note, name))
 
     # ------------------------------------------------------------------ steps
@@ -445,30 +436,6 @@ class FitRecorder(Recorder, Callback):
             repeated_rows=repeated_validation_rows(trainer) if self.validates else [],
             reshuffled=describe_reshuffle(trainer.train_dataloader, injecting=injecting) or "",
         )
-
-
-def _wrap_method(
-    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
-) -> None:
-    """Call ``before`` and ``after`` around a method of one object."""
-    method = getattr(owner, name)
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before()
-        result = method(*args, **kwargs)
-        if after is not None:
-            after(*args)
-        return result
-
-    owner.__dict__[name] = wrapped
-
-
-def is_metric(module: nn.Module) -> bool:
-    """Return whether the module is a metric of torchmetrics."""
-    bases = [cls for cls in type(module).__mro__ if cls.__name__ == "Metric"]
-    return any(cls.__module__.startswith("torchmetrics.") for cls in bases)
 
 
 def parameters_by_name(trainer: Trainer, module: LightningModule) -> dict[str, nn.Parameter]:

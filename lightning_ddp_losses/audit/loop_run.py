@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.rank_record import RankRecord, tensor_digest
-from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized
+from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Run, Target, count_rows, map_batch_tensors
 from lightning_ddp_losses.core.nests import children_of, rebuild_nest
 from lightning_ddp_losses.distributed import handshake
@@ -200,13 +200,13 @@ class _Training(Recorder):
         size = max(1, self.target.accumulate * self.run.accumulate)
         batches = self._batches()
         _seed(_SEED if self.run.seed is None else self.run.seed)
-        with self._recorded():
-            for step in range(1, self.run.steps + 1):
-                micro_batches = list(islice(batches, size))
-                needed = f"{size * self.run.steps} batches ({self.run.steps} steps of {size})"
-                enough = len(micro_batches) == size
-                expect(enough, f"batches, on {self._where}", expected=needed, got="fewer", error=InputError)
-                self._make_step(step, [self._given(batch, step) for batch in micro_batches])
+        self._hook_steps()
+        for step in range(1, self.run.steps + 1):
+            micro_batches = list(islice(batches, size))
+            needed = f"{size * self.run.steps} batches ({self.run.steps} steps of {size})"
+            enough = len(micro_batches) == size
+            expect(enough, f"batches, on {self._where}", expected=needed, got="fewer", error=InputError)
+            self._make_step(step, [self._given(batch, step) for batch in micro_batches])
         return self.record
 
     def _batches(self) -> Iterator[Any]:
@@ -281,29 +281,18 @@ class _Training(Recorder):
         on = self.target.autocast is not None and "precision" not in self.run.without
         return torch.autocast(device, dtype=self.target.autocast, enabled=on)
 
-    # ------------------------------------------------------------------ recording
+    # ------------------------------------------------------------------ hooks, which go with the process
 
-    @contextlib.contextmanager
-    def _recorded(self) -> Iterator[None]:
+    def _hook_steps(self) -> None:
         """Record gradients and parameters of each optimizer step, and gradients before they are clipped."""
         self.follow_layers(self.inner)
         self.optimizer.register_step_pre_hook(self._record_gradients)
         self.optimizer.register_step_post_hook(self._record_parameters)
-        plain = {name: getattr(nn.utils, name) for name in _CLIPS}
-        for name, clip in plain.items():
-            setattr(nn.utils, name, self._noted(clip))
-        try:
-            yield
-        finally:
-            for name, clip in plain.items():
-                setattr(nn.utils, name, clip)
+        for name in _CLIPS:
+            wrap_function(nn.utils, name, before=self._note_clip)
 
-    def _noted(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._clipped = {"reduced": self.gradient_fingerprints(self._named())}
-            return clip(*args, **kwargs)
-
-        return noted
+    def _note_clip(self) -> None:
+        self._clipped = {"reduced": self.gradient_fingerprints(self._named())}
 
     def _record_gradients(self, *_: Any) -> None:
         named = {name: parameter for name, parameter in self._named().items() if parameter.requires_grad}

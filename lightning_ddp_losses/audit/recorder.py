@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,24 @@ class Recorder:
         if not self.run.ranks:
             return {}
         return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
+
+
+def wrap_function(
+    owner: Any, name: str, before: Callable[[], None] | None = None, after: Callable[..., None] | None = None
+) -> None:
+    """Call ``before``, and ``after`` with its arguments, around a function of an object, a class or a module."""
+    function = getattr(owner, name)
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before is not None:
+            before()
+        result = function(*args, **kwargs)
+        if after is not None:
+            after(*args)
+        return result
+
+    setattr(owner, name, wrapped)
 
 
 def load_start_(module: nn.Module, run: Run, rank: int) -> None:

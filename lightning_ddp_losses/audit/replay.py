@@ -88,23 +88,22 @@ class ReplayBatch:
     """One batch of a replay: recorded batches joined in this order, or some of the rows that they make.
 
     Attributes:
-        files: The recorded batches.
-        rows: Rows in each.
+        records: The recorded batches.
         choose: Chooses rows, for each loader separately. None takes all rows.
     """
 
-    files: tuple[str, ...]
-    rows: tuple[LoaderRows, ...]
+    records: Sequence[BatchRecord]
     choose: Choice | None = None
 
     def load(self) -> Any:
         """Read the recorded batches and make the one that is replayed."""
-        return join_batches([load_batch(file) for file in self.files], self.rows, self.choose)
+        batches = [load_batch(record.file) for record in self.records]
+        return join_batches(batches, [record.rows for record in self.records], self.choose)
 
     @property
     def row_count(self) -> LoaderRows:
         """Samples in the batch, as far as the recorded ones tell."""
-        return self._count(self.rows)
+        return self._count([record.rows for record in self.records])
 
     def _count(self, rows: Sequence[LoaderRows]) -> LoaderRows:
         """Count the rows that are taken, loader by loader."""
@@ -161,10 +160,6 @@ Column = list[BatchRecord]  # the batches that the ranks had at the same time, i
 Assignment = Callable[[Column], list[list[ReplayBatch]]]  # a column -> batches for each process
 
 
-def _replay_batch(records: Sequence[BatchRecord], choose: Choice | None = None) -> ReplayBatch:
-    return ReplayBatch(tuple(record.file for record in records), tuple(record.rows for record in records), choose)
-
-
 def even_rows(start: int, stop: int | None = None) -> Choice:
     """Choose the equal shares ``start`` to ``stop`` of as many as there are batches. Rows that do not divide are left out."""
 
@@ -186,13 +181,13 @@ def exchanged_rows(counts: list[int]) -> list[int]:
 
 
 _ASSIGNMENTS: dict[str, Assignment] = {
-    "same": lambda column: [[_replay_batch([record])] for record in column],
-    "joined": lambda column: [[_replay_batch(column)]],
-    "reversed": lambda column: [[_replay_batch(column[::-1])]],
-    "local": lambda column: [[_replay_batch([record]) for record in column]],
-    "even": lambda column: [[_replay_batch(column, even_rows(r, r + 1))] for r in range(len(column))],
-    "even joined": lambda column: [[_replay_batch(column, even_rows(0))]],
-    "exchanged": lambda column: [[_replay_batch(column[r:] + column[:r], exchanged_rows)] for r in range(len(column))],
+    "same": lambda column: [[ReplayBatch([record])] for record in column],
+    "joined": lambda column: [[ReplayBatch(column)]],
+    "reversed": lambda column: [[ReplayBatch(column[::-1])]],
+    "local": lambda column: [[ReplayBatch([record]) for record in column]],
+    "even": lambda column: [[ReplayBatch(column, even_rows(r, r + 1))] for r in range(len(column))],
+    "even joined": lambda column: [[ReplayBatch(column, even_rows(0))]],
+    "exchanged": lambda column: [[ReplayBatch(column[r:] + column[:r], exchanged_rows)] for r in range(len(column))],
 }
 
 

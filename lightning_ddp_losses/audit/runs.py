@@ -30,10 +30,8 @@ from lightning_ddp_losses.errors import (
 _PERTURBATION_SEEDS = (1, 2)
 _FLOAT64_TOLERANCE = 1e-9  # a smaller difference in float64 is equal
 _OF_WINDOWS = ("joined", "reversed")  # assignments that can join the micro-batches of a window
-_EVENLY: dict[str | int, str | int] = {
-    "same": "even",
-    "joined": "even joined",
-}  # assignments of the same rows, divided evenly
+# assignments of the same rows, divided evenly
+_EVENLY: dict[str | int, str | int] = {"same": "even", "joined": "even joined"}
 
 
 class Runs:
