@@ -155,14 +155,12 @@ class _DifferentiableMinMax(Composite):
 
     _only_member = "_base_metric"
 
-    def _joined(self, values: list[Any]) -> Any:
-        return self._with_extremes(*values)
-
     def compute(self) -> Any:
         """Return the value of everything since ``reset``, with the smallest and largest value so far."""
-        return self._with_extremes(self._base_metric.compute())  # type: ignore[attr-defined]
+        return self._joined([self._base_metric.compute()])  # type: ignore[attr-defined]
 
-    def _with_extremes(self, value: Any) -> dict[str, Any]:
+    def _joined(self, values: list[Any]) -> dict[str, Any]:
+        (value,) = values
         if not self._is_suitable_val(value):  # type: ignore[attr-defined]
             raise RuntimeError(f"Returned value from base metric should be a float or scalar tensor, but got {value}.")
         value = torch.as_tensor(value)

@@ -159,10 +159,8 @@ for _function in (differentiable, synced):  # a command line reads that these ma
 def _expect_metric(what: str, metric: object, kinds: tuple[type, ...], described: str) -> None:
     """Refuse what is neither a metric nor a class of metrics."""
     is_metric = issubclass(metric, kinds) if isinstance(metric, type) else isinstance(metric, kinds)
-    expected, got = (
-        f"{described} of torchmetrics, or a class of them",
-        getattr(metric, "__name__", type(metric).__name__),
-    )
+    expected = f"{described} of torchmetrics, or a class of them"
+    got = getattr(metric, "__name__", type(metric).__name__)
     expect(is_metric, what, expected=expected, got=got, fix="Give it the metric that is inside.")
 
 

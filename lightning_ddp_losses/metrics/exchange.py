@@ -385,14 +385,11 @@ class BufferPlan:
     """
 
     contents: list[Contents]
-    slots: list[list[Slot]] = field(init=False)
+    slots: list[list[Slot]]
     regions: list[list[Region]] = field(default_factory=list)
     expanded: dict[int, Entry] = field(default_factory=dict)
     twins: dict[int, int] = field(default_factory=dict)
     size: int = 0
-
-    def __post_init__(self) -> None:
-        self.slots = [[] for _ in self.contents]
 
     def add(self, kind: Kind, entries: Sequence[Sequence[Entry]], common: Entry) -> None:
         """Place the tensors of the next state.
@@ -453,7 +450,7 @@ def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], con
     Raises:
         RankMismatchError: if tensors of ranks do not fit together, naming the state.
     """
-    plan = BufferPlan([_unpack_contents(text) for text in contents])
+    plan = BufferPlan([_unpack_contents(text) for text in contents], [[] for _ in contents])
     first: dict[tuple[int, ...], int] = {}
     for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
         twin = first.setdefault(tuple(of_rank.holders[index] for of_rank in plan.contents), index)

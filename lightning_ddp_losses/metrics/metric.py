@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
 from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
@@ -205,40 +206,23 @@ class DifferentiableMetric(MetricStates):
 
         return eager_recursive(wrapped)
 
-    def sync(
-        self,
-        dist_sync_fn: Callable[..., Any] | None = None,
-        process_group: Any | None = None,
-        should_sync: bool = True,
-        distributed_available: Callable[[], bool] | None = None,
+    def _copy_state_dict(self) -> dict[str, Any]:
+        """Return the states that ``unsync`` puts back: this rank's own, not copied."""
+        return detached(self._states())
+
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
     ) -> None:
-        """Replace the states by those of all ranks, until ``unsync``. This rank's own are kept, not copied.
-
-        A list that is empty on all ranks stays an empty list, as in one process.
-
-        Args:
-            dist_sync_fn: None, as any other gather is refused.
-            process_group: Process group. None: the metric's.
-            should_sync: Whether to sync at all.
-            distributed_available: Function that returns whether there are other ranks. None: the metric's.
+        """Replace the states by those of all ranks. A list that is empty on all ranks stays an empty list, as in one process.
 
         Communication: one handshake, or one more collective.
         """
-        if self._is_synced and should_sync:
-            raise TorchMetricsUserError("The Metric has already been synced.")
-        available = distributed_available or self.distributed_available_fn
-        if not should_sync or not callable(available) or not available():
-            return
-        _refuse_sync_fn(self, dist_sync_fn)
-        self._cache = detached(self._states())
-        is_alone = process_groups.world_size(process_group or self.process_group) == 1
-        if not is_alone and self._record.gather == "states":  # else every rank has them already
-            self._sync_dist(process_group=process_group)
-        self._is_synced = True
-
-    def _sync_dist(self, dist_sync_fn: Callable[..., Any] | None = None, process_group: Any | None = None) -> None:
-        packet = self.packet()
-        (values,) = exchange(self._title("compute"), [packet._replace(group=process_group or packet.group)])
+        if dist_sync_fn is not gather_all_tensors:
+            _refuse_sync_fn(self, dist_sync_fn)
+        group = process_group or self.process_group
+        if process_groups.world_size(group) == 1 or self._record.gather == "inputs":
+            return  # every rank has them already
+        (values,) = exchange(self._title("compute"), [self.packet()._replace(group=group)])
         self._receive(values)
 
     def reset(self) -> None:

@@ -95,7 +95,7 @@ class ExchangingMetric(Metric):
     def _receive(self, values: Sequence[Any]) -> States:
         """Replace this rank's states by those of all ranks, in the order of the packet."""
         reduced = dict(zip(self._reductions, values, strict=True))
-        if _is_correlation(type(self)):
+        if is_correlation(type(self)):
             _widen_scales_(reduced)
         self._assign(reduced)
         return reduced
@@ -130,10 +130,8 @@ class ExchangingMetric(Metric):
         """Refuse a user's class with its own ``_sync_dist``."""
         foreign = (cls for cls in type(self).__mro__ if not cls.__module__.startswith(_KNOWN_SYNC))
         override = next((cls.__name__ for cls in foreign if "_sync_dist" in vars(cls)), None)
-        got, fix = (
-            f"that of {override}, whose exchange is not known here",
-            "Declare the states with add_state and a reduction.",
-        )
+        got = f"that of {override}, whose exchange is not known here"
+        fix = "Declare the states with add_state and a reduction."
         expect(override is None, f"{what}: _sync_dist", expected="torchmetrics' own", got=got, fix=fix)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -296,7 +294,8 @@ def has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 @functools.cache
-def _is_correlation(cls: type) -> bool:
+def is_correlation(cls: type) -> bool:
+    """Return whether the states of a class are those of a correlation, which its ``compute`` joins itself."""
     return "PearsonCorrCoef" in torchmetrics_names(cls)  # ConcordanceCorrCoef is one
 
 

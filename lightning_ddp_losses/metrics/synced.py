@@ -23,10 +23,7 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.metrics.composites import Classwise, Members, Windowed
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
-from lightning_ddp_losses.metrics.states import ExchangingMetric, States, torchmetrics_names
-
-# compute joins the stacked tensors of all ranks (NormalizedRootMeanSquaredError's fails, torchmetrics 1.9)
-_JOINS_STACKS = ("PearsonCorrCoef",)
+from lightning_ddp_losses.metrics.states import ExchangingMetric, States, is_correlation
 
 
 class SyncedMetric(ExchangingMetric):
@@ -45,8 +42,8 @@ class SyncedMetric(ExchangingMetric):
         self._configuration = configuration_digest(self)
 
     def _refuse_states(self) -> None:
-        """Refuse tensors that are only stacked."""
-        if any(name in _JOINS_STACKS for name in torchmetrics_names(type(self))):
+        """Refuse tensors that are only stacked (``compute`` of NormalizedRootMeanSquaredError fails on them, torchmetrics 1.9)."""
+        if is_correlation(type(self)):
             return
         for name, reduce in self._reductions.items():
             expect(
