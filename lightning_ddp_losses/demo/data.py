@@ -377,10 +377,8 @@ def check_cut(size: int, batch_size: int, world_size: int, *, shuffle: bool) -> 
     """
     below = batch_size // world_size * world_size
     choices = " or ".join(str(choice) for choice in (below, below + world_size) if choice > 0)
-    what, expected = (
-        "batch_size (rows of the global batch, over all ranks)",
-        f"a positive multiple of the {world_size} ranks",
-    )
+    what = "batch_size (rows of the global batch, over all ranks)"
+    expected = f"a positive multiple of the {world_size} ranks"
     fix = f"Set data.init_args.batch_size to {choices}, or change trainer.devices."
     expect(batch_size > 0 and batch_size % world_size == 0, what, expected=expected, got=batch_size, fix=fix)
     what, least, needs = "held-out rows", world_size, f"at least one for each of {world_size} ranks"

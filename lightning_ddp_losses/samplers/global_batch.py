@@ -91,36 +91,31 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         fix = "Write DataLoader(batch_sampler=GlobalBatchSampler.batches(sampler))."
         expect(is_indices, "GlobalBatchSampler as sampler=", expected="a sampler of indices", got=got, fix=fix)
         self.local_batch_size = local_batch_size
-        self._draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
+        self.draw = GlobalDraw(sampler, local_batch_size=local_batch_size or 0, drop_last=drop_last, seed=seed)
         # rank and world size are placeholders for the base class: they are read again at each use
         super().__init__(sampler, num_replicas=1, rank=0, shuffle=False, seed=seed or 0, drop_last=drop_last)
         self._read_ranks()
 
     @property
-    def draw(self) -> GlobalDraw:
-        """The draw of the batches of all ranks."""
-        return self._draw
-
-    @property
     def epoch(self) -> int:
         """The epoch that is drawn next."""
-        return self._draw.epoch
+        return self.draw.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self._draw.set_epoch(epoch)
+        self.draw.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         self._read_ranks()
-        return iter(self._draw)
+        return iter(self.draw)
 
     def __len__(self) -> int:
         self._read_ranks()
-        return self._draw.rows()
+        return self.draw.rows()
 
     def latest_batches(self) -> list[list[Any]]:
         """Return this rank's part of each batch of the epoch that was drawn last, empty before the first."""
-        return self._draw.latest_batches()
+        return self.draw.latest_batches()
 
     def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Return the place of training, the same on every rank that trained. Save rank 0's. ``batches`` has this method too.
@@ -133,7 +128,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
             ``epoch``, ``seed`` and ``rows`` (of this epoch, all ranks together), and entries that are compared on loading: ``sampler``,
             ``length``, ``global_batch_size``, ``drop_last``, ``digest``. Numbers and texts only.
         """
-        return self._draw.state_dict(batches)
+        return self.draw.state_dict(batches)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the next batch after the saved place, on any number of ranks with the same global batch.
@@ -147,7 +142,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         Raises:
             InputError: another sampler, length, seed or global batch than was saved; names both.
         """
-        self._draw.load_state_dict(state)
+        self.draw.load_state_dict(state)
 
     def _read_ranks(self) -> None:
         self.num_replicas, self.rank = process_groups.world_size(), process_groups.rank()
