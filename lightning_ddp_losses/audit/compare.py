@@ -42,7 +42,6 @@ class ComparedRow:
         ratio: Norm on the ranks over norm in one process.
         cosine: Between the two.
         error: Norm of the difference over norm in one process.
-        max_error: Largest difference over largest value in one process.
         tolerance: Largest ``error`` that is no finding: ``MULTIPLE`` times the estimated rounding error.
         ranks_agree: True if all ranks hold the same bits.
         rank: The rank with the largest error, which this row shows.
@@ -57,7 +56,6 @@ class ComparedRow:
     ratio: float = 1.0
     cosine: float = 1.0
     error: float = 0.0
-    max_error: float = 0.0
     tolerance: float = 0.0
     ranks_agree: bool = True
     rank: int = 0
@@ -242,9 +240,9 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
         if entry.exists and entry.dtype in _EPS:
             eps = max(eps, _EPS[entry.dtype])
             start = _before_step(one, one, 0, step, what, name)
-            sums = _sum_pieces(entry, entry, start)
-            assert sums is not None
-            sizes[name] = math.sqrt(float(sums[0][1, 1]))
+            products = _sum_pieces(entry, entry, start)
+            assert products is not None
+            sizes[name] = math.sqrt(float(products[1, 1]))
     floor = eps * math.sqrt(sum(size * size for size in sizes.values()))
     if not math.isfinite(floor):
         return Scale(0.0, 0.0, 0.0, frozenset())
@@ -360,20 +358,18 @@ def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale,
         if ours.exists == theirs.exists or (_is_zero(ours) and _is_zero(theirs)):
             return row
         ratio = 0.0 if theirs.exists else math.inf
-        return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, max_error=math.inf, verdict="missing")
+        return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, verdict="missing")
     if ours.shape != theirs.shape:
         return _incomparable(row, "wrong direction")
     if ours.digest == theirs.digest:
         return row
 
     # norms, scalar product and differences
-    sums = _sum_pieces(ours, theirs, start)
-    if sums is None:
+    products = _sum_pieces(ours, theirs, start)
+    if products is None:
         return _incomparable(row, "not finite")
-    products, largest = sums
     our_norm, their_norm, off_norm = products.diagonal().sqrt().tolist()
     error = _ratio_of(off_norm, max(their_norm, scale.floor))
-    max_error = _ratio_of(float(largest[2]), max(float(largest[1]), scale.floor))
     ratio = _ratio_of(our_norm, their_norm)
     cosine = 0.0
     if our_norm and their_norm:
@@ -381,7 +377,7 @@ def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale,
     elif our_norm == their_norm:  # both zero
         ratio = cosine = 1.0
 
-    found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error, max_error=max_error)
+    found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error)
     return dataclasses.replace(found, verdict=_judge(found, max(our_norm, their_norm), off_norm, scale))
 
 
@@ -401,9 +397,7 @@ def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verd
 
 
 def _incomparable(row: ComparedRow, verdict: Verdict) -> ComparedRow:
-    return dataclasses.replace(
-        row, ratio=math.nan, cosine=math.nan, error=math.inf, max_error=math.inf, verdict=verdict
-    )
+    return dataclasses.replace(row, ratio=math.nan, cosine=math.nan, error=math.inf, verdict=verdict)
 
 
 def _is_zero(entry: Entry) -> bool:
@@ -416,13 +410,13 @@ def _ratio_of(part: float, total: float) -> float:
     return 0.0 if part == 0 else math.inf
 
 
-def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> tuple[Tensor, Tensor] | None:
+def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> Tensor | None:
     """Sum over ours, theirs and their difference in float64, or over how much both changed since ``start``, a piece at a time.
 
     Returns:
-        Scalar products of the three with each other, and the largest value of each. None if different elements are not finite.
+        Scalar products of the three with each other. None if different elements are not finite.
     """
-    products, largest = torch.zeros(3, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    products = torch.zeros(3, 3, dtype=torch.float64)
     for pieces in zip(*(entry.pieces() for entry in (ours, theirs, *start)), strict=True):
         a, b, *before = (piece.double() for piece in pieces)
         odd = ~torch.isfinite(a)
@@ -434,8 +428,7 @@ def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> tuple[Ten
             a, b = a - before[0], b - before[1]
         rows = torch.stack([a, b, off])
         products += rows @ rows.T
-        largest = torch.maximum(largest, rows.abs().amax(1))
-    return products, largest
+    return products
 
 
 # ---------------------------------------------------------------------- traced steps

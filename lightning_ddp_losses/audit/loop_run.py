@@ -267,14 +267,12 @@ class _Training(Recorder):
         self.optimizer.step()
         return losses
 
-    @contextlib.contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Reduce gradients in the last micro-batch only, if the wrapper can wait."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(last)
-        waiting = not last and hasattr(self.model, "no_sync")
-        with self.model.no_sync() if waiting else contextlib.nullcontext():
-            yield
+        is_waiting = not last and hasattr(self.model, "no_sync")
+        return self.model.no_sync() if is_waiting else contextlib.nullcontext()
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         device = next(self.inner.parameters(), torch.empty(0)).device.type

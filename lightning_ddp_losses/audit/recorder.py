@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class Recorder:
         self.write(0, "initial", [*module.named_parameters(), *module.named_buffers()])
 
     def describe(
-        self, module: nn.Module, named: Mapping[str, nn.Parameter], optimizers: Iterable[Optimizer], **further: Any
+        self, module: nn.Module, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], **further: Any
     ) -> None:
         """Describe the module and its optimizers.
 
@@ -84,8 +84,7 @@ class Recorder:
             optimizers: All optimizers.
             **further: Further fields of ``ModuleInfo``, ``precision`` among them.
         """
-        given = list(optimizers)
-        held = set(map(id, optimized(given).values()))
+        held = set(map(id, optimized(optimizers).values()))
         modules = {name: child for name, child in module.named_modules() if name}
         drops = compat.DROPOUT_TYPES
         self.record.module_info = ModuleInfo(
@@ -94,7 +93,7 @@ class Recorder:
             module_types={name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
             pair_losses=local_pair_losses(module),
             dropout=[name for name, m in modules.items() if isinstance(m, drops) and getattr(m, "p", False)],
-            optimizers=[type(optimizer).__name__ for optimizer in given],
+            optimizers=[type(optimizer).__name__ for optimizer in optimizers],
             unit=ablations.unit_roundoff(module, further["precision"]),
             products=ablations.product_choices(module),
             **further,

@@ -136,7 +136,9 @@ class BatchedArrayDataModule(LightningDataModule):
         # the order of one process, dealt to the ranks
         source: Any = RandomSampler(rows)
         if self.m_per_class is not None:
-            source = class_batches(self.labels[self.train_rows], self.m_per_class, self.batch_size)
+            # an epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them
+            length = len(rows) // self.batch_size * self.batch_size
+            source = MPerClassSampler(self.labels[self.train_rows], self.m_per_class, self.batch_size, length)
         batches = GlobalBatchSampler.batches(source, self.batch_size, drop_last=True, seed=self.seed)
         return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched, **self._workers())
 
@@ -317,21 +319,6 @@ class DigitsDataModule(BatchedArrayDataModule):
 
 
 # ---------------------------------------------------------------------- which rows go into which batch
-
-
-def class_batches(labels: np.ndarray, m_per_class: int, batch_size: int) -> MPerClassSampler:
-    """Return a sampler of row numbers in batches of `batch_size` that hold `m_per_class` rows of each of their classes.
-
-    An epoch has as many rows as there are, in whole batches. A class of fewer rows repeats some of them.
-
-    Args:
-        labels: (N,) integers.
-        m_per_class: Rows of a class in a batch.
-        batch_size: Rows of the global batch.
-    """
-    check_classes(labels, m_per_class, batch_size)
-    rows = len(labels) // batch_size * batch_size
-    return MPerClassSampler(labels, m_per_class, batch_size, rows)
 
 
 class HeldOutSlices(DistributedSampler[list[int]]):

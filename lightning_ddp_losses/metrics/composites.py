@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -131,21 +131,20 @@ class Composite(Members):
 class _DifferentiableComposition(Composite):
     """``a + b``, ``2 * a``, ``abs(a)``."""
 
-    if TYPE_CHECKING:  # TorchScript reads annotations
-        metric_a: Any
-        metric_b: Any
+    def _parts(self) -> list[Any]:
+        """Return the operands: metrics, numbers and tensors. An operator with one operand has no second part."""
+        return [part for part in (self.metric_a, self.metric_b) if part is not None]  # type: ignore[attr-defined]
 
     def _members(self) -> list[Any]:
-        return [part for part in (self.metric_a, self.metric_b) if isinstance(part, Metric)]
+        return [part for part in self._parts() if isinstance(part, Metric)]
 
     def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
         return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
 
     def _joined(self, values: list[Any]) -> Any:
-        # numbers and tensors stay as they are. An operator with one operand has no second part
-        parts = [part for part in (self.metric_a, self.metric_b) if part is not None]
         remaining = iter(values)
-        value = self.op(*(next(remaining) if isinstance(part, Metric) else part for part in parts))  # type: ignore[attr-defined]
+        operands = [next(remaining) if isinstance(part, Metric) else part for part in self._parts()]
+        value = self.op(*operands)  # type: ignore[attr-defined]
         self._forward_cache = nests.map_tensors(Tensor.detach, value)
         return value
 

@@ -26,12 +26,12 @@ Measured (torchmetrics 1.9, torch 2.13, 2026): its own sync is one gather with a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -100,10 +100,9 @@ class State:
             return [_pickled(self.name, item).to(device) for item in tensors]
         if self.kind == "rows":
             tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
-            if len({tensor.dtype for tensor in tensors}) > 1:  # as torch.cat joins them
-                wide = tensors[0].dtype
-                for tensor in tensors:
-                    wide = torch.promote_types(wide, tensor.dtype)
+            dtypes = [tensor.dtype for tensor in tensors]
+            if len(set(dtypes)) > 1:  # as torch.cat joins them
+                wide = functools.reduce(torch.promote_types, dtypes)
                 tensors = [tensor.to(wide) for tensor in tensors]
         return [tensor if tensor.device == device else tensor.to(device) for tensor in tensors]
 
@@ -437,7 +436,7 @@ class BufferPlan:
         return found
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], contents: tuple[str, ...]) -> BufferPlan:
     """Give every tensor of every rank its place.
 

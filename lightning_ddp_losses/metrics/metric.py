@@ -222,8 +222,7 @@ class DifferentiableMetric(MetricStates):
         group = process_group or self.process_group
         if process_groups.world_size(group) == 1 or self._record.gather == "inputs":
             return  # every rank has them already
-        (values,) = exchange(self._title("compute"), [self.packet()._replace(group=group)])
-        self._receive(values)
+        self._receive(*exchange(self._title("compute"), [self.packet()._replace(group=group)]))
 
     def reset(self) -> None:
         """Go back to the defaults."""

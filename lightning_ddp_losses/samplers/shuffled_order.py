@@ -9,7 +9,7 @@ Legend: ``n`` rows of the data set, ``W`` ranks, ``G`` rows of a global batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,6 @@ class Permutation(Sampler[int]):
 
     def __len__(self) -> int:
         return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order(0).tolist())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -42,7 +42,7 @@ def test_the_worst_comes_first_and_a_narrow_terminal_will_do(wrong: AuditReport)
 
 
 def test_the_error_of_a_gradient_that_is_zero_is_not_shown() -> None:
-    wrong = ComparedRow(1, "w", "encoder", "gradient", 2.0, 1.0, 1.0, 1.0, 1e-9, True, 0, "wrong scale")
+    wrong = ComparedRow(1, "w", "encoder", "gradient", 2.0, 1.0, 1.0, 1e-9, True, 0, "wrong scale")
     zero, exact = replace(wrong, error=0.5, verdict="zero"), replace(wrong, error=2e-10, verdict="exact")
     for others, shown in (([zero, zero], "-"), ([zero, exact], "2.0e-10")):
         text = str(AuditReport(rows=[wrong] * 12 + others, updates=[], losses=[], diagnoses=[], notes=[], equal=False))
@@ -102,7 +102,7 @@ def test_pictures_of_wrong_and_empty_reports(wrong: AuditReport, tmp_path: Path)
 
 @pytest.mark.parametrize(("owner", "told"), [("encoder", False), ("loss", True)])
 def test_the_picture_explains_colours_that_are_there(owner: str, told: bool) -> None:
-    row = ComparedRow(1, "weight", owner, "gradient", 2.0, 1.0, 1.0, 1.0, 1e-9, True, 0, "wrong scale")
+    row = ComparedRow(1, "weight", owner, "gradient", 2.0, 1.0, 1.0, 1e-9, True, 0, "wrong scale")
     (axes,) = draw_audit(AuditReport(False, [row], [], [], [], [])).axes
     assert ("brown" in axes.get_title()) == told
     assert (axes.get_xticklabels()[0].get_color() == "tab:brown") == told

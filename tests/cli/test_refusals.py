@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_ddp_losses.cli import CellsDataModule, CellsEncoder, DigitsDataModule, DigitsEncoder, MLPEncoder, configs
-from lightning_ddp_losses.demo.data import check_classes, check_cut, class_batches, stratified_split
+from lightning_ddp_losses.demo.data import check_classes, check_cut, stratified_split
 from lightning_ddp_losses.demo.evaluation import HeldOutRows
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
@@ -32,7 +32,7 @@ OPTIONS: list[tuple[Callable[[], Any], str]] = [
     (partial(CellsDataModule, 300, held_out_cells=300), "held_out_cells"),
     (partial(check_classes, LABELS, 3, 20), CLASSES),
     (partial(check_classes, LABELS, 2, 20), r"at least 4, as there are 5 classes, got 2\nRaise m_per_class"),
-    (partial(class_batches, LABELS, 0, 20), "expected a divisor"),
+    (partial(check_classes, LABELS, 0, 20), "expected a divisor"),
     (partial(check_cut, 100, 64, 3, shuffle=True), r"multiple of the 3 ranks, got 64\n.*63 or 66"),
     (partial(check_cut, 100, 0, 3, shuffle=True), "got 0"),
     (partial(stratified_split, LABELS, 1.5, seed=0), r"between 0 and 1, got 1\.5"),
