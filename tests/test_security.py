@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_ddp_losses import InputError
+from lightning_ddp_losses import InputError, parity
 from lightning_ddp_losses.audit import api
 from lightning_ddp_losses.audit.replay import load_batch, save_batch
 from lightning_ddp_losses.cli import app
@@ -177,6 +177,17 @@ def test_an_audits_folder_is_for_this_user_alone_and_goes_after_an_error(monkeyp
     ((folder, mode),) = seen
     assert mode == 0o700
     assert not folder.exists()
+
+
+def test_an_audit_runs_under_an_umask_that_opens_new_folders_to_the_group() -> None:
+    before = os.umask(0o002)
+    try:
+        report = parity(
+            lambda: torch.nn.Linear(2, 1), lambda model, rows: model(rows).square().mean(), [torch.randn(4, 2)]
+        )
+    finally:
+        os.umask(before)
+    assert report.equal
 
 
 def test_a_store_listens_at_the_address_asked_for_alone() -> None:

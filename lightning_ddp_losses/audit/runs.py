@@ -68,7 +68,7 @@ class Runs:
         output = self.target.scratch / f"output-{self._starts}"
         for folder in (output, *map(self._folder_of, runs)):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that failed before
-            folder.mkdir(parents=True)
+            folder.mkdir(mode=0o700)  # whatever the umask: batches are read from folders of this user alone
 
         # one process for each rank of each run
         parts = [(run, rank) for run in runs for rank in range(run.processes)]
