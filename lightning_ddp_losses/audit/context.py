@@ -29,6 +29,7 @@ from lightning_ddp_losses.audit.compare import (
 from lightning_ddp_losses.audit.rank_record import Entry, ModuleInfo, RankRecord, Recording, fewest_rows
 from lightning_ddp_losses.audit.runs import Runs
 from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.errors import listed
 
 Severity = Literal["error", "explanation", "note"]
 _OTHER_SEED = 12345  # of the run that shows whether random numbers matter
@@ -408,12 +409,9 @@ def _common_factor(rows: Sequence[ComparedRow]) -> float | None:
 # ---------------------------------------------------------------------- words of the evidence
 
 
-def quoted(names: Sequence[str], most: int = 4) -> str:
+def quoted(names: Sequence[str]) -> str:
     """List names in code quotes, the first few."""
-    text = ", ".join(f"`{name}`" for name in names[:most])
-    if len(names) > most:
-        text += f" and {len(names) - most} more"
-    return text
+    return listed([f"`{name}`" for name in names], at_most=4)
 
 
 def loss_text(value: float | None) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -316,8 +315,7 @@ def refuse_unequal_build(model: nn.Module) -> None:
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     own = [(name, tensor_digest(tensor), tensor.flatten()[:1].tolist()) for name, tensor in named.items()]
-    payloads = handshake.all_gather("build()", {}, json.dumps(own).encode())
-    found = [[tuple(entry) for entry in json.loads(sent)] for sent in payloads]
+    found = [list(map(tuple, sent)) for sent in handshake.all_gather_json("build()", {}, own)]
     nothing: tuple[str, str, list[float]] = ("nothing", "", [])
     for column in zip_longest(*found, fillvalue=nothing):
         if len({entry[:2] for entry in column}) > 1:

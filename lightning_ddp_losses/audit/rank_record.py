@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_ddp_losses.distributed.raw_collectives import as_bytes
+
 PIECE = 1 << 18
 """Elements that are in memory at a time when tensors are compared."""
-
-_BYTES = 1 << 24  # written and digested at a time
 
 # ---------------------------------------------------------------------- the record of a rank
 
@@ -226,22 +226,18 @@ NO_TENSOR = Entry("", (), "", "")
 """Entry of a gradient that is None."""
 
 
-def _byte_pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Read a tensor's bytes in pieces, without a copy if it is contiguous on the CPU."""
-    # sparse gradients as dense ones, then bytes for any dtype (numpy has no bfloat16)
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes, without a copy if it is contiguous on the CPU. A sparse gradient is taken as a dense one."""
     dense = tensor.detach()
     if dense.layout != torch.strided:
         dense = dense.to_dense()
-    flat = dense.cpu().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, flat.numel(), _BYTES):
-        yield flat[start : start + _BYTES].numpy().data
+    return as_bytes(dense.cpu()).numpy().data
 
 
 def tensor_digest(tensor: Tensor) -> str:
     """Digest dtype, shape and every bit."""
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=12)
-    for piece in _byte_pieces(tensor):
-        found.update(piece)
+    found.update(_bytes_of(tensor))
     return found.hexdigest()
 
 
@@ -257,8 +253,7 @@ def store_tensor(tensor: Tensor | None, folder: Path) -> Entry:
     digest = tensor_digest(tensor)
     path = folder / f"{digest}.bin"
     with contextlib.suppress(FileExistsError), path.open("xb") as file:
-        for piece in _byte_pieces(tensor):
-            file.write(piece)
+        file.write(_bytes_of(tensor))
     return Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), digest, str(path))
 
 

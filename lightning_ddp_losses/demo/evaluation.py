@@ -194,13 +194,11 @@ class HeldOutModule(LightningModule):
         """Forget the last evaluation."""
         self.rows = HeldOutRows()
 
+    on_predict_epoch_start = on_validation_epoch_start
+
     def on_test_epoch_start(self) -> None:
         """Forget the last evaluation."""
         self.on_validation_epoch_start()
-
-    def on_predict_epoch_start(self) -> None:
-        """Forget the last evaluation."""
-        self.rows = HeldOutRows()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Embed one batch and keep it until the epoch's end."""

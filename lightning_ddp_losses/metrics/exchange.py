@@ -42,6 +42,7 @@ from lightning_ddp_losses.core import nests, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
+from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
@@ -50,8 +51,6 @@ from lightning_ddp_losses.errors import RankMismatchError
 Kind = Literal["stack", "rows", "list"]
 Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a tensor."""
-
-_ALIGN = 16  # bytes. A tensor of any dtype may start there
 
 
 # ---------------------------------------------------------------------- what a metric sends
@@ -421,12 +420,12 @@ class BufferPlan:
                     slot = slot._replace(tensor=0, first_row=rank, rows=1)
                     self.expanded[state] = common
                 regions.append(Region(self.size, own_dtype, shape))
-                self.size = _aligned(self.size + length)
+                self.size = aligned(self.size + length)
             self.slots[rank].append(slot)
         if kind == "rows" and longest:
             regions = [Region(start, dtype, (first_row, *row_shape))]
         self.regions.append(regions)
-        self.size = _aligned(self.size)
+        self.size = aligned(self.size)
 
     def read(self, buffer: Tensor) -> list[list[Tensor]]:
         """Return the tensors of each state, in the buffer's memory."""
@@ -515,10 +514,6 @@ def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     return dtype.itemsize * math.prod(shape)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 # ---------------------------------------------------------------------- filling and reading the buffer
