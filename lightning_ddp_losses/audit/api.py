@@ -215,7 +215,7 @@ def _report_settings(context: AuditContext) -> dict[str, Any]:
         "parameters": context.record.parameter_count,
         "optimizers": info.optimizers,
         "without": sorted(context.off),
-        "rounding_unit": context.unit,
+        "rounding_unit": runs.unit,
         "tolerance": tolerance,
         "aliases": context.aliases,
     }

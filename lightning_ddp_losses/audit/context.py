@@ -187,7 +187,7 @@ class AuditContext:
         for column in zip(*(record.batches for record in self.ranks.records), strict=False):
             if column[0].step <= self.step and min(fewest_rows(batch.rows) for batch in column) < 2:
                 return False
-        for column in zip(*(record.batches for record in self.user_run.records), strict=False):
+        for column in zip(*(record.batches for record in self.runs.user_run.records), strict=False):
             if len({batch.digest for batch in column}) < len(column):
                 return False
         return self._is_equal_so_far(self._compare(self._replay("exchanged"), self.ranks))
@@ -204,7 +204,7 @@ class AuditContext:
         if self.runs.joins_windows:
             return "(Activations of micro-batches are not compared with those of whole windows.)"
         ranks, one = self._traced
-        return first_traced_difference(ranks, one, min(0.1, 256 * self.unit))
+        return first_traced_difference(ranks, one, min(0.1, 256 * self.runs.unit))
 
     @cached_property
     def cut_lines(self) -> list[list[str]]:
@@ -220,16 +220,6 @@ class AuditContext:
     def W(self) -> int:  # noqa: N802 - the legend's name
         """Number of ranks."""
         return self.ranks.ranks
-
-    @property
-    def unit(self) -> float:
-        """The rounding unit of the runs."""
-        return self.runs.unit
-
-    @property
-    def user_run(self) -> Recording:
-        """Recording of the ranks on the user's own data, with all parts switched on."""
-        return self.runs.user_run
 
     @property
     def record(self) -> RankRecord:

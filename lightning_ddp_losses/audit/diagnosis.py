@@ -91,7 +91,7 @@ def _without_optimizer(context: AuditContext) -> Diagnosis | None:
 
 
 def _repeated_in_validation(context: AuditContext) -> Diagnosis | None:
-    repeated = context.user_run.records[0].module_info.repeated_rows
+    repeated = context.runs.user_run.records[0].module_info.repeated_rows
     counts = comma_list(f"loader {index}: {rows}" for index, rows in enumerate(repeated) if rows)
     return context.diagnosis("F54", severity="note", counts=counts) if counts else None
 

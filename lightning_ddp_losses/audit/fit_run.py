@@ -336,9 +336,7 @@ class FitRecorder(Recorder, Callback):
         def count_any() -> None:
             self.record.tensor_backwards += 1
 
-        def record_reduced(*_: Any) -> None:
-            self._record_fingerprints("reduced", trainer, module)
-
+        record_reduced = functools.partial(self._record_fingerprints, "reduced", trainer, module)
         wrap_function(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
         wrap_function(Tensor, "backward", before=count_any)
 
@@ -360,7 +358,7 @@ class FitRecorder(Recorder, Callback):
         """See the gradients that DDP has reduced, before the module's own hook does."""
         self._record_fingerprints("backward", trainer, pl_module)
 
-    def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule) -> None:
+    def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         self._fingerprints[stage] = self.gradient_fingerprints(parameters_by_name(trainer, module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

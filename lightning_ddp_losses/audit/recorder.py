@@ -63,8 +63,7 @@ class Recorder:
 
         Communication: a gather for each tensor that ranks hold in parts.
         """
-        stored = {name: store_tensor(tensor, self.folder) for name, tensor in tensors}
-        self.record.tensors[step, kind] = stored
+        self.record.tensors[step, kind] = {name: store_tensor(tensor, self.folder) for name, tensor in tensors}
 
     def start(self, module: nn.Module, precision: str) -> None:
         """Copy the weights that the ranks started with, move them by one rounding unit if the run asks for it, and store them."""

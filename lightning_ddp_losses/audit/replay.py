@@ -285,10 +285,6 @@ def row_digests(batch: Any, rows: int) -> list[str]:
     return [batch_digest([part[row] for part in parts]) for row in range(rows)]
 
 
-def _has_arrays(tree: Any) -> bool:
-    return any(is_array(leaf) for _, leaf in leaves(tree))
-
-
 def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
     """Collect the lengths of all lists inside a batch, but not of the batch itself."""
     found = []
@@ -310,7 +306,9 @@ def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
 
 def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
     """Return whether a list has one element for each row, and not tensors that hold all rows each (two views)."""
-    return isinstance(tree, list) and len(tree) == rows and (sample_lists or not _has_arrays(tree))
+    if not isinstance(tree, list) or len(tree) != rows:
+        return False
+    return sample_lists or not any(is_array(leaf) for _, leaf in leaves(tree))
 
 
 # ---------------------------------------------------------------------- joining and cutting

@@ -119,10 +119,8 @@ class AuditReport:
         """Lay out the table, losses, diagnoses and notes for a terminal."""
         rows = self.worst()
         step = rows[0].step if rows else 0
-        table = self._table(
-            rows, f"Gradients at step {step}, worst first", wide=options.max_width >= _WIDE, most=_SHOWN
-        )
-        yield from self._parts([table])
+        title = f"Gradients at step {step}, worst first"
+        yield from self._parts([self._table(rows, title, wide=options.max_width >= _WIDE, most=_SHOWN)])
 
     def _parts(self, tables: Sequence[Table]) -> Iterator[RenderableType]:
         """Yield the summary, the tables, the losses, the diagnoses and the notes."""

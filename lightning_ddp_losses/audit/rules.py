@@ -35,7 +35,7 @@ Rule = Callable[[AuditContext], Diagnosis | None]
 
 def identical_batches(context: AuditContext) -> Diagnosis | None:
     """F67, F71: every rank draws the same rows."""
-    columns = list(zip(*(record.batches for record in context.user_run.records), strict=False))
+    columns = list(zip(*(record.batches for record in context.runs.user_run.records), strict=False))
     if not columns or any(len({batch.digest for batch in column}) > 1 for column in columns):
         return None
     return context.diagnosis("F67", batches=len(columns))
@@ -43,7 +43,7 @@ def identical_batches(context: AuditContext) -> Diagnosis | None:
 
 def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
     """F68: Lightning shuffles a sampler that meant its order."""
-    text = context.user_run.records[0].module_info.reshuffled
+    text = context.runs.user_run.records[0].module_info.reshuffled
     if not text:
         return None
     evidence, _, fix = text.partition("\n")
@@ -55,7 +55,7 @@ def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
 
 def repeated_rows(context: AuditContext) -> Diagnosis | None:
     """F67: ranks share some rows. Rows of few numbers may be equal by chance and are not compared."""
-    batches = [record.batches[0] for record in context.user_run.records]
+    batches = [record.batches[0] for record in context.runs.user_run.records]
     if context.by_trainer or identical_batches(context) is not None:
         return None
     of_ranks = [row_digests(load_batch(batch.file), batch.total_rows) for batch in batches]
@@ -320,7 +320,7 @@ def _sorted_rows(entry: Entry) -> list[list[float]]:
 def rounding(context: AuditContext) -> Diagnosis | None:
     """F78: a difference of the size that the precision makes, gone in float64."""
     # no larger than a few thousand rounding errors, which no fault is
-    unit, worst = context.unit, context.comparison.worst()
+    unit, worst = context.runs.unit, context.comparison.worst()
     if context.desynchronized or not context.wrong or worst > 4096 * unit or unit < 1e-15:
         return None
     if not context.without("precision").comparison.equal:
@@ -462,7 +462,7 @@ def mean_of_means(context: AuditContext) -> Diagnosis | None:
             return None
         return context.diagnosis("F30", "later", rows=comma_list(rows))
     # DDP gives equal shares: then something else differs
-    shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.unit))
+    shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.runs.unit))
     if abs(sum(weights) - 1) > 0.02 or not shares_differ:
         return None
     # weights in proportion to rows: the ranks' batches differ. Else valid targets in them differ

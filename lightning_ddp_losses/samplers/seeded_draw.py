@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from lightning_ddp_losses.core.nests import is_array
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
 from lightning_ddp_losses.errors import expect
 
 PML = "pytorch_metric_learning.utils.common_functions"
-_CONTAINERS = (list, dict, set, deque, array, tuple, Tensor)  # and numpy's array
+_CONTAINERS = (list, dict, set, deque, array, tuple)  # and tensors and arrays of numpy
 _PLAIN = {int, float, str, bool, type(None)}
 _MAX_COPIED = 256 << 20  # bytes of an array
 
@@ -105,12 +106,7 @@ def preserve_shuffled(sampler: object) -> Iterator[None]:
 
 
 def _is_container(value: object) -> bool:
-    return isinstance(value, _CONTAINERS) or _is_numpy_array(value)
-
-
-def _is_numpy_array(value: object) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return isinstance(value, _CONTAINERS) or is_array(value)
 
 
 def _containers_in(queue: list[Any]) -> Iterable[Any]:
@@ -135,7 +131,7 @@ def _saved(own: Any) -> Any:
         if own.layout != torch.strided or own.is_meta:
             return None
         return fingerprint(own) if own.nbytes > _MAX_COPIED else own.detach().clone()
-    if _is_numpy_array(own):
+    if is_array(own):
         if not own.flags.writeable:
             return None
         is_large = own.nbytes > _MAX_COPIED and own.dtype != object
