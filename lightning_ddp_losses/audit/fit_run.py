@@ -106,7 +106,8 @@ class FitTarget(Target):
         if run.plans:
             data = _ReplayData(run.plans[rank], run, self.model)
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-                self.model.__dict__[hook] = _as_recorded  # the recorded batch has been through them
+                # the recorded batch has been through them
+                self.model.__dict__[hook] = lambda batch, dataloader_idx: batch
         trainer.fit(self.model, data, ckpt_path=self.ckpt_path)
         expect(
             recorder.record.steps,
@@ -117,10 +118,6 @@ class FitTarget(Target):
             error=InputError,
         )
         return recorder.record
-
-
-def _as_recorded(batch: Any, dataloader_idx: int) -> Any:
-    return batch
 
 
 # options of the Trainer that the audit sets itself

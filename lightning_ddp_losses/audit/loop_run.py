@@ -330,13 +330,10 @@ def refuse_unequal_build(model: nn.Module) -> None:
 def _as_if_wrapped(model: nn.Module) -> nn.Module:
     """Give the plain model the methods of wrappers, without effect."""
     extras = {"no_sync": contextlib.nullcontext, "module": model}
-    extras |= {name: _nothing for name in dir(FSDPModule) if name.startswith(("set_", "reshard", "unshard"))}
+    switches = [name for name in dir(FSDPModule) if name.startswith(("set_", "reshard", "unshard"))]
+    extras |= dict.fromkeys(switches, lambda *_, **__: None)
     model.__dict__.update({name: extra for name, extra in extras.items() if not hasattr(model, name)})
     return model
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _plain_name(name: str) -> str:

@@ -278,7 +278,7 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
             if of_norm or context.ranks.ranks_agree(step, "buffer", name):
                 continue
             entries = [entry for entry in context.ranks.entries_of(step, "buffer", name) if entry.exists]
-            if _is_counter(entries[0]):
+            if entries[0].dtype in ("bool", "int64", "int32") and not entries[0].shape:
                 continue
             if not _keeps_rows(context, name, step, entries[0]):
                 return context.diagnosis("F64", "statistic", buffer=name, step=step)
@@ -302,10 +302,6 @@ def _have_the_same_rows(entries: Sequence[Entry]) -> bool:
     """Return whether all ranks keep the same rows, in any order. Large buffers are not sorted and count as different."""
     contents = [_sorted_rows(entry) for entry in entries if entry.numel <= _SORTED]
     return bool(contents) and all(rows == contents[0] for rows in contents)
-
-
-def _is_counter(entry: Entry) -> bool:
-    return entry.dtype in ("bool", "int64", "int32") and not entry.shape
 
 
 def _sorted_rows(entry: Entry) -> list[list[float]]:

@@ -326,10 +326,6 @@ def _widen_scales_(states: States) -> None:
 # ---------------------------------------------------------------------- metrics that look at the whole batch
 
 
-def _always(_: Any) -> bool:
-    return True
-
-
 def _without_range(metric: Any) -> bool:
     # with images among its values, compute refuses the rows of all ranks in one tensor
     images = getattr(metric, "return_full_image", False) or getattr(metric, "return_contrast_sensitivity", False)
@@ -339,8 +335,8 @@ def _without_range(metric: Any) -> bool:
 # update uses something of the whole batch that states do not carry, or the states of several ranks do not add up
 _WHOLE_BATCH: dict[str, Callable[[Any], bool]] = {
     "MultiScaleStructuralSimilarityIndexMeasure": _without_range,
-    "NormalizedRootMeanSquaredError": _always,
-    "PeakSignalNoiseRatioWithBlockedEffect": _always,
+    "NormalizedRootMeanSquaredError": lambda metric: True,
+    "PeakSignalNoiseRatioWithBlockedEffect": lambda metric: True,
     "StructuralSimilarityIndexMeasure": _without_range,
 }
 
