@@ -48,7 +48,7 @@ def microbatched(
     Raises:
         ConfigurationError: for batch norm in training and other layers that write their buffers, by name. A bad chunk size. In
             backward, if a parameter has changed since forward.
-        InputError: for a call without a batch, and for results whose first dimension does not count rows (a sequence's time).
+        InputError: for a call without a batch, and for results with a first dimension that does not count rows (a sequence's time).
 
     Source: the aim of Gao et al. 2021, arXiv:2101.06983 (GradCache), by recomputation.
 
@@ -102,7 +102,7 @@ class _Pieces:
         return joined.result()
 
     def _refuse_other_dims(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> None:
-        """Refuse results whose first dimension does not count rows: it may have the size of a piece by chance.
+        """Refuse results with a first dimension that does not count rows: it may have the size of a piece by chance.
 
         Runs a piece of another size, without a graph, at the first call in pieces.
         """

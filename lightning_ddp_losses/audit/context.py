@@ -167,7 +167,7 @@ class AuditContext:
 
     @cached_property
     def is_local_mean(self) -> bool:
-        """Whether the ranks have the mean of their own gradients, as DDP promises, up to the first step that differs."""
+        """Whether the ranks average their local gradients, as DDP promises, up to the first step that differs."""
         if not self.info.automatic:  # one process cannot be made to accumulate
             return self.step == 1 and is_mean_of(self.single_ranks, self.ranks, self.runs.allowed(self.off))
         averaged = self._replay("local", accumulate=self.W)
@@ -349,7 +349,7 @@ class AuditContext:
     def rank_weights(self) -> list[float] | None:
         """Weights of the ranks' own gradients in that of one process at step 1, by least squares over all parameters together.
 
-        None if the ranks do not take the plain mean of their own gradients, or if no weights explain the gradient of one process.
+        None if the ranks do not take the plain mean of their local gradients, or if no weights explain the gradient of one process.
         """
         if not self.wrong or self.desynchronized or self.step != 1 or not self.is_local_mean:
             return None

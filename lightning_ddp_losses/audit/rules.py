@@ -11,7 +11,7 @@ The patterns. A ratio is the norm on the ranks over the norm in one process:
 * 1/W everywhere: the gradient of a gather flows through this rank's part only.
 * W on the loss's parameters: a factor was meant for the encoder.
 * Exact above a batch norm and wrong below it: each rank has its own statistics.
-* Another direction, and the ranks have the mean of their own losses: rows depend on the other rows of their rank (a loss over pairs that
+* Another direction, and the ranks average their local losses: rows depend on the other rows of their rank (a loss over pairs that
   never gathered negatives). If rows that change ranks have the same gradients, they depend on their place in the batch.
 * A weighted sum of the ranks' own gradients that follows rows or valid targets: a mean of means.
 """
@@ -411,7 +411,7 @@ def traced_cut(context: AuditContext) -> Diagnosis | None:
 
 
 def unknown(context: AuditContext) -> Diagnosis:
-    """Return the place where the runs first differ, for a difference without a rule."""
+    """Return the first place of a difference between the runs, for one without a rule."""
     return Diagnosis(
         "",
         "unknown",

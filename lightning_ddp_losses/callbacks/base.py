@@ -176,7 +176,7 @@ class DDPChecks(CheckCallback):
         handshake under ``"ddp_losses"``. None in a world of one.
 
     Raises:
-        DDPLossError: on every rank, for findings whose action is ``raise``. They are in its ``findings``.
+        DDPLossError: on every rank, for findings with the action ``raise``. They are in its ``findings``.
         ConfigurationError: on every rank, when ranks run different checks.
 
     Example:

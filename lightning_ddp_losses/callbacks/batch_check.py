@@ -82,7 +82,7 @@ def global_contrastive_losses(module: nn.Module) -> list[str]:
 
 
 def pml_gather(module: nn.Module) -> str:
-    """Return the path of a wrapper that gathers rows of equal numbers only. Empty where there is none."""
+    """Return the path of a wrapper that gathers rows of equal numbers only. Empty if there is none."""
     for name, inner in module.named_modules():
         if _is_from(inner, "utils.distributed"):
             return name or type(inner).__name__

@@ -155,10 +155,10 @@ class BatchReader:
         return EpochRecord(self._epoch, self.first[self._epoch], self._latest)
 
     def batch_end(self) -> None:
-        """Do nothing: batches are counted as they come."""
+        """Ignored: batches are counted as they come."""
 
     def close(self) -> None:
-        """Do nothing: it has no hooks."""
+        """Ignored: there are no hooks."""
 
 
 def sample_count(batch: Any, tensors: Sequence[Tensor]) -> int:

@@ -30,7 +30,7 @@ class CommunicationMonitor(RankCheck, default=True):
     The time of a collective is that from its start to its end, including the wait for slower ranks. Overlapping collectives count once.
 
     Args:
-        every_n_steps: Period of the recorded steps. The first steps, in which DDP still sorts its buckets, are left out.
+        every_n_steps: Period of the recorded steps. The first steps are left out: DDP still sorts its buckets.
         action: Same as in ``RankCheck``.
 
     Communication: none.

@@ -338,7 +338,7 @@ class TrueMean(NamedTuple):
 
     Attributes:
         mean: That mean.
-        scale: Mean of the ranks' absolute sums, by which rounding is measured.
+        scale: Mean of the ranks' absolute sums, the measure of rounding.
         rows: Rows of each rank.
     """
 

@@ -404,7 +404,7 @@ def _in_proportion(left: Sequence[float], right: Sequence[float]) -> bool:
 
 
 def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[Finding]:
-    """Report a window whose micro-batches have divisors further apart than ``bias``.
+    """Report a window if the divisors of its micro-batches are further apart than ``bias``.
 
     Args:
         rows: Rows of all ranks, from ``MicroBatches.row``.

@@ -344,7 +344,7 @@ def _warn(text: str) -> None:
 
 
 def _users_stack_level() -> int:
-    """Return the ``stacklevel`` by which a warning names the user's line that led here, and no file of a library."""
+    """Return the ``stacklevel`` of a warning that names the user's line that led here, not a library's."""
     # level 1 is the caller of this function, which warns
     frame, level = inspect.currentframe(), 0
     while frame is not None:

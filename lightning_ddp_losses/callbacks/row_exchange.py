@@ -409,7 +409,7 @@ class RowExchange:
             max_seconds: Limit of the wait for the peers.
 
         Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
+            DDPLossError: on every rank, for findings with the action ``raise``.
 
         Communication: one gather. More only if there is a new finding. None without checks.
         """
@@ -424,7 +424,7 @@ class RowExchange:
         """Judge all ranks' rows. Every rank calls it with the same rows.
 
         Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
+            DDPLossError: on every rank, for findings with the action ``raise``.
         """
         found: list[tuple[Check, Finding]] = []
         # each check has its own table: one row a rank, all of the same step
@@ -510,7 +510,7 @@ class RowExchange:
         """Hand findings to the report, each with the actions of its check.
 
         Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
+            DDPLossError: on every rank, for findings with the action ``raise``.
         """
         self.report.add([finding for _, finding in found], [check.action for check, _ in found], self._trainer)
 

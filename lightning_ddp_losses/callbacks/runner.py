@@ -115,7 +115,7 @@ class CheckRunner(Callback):
         self._batch, self._handshake = _Batch(), _StrategyHandshake()
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
-        # checks by the observation that they override, and ids of checks of ours that failed on this rank
+        # checks by the observation that they override, and ids of our checks that failed on this rank
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
         self._ran_dry = False
@@ -428,7 +428,7 @@ class CheckRunner(Callback):
         """Measure, gather and judge, if a check is due.
 
         Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
+            DDPLossError: on every rank, for findings with the action ``raise``.
 
         Communication: one gather. None if no check is due. More only if there is a new finding.
         """
@@ -453,7 +453,7 @@ class CheckRunner(Callback):
         """Judge the rows of a step that wait until their check is due again.
 
         Raises:
-            DDPLossError: on every rank, for findings whose action is ``raise``.
+            DDPLossError: on every rank, for findings with the action ``raise``.
 
         Communication: one gather.
         """
@@ -470,7 +470,7 @@ class CheckRunner(Callback):
         return [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
 
     def _enter(self, place: str) -> None:
-        """Note where the main thread is now, and stop here if a peer has failed."""
+        """Record the main thread's place, and stop here if a peer has failed."""
         if self.row_exchange.watch is not None:
             self.row_exchange.watch.enter(place)
 
@@ -497,7 +497,7 @@ class CheckRunner(Callback):
 
 
 def _last_words(check: Check) -> tuple[dict[str, float], list[str]]:
-    """Return figures and remarks of a check at the end of a fit. If a check of ours fails there, a remark with its error."""
+    """Return figures and remarks of a check at the end of a fit. If one of our checks fails there, a remark with its error."""
     try:
         return check.figures(), check.remarks()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The command line. ``demo`` holds what the shipped configs train.
+"""The command line. ``demo`` holds the models and data of the shipped configs.
 
 * ``app``: the subcommands and their options, the audit among them.
 * ``report``: the table and the pictures at the end of a run.

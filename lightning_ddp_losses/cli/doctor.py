@@ -29,7 +29,7 @@ from lightning_ddp_losses import __version__
 from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
 
-# variables by which ranks find each other, by their first letters. None of them holds a secret.
+# variables that ranks find each other with, by their first letters. None of them holds a secret.
 _VARIABLES = re.compile("MASTER_|WORLD_SIZE|RANK|LOCAL_|NODE_RANK|GLOO_|NCCL_|TORCH_|CUDA_|OMP_|SLURM_JOB_ID|SLURM_N")
 ReportLine = tuple[str, str, bool]
 """A line of the report: its name, its value, and whether that is a fault."""

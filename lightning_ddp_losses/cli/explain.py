@@ -1,7 +1,7 @@
 """`ddp-losses explain TOPIC`: the manual in the terminal.
 
 A topic is a known fault (``F24``), a public name (``GlobalBatchLoss``), or ``migrate`` with a peer's name. ``--all`` is the table of
-faults by how they show. What is no topic is searched for: names like it, and faults that speak of it.
+faults by how they show. Any other word is searched for: similar names, and faults that mention it.
 """
 
 from __future__ import annotations

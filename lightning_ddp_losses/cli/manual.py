@@ -80,7 +80,7 @@ def all_faults() -> str:
     """Return one page with the table and every fault, for the HTML manual."""
     table = _one_deeper(fault_table()).removeprefix("#")
     parts = [re.sub(r"^\| ([A-Z]\w+) \|", r"| [\1](#\1) |", table, flags=re.MULTILINE)]
-    # each with an anchor of its own, to which the table leads
+    # each with a separate anchor, the target of the table's links
     for fault in FAULTS:
         parts += [f'<a id="{fault}"></a>', _one_deeper(fault_page(fault))]
     return "\n\n".join(parts)

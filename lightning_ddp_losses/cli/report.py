@@ -1,4 +1,4 @@
-"""What a run leaves for its reader: a table at the end, two pictures, and the embeddings after predict."""
+"""Reports of a run: a table at the end, two pictures, and the embeddings after predict."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_CLASSES_IN_LEGEND = 20
 class RunReport(Callback):
     """At the end of fit, on rank 0: prints the metrics and draws the pictures.
 
-    A module may say what it measures: ``report_rows`` (title and logged name of each), ``report_title`` and ``report_heading``. Of
+    A module may describe its metrics: ``report_rows`` (title and logged name of each), ``report_title`` and ``report_heading``. Of
     another one all that it logged is shown. Retrieval metrics stand beside those of the raw inputs, and of the untrained encoder if all
     held-out rows are evaluated before training (``num_sanity_val_steps: -1``).
 

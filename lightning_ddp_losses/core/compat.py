@@ -1,6 +1,6 @@
 """Private names of torch, Lightning, torchmetrics and pytorch-metric-learning: every import or read of one goes through here.
 
-Each function gives the reason, and the release in which the private name was read. Libraries above torch are imported
+Each function gives the reason, and the release that its private name was read in. Libraries above torch are imported
 inside functions, so that this layer needs torch alone. Overriding a private method and subclassing stay where they are. The layer
 test lists them.
 """
@@ -76,7 +76,7 @@ def is_transformed(tensor: Tensor) -> bool:
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Return a block in which no transform of ``torch.func`` is at work, so that plain tensors stay plain. It has no public name."""
+    """Return a block without transforms of ``torch.func``, so that plain tensors stay plain. It has no public name."""
     from torch._functorch import pyfunctorch
 
     return cast("AbstractContextManager[object]", pyfunctorch.temporarily_clear_interpreter_stack())
@@ -295,7 +295,7 @@ def _parameter_groups(module: FSDPModule) -> list[Any]:
 
 
 def was_sharded(parameter: Tensor) -> bool:
-    """Return whether ``fully_shard`` has divided this whole parameter in another module. It marks what it replaces (2.13)."""
+    """Return whether ``fully_shard`` has divided this whole parameter in another module. It marks replaced parameters (2.13)."""
     return hasattr(parameter, "_fsdp_orig_uid")
 
 
@@ -365,7 +365,7 @@ def on_completion(work: Any, callback: Callable[[Any], None]) -> None:
     """Call back when a collective that a dispatch mode has seen is complete. The mode gets torch's boxed work.
 
     Raises:
-        AttributeError, RuntimeError, TypeError: a backend whose works have no future.
+        AttributeError, RuntimeError, TypeError: for a backend without futures.
     """
     torch._C._distributed_c10d.Work.unbox(work).get_future().add_done_callback(callback)
 
@@ -440,7 +440,7 @@ def abort_communicators(device: torch.device) -> int:
 def group_timeout(group: Any) -> timedelta | None:
     """Return how long a process group waits for peers. ``new_group`` does not take it over. None if this torch does not show it.
 
-    A group of NCCL alone has no backend for the CPU. It is asked for that of its own devices.
+    A group of NCCL alone has no backend for the CPU. It is asked for that of its devices.
     """
     for device in (torch.device("cpu"), *getattr(group, "_device_types", ())):
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -597,7 +597,7 @@ def makes_loaders_anew(loop: Any) -> bool:
 
 
 def loaders_made_in(loop: Any) -> Any:
-    """Return the epoch in which the fit loop got its loaders, from which ``reload_dataloaders_every_n_epochs`` counts."""
+    """Return the epoch of the fit loop's loaders. ``reload_dataloaders_every_n_epochs`` counts from it."""
     return loop._last_train_dl_reload_epoch
 
 
@@ -647,7 +647,7 @@ def logged_results(loop: Any) -> Any:
 
 
 def is_reduced(result: Any) -> bool:
-    """Return whether an epoch's value of what was logged has been computed. Lightning then has reduced the number of rows in place."""
+    """Return whether an epoch's value of a logged result has been computed. Lightning then has reduced the number of rows in place."""
     return result._computed is not None
 
 
@@ -686,9 +686,9 @@ def without_injected_sampler(trainer: Any, is_served: Callable[[Any], bool]) -> 
 def around_evaluations(
     trainer: Any, before: Callable[[Any], object], after: Callable[[Any], object]
 ) -> Callable[[], object]:
-    """Call back before the batches of each evaluation and once after the last of them, ahead of everything in which ranks may wait.
+    """Call back before the batches of each evaluation and once after the last of them, before ranks may wait for anything.
 
-    Lightning has a hook of the strategy after all that (``on_validation_end``): epoch values of what was logged are reduced before it, in
+    Lightning has a hook of the strategy after all that (``on_validation_end``): epoch values of logged results are reduced before it, in
     a private method. Several loaders in turn are reduced in turn.
 
     Args:

@@ -13,7 +13,7 @@ from lightning_ddp_losses.core import compat
 _READ_CHARACTERS = 2000  # of a configuration, in an error
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 _COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
-# tensors in which a loss remembers its batches
+# tensors that hold a loss's earlier batches
 _MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr")
 
 
@@ -27,7 +27,7 @@ def configuration(loss: nn.Module) -> str:
 
 
 def configuration_digest(module: nn.Module) -> str:
-    """Return the configuration, for an error that shows where ranks part, and a hash of all of it."""
+    """Return the configuration, for an error that shows how ranks differ, and a hash of all of it."""
     text = configuration(module)
     return f"{text[:_READ_CHARACTERS]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 

@@ -4,7 +4,7 @@ A cell has a type. Types belong to families (a tree of two levels, as cells of a
 gene in what its cells express. Of a cell with a library of ``n`` molecules, gene ``g`` with share ``p_g`` is counted::
 
     rate_g = n p_g z_g                    z_g ~ Gamma(shape r, mean 1): cells of one type differ
-    count_g ~ Poisson(rate_g)             and is lost (0) with probability K / (K + rate_g): dropouts hit what is expressed little
+    count_g ~ Poisson(rate_g)             and is lost (0) with probability K / (K + rate_g): dropouts hit weakly expressed genes
 
 The counts lie in one ``.npy`` file that every rank maps, so that memory does not grow with the number of cells; only the labels and the
 order of an epoch do, by a few bytes a cell.

@@ -311,7 +311,7 @@ class DigitsDataModule(BatchedArrayDataModule):
         self.labels = self.held_out_labels = digits.target.astype(np.int64)
         self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
         if missing_labels:
-            # a stream of its own: the split stays as it is without them
+            # a separate stream: the split stays as it is without them
             random = np.random.default_rng([seed, 1])
             count = round(missing_labels * len(self.train_rows))
             self.labels = self.labels.copy()

@@ -1,4 +1,4 @@
-"""Learning without labels: a student predicts the output of its own running mean, the teacher, for another view of the image (DINO).
+"""Learning without labels: a student predicts the output of a running mean of itself, the teacher, for another view of the image (DINO).
 
 | step | over the rows of all ranks |
 |---|---|
@@ -6,8 +6,8 @@
 | cross entropy of the student | ``global_mean`` |
 | spread of the embeddings | ``ssl.koleo`` |
 
-The teacher needs nothing: it is a running mean of weights that are equal on every rank. The views follow from the seed and the place of
-an image in the global batch, so they are those of one process on any number of ranks.
+The teacher needs no synchronisation: it is a running mean of weights that are equal on every rank. The views follow from the seed and
+the place of an image in the global batch, so they are those of one process on any number of ranks.
 
 Source: Caron et al., DINO (2021), arXiv 2104.14294, algorithm 1; Oquab et al., DINOv2 (2023), arXiv 2304.07193, section 4.
 """
@@ -163,7 +163,7 @@ class SelfDistillationModule(HeldOutModule):
 def distorted(images: Tensor, random: np.random.Generator) -> Tensor:
     """Return one view of each of this rank's images: turned, scaled, sheared, moved, brighter or darker, and noisy.
 
-    The numbers of all ranks' images are drawn, and each rank keeps those of its own.
+    The numbers of all ranks' images are drawn, and each rank keeps those of its images.
 
     Args:
         images: (B, 1, H, W), as many on every rank.

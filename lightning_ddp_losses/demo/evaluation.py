@@ -163,7 +163,7 @@ class HeldOutModule(LightningModule):
     """A module that embeds rows, and logs the metrics of the whole held-out set.
 
     Held-out batches are ``(x, labels)`` or ``(x, labels, indices)``. A subclass defines ``forward``, and may define ``held_out_loss``
-    and ``measure``. What is measured before training starts is kept for the report, if the trainer's sanity check takes all batches.
+    and ``measure``. A result from before training is kept for the report, if the trainer's sanity check takes all batches.
     """
 
     report_title = "Retrieval on the held-out set"

@@ -406,8 +406,8 @@ class AccumulationWindow:
         """Multiply all gradients by the factor of the window. It is equal on every rank.
 
         Raises:
-            ConfigurationError: on every rank, for losses whose factors differ, for one whose upstream gradient changed, or for counts that
-                are not those that were expected.
+            ConfigurationError: on every rank, for losses with different factors, for one with a changed upstream gradient, or for
+                unexpected counts.
         """
         divisors = list({id(divisor): divisor for divisor in self._divisors.values()}.values())
         for divisor in divisors:

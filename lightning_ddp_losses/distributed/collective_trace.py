@@ -1,7 +1,7 @@
 """Follows what collectives without a gradient return, up to the loss: where does the user's code cut the graph between ranks?
 
 ``dist.all_gather`` has no gradient. If it gathers rows that have a graph, and the loss uses the result, the ranks that sent the rows
-learn nothing from it. ``CollectiveTrace`` sees every operator of a forward. It marks the memory of tensors that have a graph, and of those
+do not see it. ``CollectiveTrace`` sees every operator of a forward. It marks the memory of tensors that have a graph, and of those
 that a collective returned. An operator hands the marks of its inputs to its outputs, whether it records a graph or not.
 
 A stop-gradient is no fault: ``keys.detach()`` may be gathered on purpose. ``CutCollective.is_meant`` distinguishes the two.

@@ -73,7 +73,7 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
             tensor counts as one row.
         group: Process group. None is the world. Without torch.distributed the tensor itself comes back.
         backward: ``"sum"``: each rank receives its own rows of the sum over ranks of their gradients, right for any use.
-            ``"own_slice"``: each rank receives its own rows of its own gradient, times W. That is right if every rank computes
+            ``"own_slice"``: each rank receives its own rows of its local gradient, times W. That is right if every rank computes
             the same value from the gathered rows, and is free.
 
     Returns:
@@ -387,7 +387,7 @@ def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch
 
 
 def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
-    """Add a tensor over ranks whose shapes are agreed already. Every rank computes the same function of the sum.
+    """Add a tensor of agreed shape over ranks. Every rank computes the same function of the sum.
 
     Returns:
         The sum, equal on every rank. Its gradient is W times this rank's own.

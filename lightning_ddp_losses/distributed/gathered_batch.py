@@ -175,7 +175,7 @@ class _Travelling(NamedTuple):
     dtypes: list[torch.dtype | None]
 
     def like(self, rank: int) -> Tensor:
-        """Return a tensor of the width and dtype in which a rank's rows travel."""
+        """Return a tensor of the width and dtype of a rank's travelling rows."""
         dtype = self.dtypes[rank]
         if dtype is None or self.form is None:
             return self.tensor

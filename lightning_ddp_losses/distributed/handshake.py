@@ -94,7 +94,7 @@ class WireHeader(NamedTuple):
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it announces more bytes than a payload or a text of ours has."""
+        """Whether it announces more bytes than a payload or one of our texts has."""
         return self.text_bytes > LARGEST_PAYLOAD or (self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER)
 
     @property
@@ -217,8 +217,8 @@ def all_gather(
         must_match: Values that must be equal on every rank, by name. Values are compared as text, an ``Instance`` as ``Meetings`` does.
         payload: This rank's own bytes, at most ``LARGEST_PAYLOAD``.
         group: Process group. None is the world.
-        channel: Group of ours that carries the handshake. The checks have a separate one.
-        handshake_bytes: Size of this handshake, for a caller whose ranks have agreed on it before. None: the channel's.
+        channel: Our group that carries the handshake. The checks have a separate one.
+        handshake_bytes: Size of this handshake, for a caller with a size that its ranks have agreed on before. None: the channel's.
         of_user: The payload is of the user's program, and may have any length.
 
     Returns:
@@ -298,7 +298,7 @@ class Channel:
     """The size of the next handshake on one of our groups, which all its ranks derive from those that they have seen.
 
     Attributes:
-        group: Group of ours.
+        group: One of our groups.
         handshake_bytes: The size of the next handshake.
         pending: The one that was sent and not received yet.
         opened: Number of handshakes so far. It is equal on all ranks while they agree.
@@ -588,7 +588,7 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
     Communication: one handshake of the world, one for each part.
     """
     has_subgroups = notify_subgroups(error, where)
-    # all ranks have received what was raised in a handshake of the world. An error of a part is new to the others
+    # all ranks have received an error raised in a handshake of the world. An error of a part is new to the others
     if has_subgroups and not was_reported_in(process_groups.internal_groups().handshakes, error):
         note_on(error, collective=False)
     raise_on_all_ranks(error, where)
@@ -598,7 +598,7 @@ def raise_in_all_groups(error: Exception, where: str) -> NoReturn:
 
 
 def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
-    """Return whether the members of a group of ours receive this error in a handshake that this rank has joined."""
+    """Return whether the members of one of our groups receive this error in a handshake that this rank has joined."""
     return any(known is group for known in getattr(error, "reported_in", ()))
 
 

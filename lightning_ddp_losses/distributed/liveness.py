@@ -10,7 +10,7 @@ gloo and NCCL report that a connection was closed or that time is over, not by w
   looks for ended processes on its host, writes that it is here, and reads the entries of the others. It names
 
   1. a failed rank that reported its error,
-  2. a rank whose process has ended, as a rank of the same host has seen,
+  2. a rank with an ended process, as a rank of the same host has seen,
   3. else the ranks that are silent for some seconds: they stand still, or their host is out of reach.
 
 Legend: ``W`` ranks.
@@ -85,7 +85,7 @@ class Watch:
 
     Attributes:
         store: The same.
-        stall_seconds: A rank whose main thread stays at one place for longer is reported. None: no rank is.
+        stall_seconds: A rank is reported if its main thread stays at one place for longer. None: no rank is.
         is_over: True once it has been stopped.
     """
 
@@ -206,7 +206,7 @@ class Watch:
             self.store.set(f"heard/{self._rank}", "")
 
     def _end_process(self, reason: str) -> None:
-        """End a process whose main thread stands somewhere although the run is over, and show where."""
+        """End a process if its main thread stands somewhere although the run is over, and show where."""
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=2, all_threads=True)
         print(f"rank {self._rank} stops, after it waited as shown above: {reason}", file=sys.stderr, flush=True)
@@ -459,7 +459,7 @@ def raise_lost_peer(error: Exception, where: str) -> None:
 
 
 def lost_peer_error(where: str, who: str, error: BaseException) -> PeerError:
-    """Return the error of a rank whose peers are gone."""
+    """Return the error of a rank after its peers are gone."""
     assert _world is not None
     lines = str(error).splitlines() or [""]
     recorded = flight_record(_world.rank, since=_world.began)
@@ -480,7 +480,7 @@ def lost_peer_error(where: str, who: str, error: BaseException) -> PeerError:
 
 
 def flight_record(rank: int, *, since: float) -> str | None:
-    """Return the file to which torch's Flight Recorder wrote the collectives under way. None if there is no such file.
+    """Return the file of torch's Flight Recorder with the collectives under way. None if there is no such file.
 
     Args:
         rank: Rank that wrote it.

@@ -54,7 +54,7 @@ class Header(NamedTuple):
 
 
 def failure_report(error: Exception, where: str) -> bytes:
-    """Return the report that peers get: the class and parts of an error of ours, its text, the place."""
+    """Return the report that peers get: the class and parts of one of our errors, its text, the place."""
     report: dict[str, Any] = {"class": "", "where": where}
     if not isinstance(error, DDPLossError):
         report["text"] = f"{type(error).__name__}: {error}"

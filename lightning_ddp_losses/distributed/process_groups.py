@@ -1,6 +1,6 @@
 """The only place that asks torch.distributed for ranks, and the owner of our process groups.
 
-Ours never meet the model's collectives: a user's group (or the world) gets groups of ours. That of handshakes is made where ranks first
+Ours never meet the model's collectives: a user's group (or the world) gets its own groups. That of handshakes is made when ranks first
 ask for it, each other one where it is first used: after a handshake, which all ranks have reached. Without
 torch.distributed the world is one process of rank 0.
 
@@ -16,7 +16,7 @@ had with a tree of groups only, where a message of each handshake passes several
 their uses: a rank that failed sends its error in a handshake while its peers stand in a payload or a check, and sizes that differ in one
 group end the process. ``ulimit -n`` must allow for:
 
-| open files of ours per rank | groups | W = 64 | W = 1024 |
+| our open files per rank | groups | W = 64 | W = 1024 |
 |---|---|---|---|
 | accelerators, without checks | handshakes | 63 | 1,023 |
 | accelerators, with ``DDPChecks`` | and checks | 126 | 2,046 |
@@ -112,7 +112,7 @@ class ProcessGroups:
         ``host`` carries tensors on the CPU that follow a handshake, ``gradients`` the losses' gradients on the CPU alone, which may travel
         while others run, and ``checks`` the checks alone, which so never meet a loss.
 
-        Communication: at first use a rendezvous through the store, to which every member comes: what uses a group follows a handshake.
+        Communication: at first use a rendezvous of all members through the store. Users of a group follow a handshake.
         """
         if name not in self._made:
             self._made[name] = self._new()
@@ -129,7 +129,7 @@ class ProcessGroups:
     def warm_up(self, device: torch.device) -> None:
         """Let all members meet on the group that carries tensors of this device, before some of them send messages to each other.
 
-        A group is made by all of its members, and NCCL wants every rank of a group in the group's first call, also where that is a batch
+        A group is made by all of its members, and NCCL wants every rank of a group in the group's first call, even if that is a batch
         of messages. A rank without rows sends none.
 
         Communication: at first use the making of the group, and on an accelerator one all-reduce of one element. Every member must
@@ -352,7 +352,7 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
 
 
 def _group_of_part(ranks: tuple[int, ...]) -> Group:
-    """Return the group of ranks. Every rank of the world names the part in which it is."""
+    """Return the group of ranks. Every rank of the world names its part."""
     _forget_former_world()
     key = tuple(sorted(ranks))
     if key not in _part_groups:
@@ -429,7 +429,7 @@ def _refuse_shared_device(handshakes: dist.ProcessGroup, device: torch.device) -
 
 @contextlib.contextmanager
 def _new_groups(ranks: Sequence[int]) -> Iterator[None]:
-    """Surround the making of groups to which all of these ranks come: keys of their own, and errors that say what to do."""
+    """Surround the making of groups by all of these ranks: separate keys, and errors that say what to do."""
     with rendezvous.own_keys(rank(), ranks, _patience()), rendezvous.interface_errors():
         yield
 

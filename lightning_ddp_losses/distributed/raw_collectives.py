@@ -1,4 +1,4 @@
-"""Plain collectives on tensors whose shapes are agreed already: no graph, no handshake.
+"""Plain collectives on tensors of agreed shapes: no graph, no handshake.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ), ``G`` their sum. Each picks the group by the tensor's device, and what is
 cheapest there: gloo's reduce-scatter moves as much as an all-reduce, its small gather is faster than its small all-reduce. gloo lacks an
@@ -65,7 +65,7 @@ class RowsOfARing:
     Attributes:
         own: (B, D), this rank's, without graph.
         narrow: Rows that they are made of, of any floating dtype.
-        dtypes: Dtype in which they travel, by rank. None: the rows themselves travel.
+        dtypes: Dtype of the travelling rows, by rank. None: the rows themselves travel.
         counts: B of each rank.
         group: Process group.
     """
@@ -284,7 +284,7 @@ def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
 
 
 def broadcast_between_replicas_(part: Tensor, group: dist.ProcessGroup) -> None:
-    """Overwrite a part with that of the first rank of a mesh's own group, in place. No group of ours is made for it.
+    """Overwrite a part with that of the first rank of a mesh's own group, in place. None of our groups is made for it.
 
     Communication: one broadcast, of a part that holds anything.
     """

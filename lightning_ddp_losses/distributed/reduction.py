@@ -148,7 +148,7 @@ def chosen_reduction(
     """Return how a value's gradient will be reduced. None is a mean.
 
     Args:
-        reduces: ``"auto"``, ``"mean"``, ``"sum"``, or the number by which the sum is divided.
+        reduces: ``"auto"``, ``"mean"``, ``"sum"``, or the divisor of the sum.
         module: Model to ask if there is neither a strategy nor a window.
         ranks: Ranks with different rows.
         exact_ranks: The model must be reduced over all of them.

@@ -203,7 +203,7 @@ def start_world(
         world_size: Number of processes that come.
         backend: Backend, as ``init_process_group`` takes it.
         timeout: Time to wait for a peer, here and in every collective. None: half an hour, torch's own for gloo.
-        device: Device to which an accelerator's backend is bound. None: it is not bound.
+        device: Bound device of an accelerator's backend. None: it is not bound.
 
     Raises:
         ConfigurationError: on every rank for an unknown network interface or two ranks on one device, on one rank for a port in use.

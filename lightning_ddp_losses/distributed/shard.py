@@ -235,7 +235,7 @@ def shard_of(parameter: Tensor) -> ClassShard | None:
 def tags_kept(module: nn.Module) -> Iterator[None]:
     """Mark the parameters of a module as they were before the block, which moves it.
 
-    A move to an accelerator whose tensors are of another kind makes new parameters in place of the old ones, and so it does
+    A move to an accelerator with another kind of tensors makes new parameters in place of the old ones, and so it does
     everywhere under ``torch.__future__.set_overwrite_module_params_on_conversion``. Names stay.
     """
     tagged = {}

@@ -41,7 +41,7 @@ class WindowGraph:
 
     Args:
         parameters: Corrected parameters, by name.
-        modules: Modules of which ``fully_shard`` may divide parameters. Then the gathered tensors stand in graphs.
+        modules: Modules with parameters that ``fully_shard`` may divide. Then the gathered tensors stand in graphs.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
@@ -49,7 +49,7 @@ class WindowGraph:
         self._modules = modules
 
     def calls_below(self, roots: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-        """Return the calls of losses in a graph, each once, in the order in which they were made, and the nodes below them.
+        """Return the calls of losses in a graph, each once, in the order of their making, and the nodes below them.
 
         Args:
             roots: The values that are back-propagated.
@@ -78,7 +78,7 @@ class WindowGraph:
         return sorted(found, key=lambda call: call.number), below
 
     def check_below(self, nodes: Sequence[Any], title: str) -> None:
-        """Refuse what reaches a parameter through two losses, and parameters whose gradients would not be corrected.
+        """Refuse what reaches a parameter through two losses, and parameters with gradients that would not be corrected.
 
         Args:
             nodes: Nodes below a loss.

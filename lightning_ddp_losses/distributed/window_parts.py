@@ -51,7 +51,7 @@ class Divisor:
         counted: Sum of the counts that were back-propagated.
         total: Sum of the totals that were back-propagated. None: one of them is unknown.
         is_sum: It is not divided.
-        slopes: Upstream gradient of each micro-batch in which it counts.
+        slopes: Upstream gradient of each micro-batch that it counts in.
         functions: Functions of it that are back-propagated, for messages.
     """
 
@@ -180,7 +180,7 @@ def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
         divisors: Divisors of a window that ends. None are given when training ends.
 
     Raises:
-        ConfigurationError: on every rank, for a loss whose upstream gradient was not the same in all micro-batches.
+        ConfigurationError: on every rank, for a loss without the same upstream gradient in all micro-batches.
     """
     due = _late_slopes[:]
     _late_slopes.clear()

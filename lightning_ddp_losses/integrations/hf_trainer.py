@@ -113,7 +113,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
             got="compute_loss_func alone, so the arguments of the Trainer are unknown",
         )
         value = self._loss(outputs, labels)
-        # a loss of ours is remembered when it is computed
+        # one of our losses is remembered when it is computed
         if any(value.data_ptr() == known.data_ptr() for known in global_values()):
             self._refuse_accumulation(
                 "a loss that compares the rows of one batch",

@@ -50,7 +50,7 @@ class SyncBatchNorm(LayerSync):
         group_size: Normalise over this many neighbouring ranks each (ranks 0 to k - 1, k to 2 k - 1, ...). It must divide the
             world. The handshakes still go to all, so that an error in one part ends all of them. None: over all.
         process_group: Normalise over this group, and make handshakes in it alone: a group, or a function that makes it once
-            torch.distributed runs (each rank must be a member of its own). None: the world.
+            torch.distributed runs (each rank must be a member of the one that it passes). None: the world.
 
     Gradient: that of the sum of all ranks' losses, as DDP's mean over ranks needs it. A second derivative is an error.
 

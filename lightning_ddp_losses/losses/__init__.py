@@ -8,7 +8,7 @@ the sum of the ranks' gradients by W. Three exact modes evaluate a global loss L
 | ``replicated`` | the full L on all G rows | own slice times W | none | every loss that is deterministic given its inputs |
 | ``rows`` | S_r: elements whose anchor is on this rank, against all G rows | sum over ranks | handshake + 1 | sums over anchors |
 | ``rows``, symmetric tiles | S_r, and later all that its own rows take part in | never asked | none | four losses (``tiled``) |
-| ``elements`` | S_r: elements of its own rows | nothing is gathered | none | sums over samples |
+| ``elements`` | S_r: elements of local rows | no rows are gathered | none | sums over samples |
 
 In ``rows`` and ``elements`` each rank back-propagates ``W * S_r / N`` and reports ``L = sum(S_r) / sum(n_r)``. DDP's mean over ranks then
 gives the gradient of L. Symmetric tiles give this rank's rows W times their gradient of the full ``L``, from one statistic per row of
@@ -16,7 +16,7 @@ every rank. ``replicated`` needs no factor for the loss's own parameters: every 
 alone. ``partial_sums`` is the only file that names W as a factor.
 
 A mode costs a handshake (``distributed/handshake.py``), and a gather of the rows unless it is ``elements``. Few rows on the CPU
-(``handshake.inline_capacity``) need no gather of their own: from the second call on they travel in the handshake.
+(``handshake.inline_capacity``) need no separate gather: from the second call on they travel in the handshake.
 
 | file | content |
 |---|---|

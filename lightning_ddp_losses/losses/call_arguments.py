@@ -1,6 +1,6 @@
 """The arguments of one call as this rank gives them: by name, of PML's shapes, two views as rows with identities, and tuples of rows.
 
-pytorch-metric-learning's (PML) ``SelfSupervisedLoss`` is no formula of its own: row i of one view has the identity of row i of the other,
+pytorch-metric-learning's (PML) ``SelfSupervisedLoss`` is no separate formula: row i of one view has the identity of row i of the other,
 and the loss inside it compares rows by these labels. PML numbers the rows of one process, so each rank would count from 0 again. Here the
 rows of both views are one batch per rank, and the identities are counted over all ranks. Then every evaluation of labelled rows evaluates
 two views.
@@ -110,7 +110,7 @@ def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
 def labelled_loss(loss: nn.Module) -> Any:
     """Return the loss that compares rows by their labels: the one in a ``SelfSupervisedLoss``, which only makes labels, else the loss.
 
-    A subclass may make something else of its views, and is a loss of its own.
+    A subclass may make something else of its views, and is then a different loss.
     """
     two_views = two_views_loss(loss)
     return loss if two_views is None else two_views.loss

@@ -47,8 +47,8 @@ class Head:
         class_dim: Dimension of it that counts classes.
         counts_only_anchors: A miner weighs the rows that are anchors, not positives and negatives too.
         has_row_scale: The scale is a function of the row, and has a gradient. Else it is one number.
-        drops_improbable_rows: Rows whose probability rounds to zero have no loss.
-        has_margin: The target's logit is a function of its own (``targets``), else the others' plus ``target_offset``.
+        drops_improbable_rows: A row has no loss if its probability rounds to zero.
+        has_margin: The target's logit is a separate function (``targets``), else the others' plus ``target_offset``.
         per_class: K.
         is_cosine: Logits are products of scaled rows with weight rows of length one.
     """

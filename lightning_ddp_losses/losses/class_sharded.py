@@ -1,4 +1,4 @@
-"""`ClassShardedLoss`: a classification loss whose class weight is sharded over the ranks, evaluated chunk by chunk.
+"""`ClassShardedLoss`: a classification loss with a class weight sharded over the ranks, evaluated chunk by chunk.
 
 A million classes of 128 numbers are half a gigabyte of weight and as much of gradient on every rank, and DDP sends all of it
 at every step. Here each rank holds C / W classes. Embeddings and three numbers per row travel.
@@ -93,7 +93,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     Args:
         loss: An instance. Its weight is copied from the group's rank 0 and sliced. ``build`` never holds the whole.
-        chunk_size: Classes whose logits are alive at a time. None: as many as fit 2 MiB, on an accelerator 256 MiB.
+        chunk_size: Number of classes with live logits at a time. None: as many as fit 2 MiB, on an accelerator 256 MiB.
         sample_rate: Below 1, a step looks at the batch's own classes and random others, this share of the rank's classes
             (PartialFC's sampling). Rows that were not looked at, or lost their gradient, keep weight and optimizer state: the optimizer
             must be attached (``attach``, or the strategy). Its count of steps is the weight's as a whole. On an accelerator at least as
@@ -121,12 +121,12 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     Communication:
         Handshake, gather of the embeddings (of bfloat16 as they are), gather of 3 G numbers. In backward a handshake and one exchange
-        of G x D, of float32. Nothing depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of
+        of G x D, of float32. No term depends on C. With replicas, a handshake and a gather of the losses between them, and the mean of
         the weight's gradient.
 
     Raises:
         ConfigurationError: a loss, regulariser or distance that cannot be sharded, more ranks than classes, or a bad chunk.
-        InputError: on every rank, for labels out of range or a wrong width on any rank. Where the batch is on an accelerator the range is
+        InputError: on every rank, for labels out of range or a wrong width on any rank. For a batch on an accelerator the range is
             read at once at the first call only, as that waits for it. Later calls read it one call later, and clamp labels out of it.
         RankMismatchError: on every rank, when configurations, dtypes or widths differ, or when all ranks hold the same rows.
 
@@ -475,7 +475,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             return
         # the same loss everywhere
         seed = sharded.agree_on_seed(configuration_digest(self.loss), self._group)
-        # the same options in all parts of the world, where the group is one of several
+        # the same options in all parts of the world, if the group is one of several
         replica_group = process_groups.replica_group(self._group)
         if replica_group is not self._group:
             refuse_with_replicas(self._title, self.loss, self.sampler)
@@ -530,7 +530,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 are a part of the world, it may have two dimensions: replicas, and such ranks. None: one is made.
 
         Returns:
-            (C, D), or (C, K, D) where a class has K weight rows, ``Shard(0)`` whatever the layout of the loss's own weight.
+            (C, D), or (C, K, D) for K weight rows a class, ``Shard(0)`` with any layout of the loss's own weight.
 
         Raises:
             ConfigurationError: without a process group.

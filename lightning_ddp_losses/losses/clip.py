@@ -1,6 +1,6 @@
 """`ClipLoss`: the symmetric cross entropy between two towers over the rows of all ranks, never holding the product matrix.
 
-Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair, whose 1 is never added up,
+Each direction's loss is ``log(1 + sum_{j != i} exp(z_ij - z_ii))``: differences with the row's own pair. Its 1 is never added up,
 so that float32 keeps its digits where pairs agree well. Rows of this rank are complete here. Columns are joined from all ranks'
 (maximum, sum), which in a ring travel behind the texts.
 
@@ -33,18 +33,18 @@ class ClipLoss(TwoTowerLoss):
     first term alone.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale, each call
             gives ``logit_scale=``.
         max_scale: The own scale is clamped to this. None: not at all.
         label_smoothing: Same as in ``torch.nn.CrossEntropyLoss``.
-        normalize: Divide embeddings by their length. False where the model has done so.
+        normalize: Divide embeddings by their length. False if the model has done so.
         tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``: ranks pass their texts on, so that beside its own rows a
             rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied. ``"float32"``, or ``"bf16"`` on tensor cores, into float32. Exact but for the order of summation
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
             bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
-        compile_tiles: Compile what a tile computes next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
+        compile_tiles: Compile a tile's computations next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
             none. It takes seconds at the first call.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
@@ -192,7 +192,7 @@ class _Clip(torch.autograd.Function):
                 mean_column.add_(block.columns.part(slice(0, block.text_count)).total() / call.total)
             return _packed_stats(column_lse)
 
-        # columns joined over ranks, where they travel. Rows are complete
+        # columns joined over ranks, if they travel. Rows are complete
         column_stats = call.collect(visit, join=_join_stats, counts=call.text_counts)
         assert column_stats is not None
         row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])

@@ -187,7 +187,7 @@ def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dic
 
 
 def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
-    """Refuse (n, 1) with (n,): it makes n x n differences in one process, and a rank would see those of its own rows alone."""
+    """Refuse (n, 1) with (n,): it makes n x n differences in one process, and a rank would see those of its rows alone."""
     if not batches or losses.numel() <= max(batch.numel() for batch in batches):
         return
     dimensions = {batch.ndim for batch in batches if batch.shape[0] == batches[0].shape[0]}

@@ -2,16 +2,16 @@
 
 | evaluation | this rank computes | ranks exchange |
 |---|---|---|
-| ``Elements`` | the element losses of its own rows | their sums and divisors |
-| ``FromMoments`` | products of its own rows | their sums, D x D numbers |
+| ``Elements`` | the element losses of local rows | their sums and divisors |
+| ``FromMoments`` | products of local rows | their sums, D x D numbers |
 | ``Rows`` | PML's formula on its own anchors against all rows, a few anchors at a time | their sums and divisors |
 | ``Tiled`` | the same in tiles of our own (``tiled``) | sums, divisors and, where symmetric, one statistic per row |
-| ``Replicated`` | the full loss on all rows | nothing more |
+| ``Replicated`` | the full loss on all rows | no more |
 
 ``Rows`` works on chunks (``RowChunks``). Backward computes each again. If all anchors of this rank make one chunk of ordinary
 size, that chunk is computed once and keeps its graph.
 
-All give the same value and gradient. What ranks exchange opens with a handshake, so that ranks that disagree get the same error.
+All give the same value and gradient. Each exchange opens with a handshake, so that ranks that disagree get the same error.
 
 Legend: ``B`` rows on this rank, ``G`` references over all ranks.
 """
@@ -227,7 +227,7 @@ class Replicated:
 
 @contextlib.contextmanager
 def _copied_distances(loss: nn.Module) -> Iterator[None]:
-    """Give a loss that writes into its distances a copy to write into, so that backward finds what it needs."""
+    """Give a loss that writes into its distances a copy to write into, so that backward finds the original."""
     if not facts_of(loss).writes_distances:
         yield
         return

@@ -45,7 +45,7 @@ _WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own ro
 
 
 class RowsAsGiven(NamedTuple):
-    """What the rows of one call were before they are made wider.
+    """Properties of one call's rows before they are made wider.
 
     Attributes:
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
@@ -82,9 +82,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
             ``"float32"``, ``"bf16"`` or ``"auto"``. All else (few rows) is float32.
         name: Name that tells this loss from others of its kind, which every rank must call in one order. None: its path in the module
-            that a strategy trains, else the order in which they are made.
+            that a strategy trains, else the order of their making.
         check_weights: Compare the loss's weights between the ranks, a sixteenth of them in each call: the loss belongs into the model
-            that ``DistributedDataParallel`` wraps, or into one of its own. ``False`` if ranks average weights every few steps.
+            that ``DistributedDataParallel`` wraps, or into a separate one. ``False`` if ranks average weights every few steps.
         group: Process group. None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
@@ -307,7 +307,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
         gather = partial(self._gather, rows, backward)
         call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
-        # a sum over anchors: tiles of our own where there are any, else PML's formula on this rank's anchors
+        # a sum over anchors: our own tiles if there are any, else PML's formula on this rank's anchors
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:

@@ -280,7 +280,7 @@ def _finish(value: Tensor, watch: UpstreamGradWatch, group: Group) -> Tensor:
 
 
 class RowsOfAllRanks(NamedTuple):
-    """What the ranks have handed in.
+    """Inputs of all ranks.
 
     Attributes:
         own: This rank's tensors, (B, D) each, in the dtype of the computation. They need a gradient if any rank's do.

@@ -161,7 +161,7 @@ def _any_nonzero(tensor: Tensor, dim: int, rows: Tensor) -> bool | Tensor:
 
 
 class SampledRowOptimizer:
-    """Lets an optimizer see only the sampled rows of a weight, and of its own state for it, while it steps.
+    """Lets an optimizer see only the sampled rows of a weight, and of its state for this weight, while it steps.
 
     Args:
         weight: The parameter, tagged as a shard.

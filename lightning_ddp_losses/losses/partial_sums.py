@@ -95,8 +95,8 @@ class PartialSum:
 
     Attributes:
         total: S_r, 0-dim, with its graph. The sub-loss itself if it is ``full``.
-        divisor: n_r, 0-dim, on the host if that has counted it. None: nothing divides the sum.
-        full: Every rank computes the same complete value. Nothing is divided or summed.
+        divisor: n_r, 0-dim, on the host if that has counted it. None: the sum is not divided.
+        full: Every rank computes the same complete value. It is neither divided nor summed.
         name: Name of the sub-loss.
         counts: Numbers that pytorch-metric-learning records.
     """
@@ -180,7 +180,7 @@ class GlobalSums:
         """Return the global loss, and one factor per sub-loss: each rank back-propagates its sum times that.
 
         Args:
-            empty: The mean over nothing on any rank: 0 in pytorch-metric-learning, not a number in torch.
+            empty: Value of an empty mean on all ranks: 0 in pytorch-metric-learning, not a number in torch.
         """
         values, factors = self.sub_losses(empty)
         return values[0] if len(values) == 1 else values.sum(), factors
@@ -219,7 +219,7 @@ class GlobalSums:
         """Return how many elements each sub-loss has over all ranks."""
         found = []
         for index, each in enumerate(self.partials):
-            # all ranks compute a full one, whose elements count once
+            # all ranks compute a full one. Its elements count once
             by_rank = self.table[:1, index, 2:] if each.full else self.table[:, index, 2:]
             found.append(ElementCounts(*by_rank.sum(0).tolist()))
         return found
@@ -259,7 +259,7 @@ class SumExchange:
 
         Args:
             partials: This rank's.
-            like: Rows of the call. The numbers stay on their device where ranks can exchange them there.
+            like: Rows of the call. The numbers stay on their device if ranks can exchange them there.
             with_counts: The counts are wanted too. They go through the hosts.
             present: 0-dim, 0 if the loss is a zero, else 1. None: 1.
             row_stats: (B, k), numbers of this rank's rows. None: there are none.
@@ -324,7 +324,7 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
 
     Args:
         sums: The sums of all ranks.
-        empty: Value of a mean over nothing, as in ``GlobalSums.reduce``.
+        empty: Value of an empty mean, as in ``GlobalSums.reduce``.
         window_source: The loss and its title, if an accumulation window may bring its micro-batches together.
 
     Returns:
@@ -391,7 +391,7 @@ def value_with_grad(
     vjp: Callable[[Sequence[bool]], Gradients] | None = None,
     once: str | None = None,
 ) -> Tensor:
-    """Return a number whose gradient is computed apart from it.
+    """Return a number with a separately computed gradient.
 
     Args:
         value: The number, 0-dim. With one input it may be a tensor of its shape.
@@ -472,12 +472,12 @@ def global_mean(
             without rows passes a sum that went through the model (``model(rows).sum() * 0``), so that DDP's hooks fire there too.
         count: This rank's part of the divisor: a number or 0-dim tensor, or one of as many elements as
             ``total``, without gradient. 0 if there are no rows. Whole numbers are exact up to 2**53.
-        empty: The value of a mean that counts nothing on any rank. Its gradient is zero.
+        empty: Value of a mean that is empty on all ranks. Its gradient is zero.
         name: Name in messages, and for ``expect_counts`` of an accumulation window. Several calls in one micro-batch need it there.
         group: Process group. None is the world.
         mesh: Dimensions of a device mesh over which rows differ, in place of ``group``: ``mesh["dp", "cp"]``.
         copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
-        reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the number by which that sum is divided
+        reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the divisor of that sum
             (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``.
             Without these a mean.
         module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.

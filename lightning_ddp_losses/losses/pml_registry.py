@@ -48,11 +48,11 @@ _FEW_ROWS = 256
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What is known of a loss by its class.
+    """Known properties of a loss, by its class.
 
     Attributes:
         mode: The cheapest mode that is exact. ``replicated`` always is.
-        few_rows: Global rows up to which every rank computes the full loss faster than it exchanges once more (measured, W = 2).
+        few_rows: Global rows up to which the full loss on every rank is faster than one more exchange (measured, W = 2).
         memory: Numbers that PML's formula holds for each anchor: one per column, one per positive and column, one per positive and
             negative, or every triplet. ``"triplets"`` also says that it compares triplets, not pairs.
         pair_loss: File and class of its evaluation in tiles, in this folder (named, not imported: they stand above this table), or a
@@ -111,7 +111,7 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
         "rows", pair_loss="tiled.pair_losses.TripletMargin", few_rows=64, memory="triplets"
     ),
     pml.TupletMarginLoss: LossFacts("rows", few_rows=32, memory="pairs x pairs", column_elements=True),
-    # replicated like all that have no row, but called in a way of their own
+    # replicated like all that have no row, but called differently
     pml.CrossBatchMemory: LossFacts(
         arguments=("embeddings", "labels", "indices_tuple", "enqueue_mask"), own_references=True
     ),
@@ -122,7 +122,7 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
 }
 _NO_FACTS = LossFacts()
 _OF_MOMENTS = ("BarlowTwinsLoss", "VICRegLoss")  # of lightly
-# torch losses whose mean is not a sum over elements divided by a count or a weight
+# torch losses with a mean that is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
 
 
@@ -133,7 +133,7 @@ def facts_of(loss: nn.Module) -> LossFacts:
 
 
 def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
-    """Return the exact modes of a loss by its class, cheapest first. A subclass may have another formula and needs a row of its own."""
+    """Return the exact modes of a loss by its class, cheapest first. A subclass may have another formula and needs a separate row."""
     cls = type(loss)
     facts = LOSSES.get(cls)
     if facts is not None and facts.mode != "replicated":
@@ -252,20 +252,20 @@ def compares_named_rows(inner: nn.Module) -> bool:
 
 
 def compares_rows(loss: object) -> bool:
-    """Return whether a loss is known to compare the rows of a batch with each other, and not with class weights of its own."""
+    """Return whether a loss is known to compare the rows of a batch with each other, and not with its class weights."""
     if not isinstance(loss, pml.BaseMetricLossFunction) or next(loss.parameters(), None) is not None:
         return False
     return facts_of(loss).mode != "elements"
 
 
 def gathers_by_itself(module: nn.Module) -> bool:
-    """Return whether a module gathers the rows of all ranks: one of ours, or PML's own wrapper."""
+    """Return whether a module gathers the rows of all ranks: one of our losses, or PML's own wrapper."""
     theirs = isinstance(module, (DistributedLossWrapper, DistributedMinerWrapper))
     return theirs or bool(getattr(module, "sees_global_batch", False))
 
 
 def gathering_option(module: nn.Module) -> str:
-    """Return the name of the option by which a loss of lightly gathers rows. Empty: it does not."""
+    """Return the name of the option that makes a loss of lightly gather rows. Empty: it does not."""
     is_of_lightly = type(module).__module__.startswith("lightly.")
     options = [name for name, value in vars(module).items() if name.endswith("gather_distributed") and value]
     return options[0] if is_of_lightly and options else ""
@@ -282,7 +282,7 @@ def head_class_of(loss: nn.Module) -> Any:
 
 
 def losses_with_head() -> list[str]:
-    """Return the names of the losses whose classes can be split over ranks."""
+    """Return the names of the losses with classes that can be split over ranks."""
     return sorted(cls.__name__ for cls, facts in LOSSES.items() if facts.head is not None)
 
 
@@ -345,7 +345,7 @@ class Reduction(NamedTuple):
     Attributes:
         low: Elements must be larger. None: no lower limit.
         high: Elements must be smaller. None: no upper limit.
-        plain_sum: Nothing is divided.
+        plain_sum: The sum is not divided.
         given_divisor: The loss gives the divisor itself.
         weights: (classes,), by the anchor's label. None: 1.
         per_anchor: Pairs are averaged within their anchor first. All else then concerns the anchors.
@@ -454,7 +454,7 @@ def returns_no_number(reducer: object) -> bool:
 
 @dataclass(frozen=True)
 class DistanceFacts:
-    """What is known of a distance by its class.
+    """Known properties of a distance, by its class.
 
     Attributes:
         form: Computation of a matrix of distances: one product of matrices, norms of differences, which torch computes without

@@ -69,7 +69,7 @@ def refuse_products(title: str, products: object) -> None:
 
 
 def choose_form(title: str, choice: ProductChoice, operands: Sequence[Tensor]) -> ProductForm:
-    """Choose the form for operands as the caller gave them: float64 stays float64, ``"auto"`` loses nothing.
+    """Choose the form for operands as the caller gave them: float64 stays float64, ``"auto"`` is without loss.
 
     Args:
         title: Name of the loss in messages.
@@ -162,7 +162,7 @@ def warn_of_tf32(title: str, form: ProductForm, rows: Tensor) -> None:
 
 
 def splits(form: ProductForm, device: torch.device) -> bool:
-    """Return whether gradients of products are split into two bf16 numbers: where the device multiplies these itself."""
+    """Return whether gradients of products are split into two bf16 numbers: if the device multiplies these itself."""
     return form == "bf16" and multiplies_into_float32(device)
 
 
@@ -170,7 +170,7 @@ def splits(form: ProductForm, device: torch.device) -> bool:
 
 
 class Operand(NamedTuple):
-    """Rows in the form in which they are multiplied, without graph.
+    """Rows in the form of a product's operand, without graph.
 
     Attributes:
         rows: (n, D). Float32 or wider rows are divided by their lengths already. Rows of bf16 are as they came.
@@ -272,7 +272,7 @@ def add_factors_(products: Tensor, of_rows: Tensor | None, of_columns: Tensor | 
 
 
 def split(grad: Tensor, device_splits: bool) -> Tensor:
-    """Return the gradient of products in the form in which it is multiplied with rows.
+    """Return the gradient of products in the form for a product with rows.
 
     Args:
         grad: (n, m).
@@ -369,7 +369,7 @@ class _UnitRows(torch.autograd.Function):
 
 
 class RunningLogSumExp:
-    """Log-sum-exp of rows whose entries arrive in pieces: from tiles, chunks of classes or other ranks.
+    """Log-sum-exp of rows that arrive in pieces: from tiles, chunks of classes or other ranks.
 
     Two numbers a row are enough: the largest entry ``m`` and ``s = sum exp(entry - m)``. Pieces are kept side by side, and some are merged
     at a time: the largest ``m`` rescales each ``s`` once. Two ranks' numbers merge the same way. No exponential overflows, and no piece is
@@ -427,7 +427,7 @@ class RunningLogSumExp:
             pieces[:] = [_merge(pieces)]
 
     def above_maximum(self) -> Tensor:
-        """Return (n,), the log-sum-exp less the maximum: exactly 0 where one entry outweighs all others."""
+        """Return (n,), the log-sum-exp less the maximum: exactly 0 if one entry outweighs all others."""
         return self.sum_exp.log()
 
     def relative_to(self, entries: Tensor) -> Tensor:

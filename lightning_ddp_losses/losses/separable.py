@@ -88,7 +88,7 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
 
 
 def _targets(loss: nn.Module, leaf: Tensor, labels: Tensor) -> Tensor:
-    """Return labels, or values like the input's where a loss of torch.nn compares with those."""
+    """Return labels, or values like the input's if a loss of torch.nn compares with those."""
     by_class = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
     if isinstance(loss, TORCH_LOSS_TYPES) and not isinstance(loss, by_class):
         return leaf.detach().flip(0)

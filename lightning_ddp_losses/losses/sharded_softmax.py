@@ -44,10 +44,10 @@ Penalty = Callable[[Tensor], tuple[Tensor, Number]]
 
 
 class RowLosses(NamedTuple):
-    """What a call knows over all ranks, equal on every rank.
+    """Facts of a call over all ranks, equal on every rank.
 
     Attributes:
-        losses: (G,) ``logsumexp_j z_ij - z_iy``. Not a number for a row whose class no rank has.
+        losses: (G,) ``logsumexp_j z_ij - z_iy``. Not a number if no rank has the row's class.
         penalty: 0-dim, the regulariser's terms, summed. With gradient, as the losses. None: there is no regulariser.
         penalty_divisor: 0-dim, the number of these terms. None: there is no regulariser.
         angle_sum: 0-dim, the sum of the targets' angles. None: the loss does not collect statistics.
@@ -60,7 +60,7 @@ class RowLosses(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Rows, scale and weight rows that make the logits, or their gradients, to which each chunk adds.
+    """Rows, scale and weight rows that make the logits, or the sums of their gradients over chunks.
 
     Attributes:
         rows: (G, D) as ``Head.prepare`` gives them.
@@ -104,7 +104,7 @@ class ShardedSoftmax:
     Attributes:
         head: Computes logits.
         classes: Which of this rank's classes are looked at.
-        log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling). None: nothing.
+        log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling). None: no term.
         penalty: Returns a block of weight rows' summed regulariser terms and their number. None: no regulariser.
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world. None: there are none.
@@ -147,7 +147,7 @@ class ShardedSoftmax:
         """Compute the logits (G,) of the targets on this rank, with their margin. 0 where another rank has the class.
 
         Args:
-            operands: What they are made of.
+            operands: Their factors.
             targets: Which rows.
             with_slope: There will be a backward.
 
@@ -176,7 +176,7 @@ class _Cosines:
         kept: Weight rows in the form of products, and their lengths, from forward. None: they are made.
 
     Attributes:
-        weight: (c * K, D), weight rows of which chunks are made.
+        weight: (c * K, D), weight rows that chunks are made from.
         lengths: (c * K,), their lengths.
         scale: Factor of the products: one number.
     """
@@ -269,9 +269,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         ctx.scale, row_scale = (None, [scale]) if isinstance(scale, Tensor) else (scale, [])
         ctx.save_for_backward(rows, weight, global_lse.maximum + above_maximum, losses, *row_scale)
         if isinstance(target_count, Tensor):
-            # a row whose class nobody has gets none: to raise here would wait for the device
+            # a row of a missing class gets none: to raise here would wait for the device
             losses = torch.where(target_count == len(rows), losses, torch.nan)
-        # what the call asks for beside them
+        # further gradients that the call needs
         penalty_sum = penalty_divisor = angle_sum = None
         if call.penalty is not None:
             penalty_sum, penalty_divisor = _as_tensor(penalty, rows), _as_tensor(divisor, rows)
@@ -287,7 +287,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         classes, head, targets = call.classes, call.head, ctx.targets
         rows, weight, lse, losses, *row_scale = ctx.saved_tensors
         _, wants_rows, wants_scale, wants_weight = ctx.needs_input_grad
-        # 1. chunks write their rows of the weight's gradient, all of them where nothing is sampled
+        # 1. chunks write their rows of the weight's gradient, all of them without sampling
         empty = torch.empty_like if classes.sampled is None else torch.zeros_like
         grad_scale = torch.zeros_like(row_scale[0]) if row_scale else 0.0
         # those of the rows are overwritten by the first chunk of cosines, if there is one
@@ -332,10 +332,10 @@ class _Backward:
 
     Attributes:
         call: What forward evaluated.
-        operands: What the logits are made of.
-        targets: The rows whose class is on this rank.
+        operands: Factors of the logits.
+        targets: The rows with a class on this rank.
         lse: (G,), each row's log-sum-exp over the classes of all ranks.
-        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. None: it takes a way of its own.
+        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. None: it takes a separate way.
         grad: (G,), of the losses.
         grad_penalty: 0-dim, of the regulariser's terms. None: there is no regulariser.
     """
@@ -386,7 +386,7 @@ class _Backward:
                 share = split(add_factors_(share, factors, right.factors), splits("bf16", share.device))
             # to the rows
             add_to_left_(grads.rows, share, right.rows, scale=cosines.scale, overwrite=not start)
-            # to the weight rows, in the memory where they stay if nothing is added to them
+            # to the weight rows, in the memory that they keep if no term is added to them
             stays = isinstance(place, slice) and call.penalty is None
             out = grads.weight[place] if stays else torch.empty_like(right.rows, dtype=weight.dtype)
             add_to_right_(out, share, weighted, scale=cosines.scale, overwrite=True)
@@ -402,7 +402,7 @@ class _Backward:
             grads.rows.mul_(scale)
 
     def add_target_grads_(self, grads: Operands, grad_target: Tensor) -> None:
-        """Add the gradients through the targets' logits, margin included, for the rows whose class is on this rank."""
+        """Add the gradients through the targets' logits, margin included, for the rows with a class on this rank."""
         head, targets, (rows, scale, weight) = self.call.head, self.targets, self.operands
         index, grad = targets.weight_rows(), targets.silence(targets.of(grad_target))
         picked = weight[index].view(-1, head.per_class, rows.shape[1])
@@ -416,7 +416,7 @@ class _Backward:
     def _softmax_(self, logits: Tensor, start: int, stop: int, are_complete: bool = False) -> Tensor:
         """Turn the logits of a chunk into the loss's gradient of them: the softmax, less 1 at the targets.
 
-        A target with a margin counts what goes through that: 0 where its gradient takes a way of its own.
+        A target with a margin counts what goes through that: 0 if its gradient takes a separate way.
 
         Args:
             logits: (G, C). Overwritten.
@@ -466,7 +466,7 @@ def _vjp(logits_of: Callable[..., Tensor], operands: Operands, grad_of: Callable
 
 
 def _as_tensor(value: Number, like: Tensor) -> Tensor:
-    """Return a number as a 0-dim tensor of its own."""
+    """Return a number as a separate 0-dim tensor."""
     return value.clone() if isinstance(value, Tensor) else like.new_full((), value)
 
 
@@ -504,7 +504,7 @@ class ClassLogits:
         weight: (c * K, D), this rank's rows.
         embeddings: (G, D), of all ranks.
         counts: Each rank's rows among them.
-        chunk: Classes whose logits are alive at a time, if not all are kept.
+        chunk: Number of classes with live logits at a time, if not all are kept.
         group: Process group over which the classes are sharded.
     """
 

@@ -5,7 +5,7 @@ no rank holds in full is drawn in blocks of ``BLOCK`` classes, each from a separ
 same. A rank draws the blocks that overlap its classes and keeps its part.
 
 The second part of the file says which of these classes a call looks at (``LocalClasses``), and where the targets of its rows are among them
-(``LocalTargets``). Nothing there has a length that the host would have to wait for on an accelerator: targets of other ranks are masked
+(``LocalTargets``). No tensor there has a length that the host would have to wait for on an accelerator: targets of other ranks are masked
 there, on the CPU they are left out. A rank with all classes masks no row.
 
 Legend: ``W`` ranks, ``G`` rows over all ranks, ``D`` embedding size, ``C`` classes, ``c`` classes on this rank, ``K`` weight rows per class
@@ -126,7 +126,7 @@ class ShardedWeight:
             seed: The same on every rank.
             group: Process group over which the classes are sharded.
 
-        Communication: a broadcast of the full weight, where there is one.
+        Communication: a broadcast of the full weight, if there is one.
         """
         world, rank = process_groups.world_size(group), process_groups.rank(group)
         dim, per_class = self.shard.dim, self.shard.per_class
@@ -195,7 +195,7 @@ class ShardedWeight:
         return self.shard.own_part(given)
 
     def fingerprint(self, parameter: Tensor, *, at_once: bool = False) -> bytes:
-        """Return a fingerprint of this rank's first class. It is empty for a row that proves nothing.
+        """Return a fingerprint of this rank's first class. It is empty for a row without evidence.
 
         On an accelerator it is that of the call before, from the second call on, so that the host does not wait, unless ``at_once``.
         """
@@ -245,7 +245,7 @@ def rows_of_classes(classes: Tensor, per_class: int) -> Tensor:
 
 
 def _set_data_(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give a parameter data of another shape, also where a graph of an earlier call is still alive.
+    """Give a parameter data of another shape, even if a graph of an earlier call is still alive.
 
     Such a graph keeps the node that accumulates the gradient, and the node keeps the former shape. Torch gives the parameter a new one when
     its dtype changes, not when its shape does.
@@ -256,7 +256,7 @@ def _set_data_(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def _rows_contiguous(weight: Tensor, class_dim: int) -> Tensor:
-    """Return a copy in which each weight row lies in one piece of memory, in any layout."""
+    """Return a copy with each weight row in one piece of memory, in any layout."""
     if class_dim == 0:
         return weight.clone(memory_format=torch.contiguous_format)
     return weight.t().clone(memory_format=torch.contiguous_format).t()
@@ -375,7 +375,7 @@ class LocalClasses:
             yield start, stop, weight[self.weight_rows(start, stop)]
 
     def weight_rows(self, start: int, stop: int) -> Any:
-        """Return where the weight rows of some of the classes looked at are: a slice, or an index."""
+        """Return the place of the weight rows of some of the classes looked at: a slice, or an index."""
         if self.sampled is None:
             return slice(start * self.per_class, stop * self.per_class)
         return rows_of_classes(self.sampled[start:stop], self.per_class)

@@ -1,6 +1,6 @@
 """`SigLipLoss`: the sigmoid loss between two towers over the rows of all ranks, never holding the product matrix.
 
-Every pair of an image and a text is a sample of its own, so each rank's images against all texts are a share of the sum.
+Every pair of an image and a text is one sample, so each rank's images against all texts are a share of the sum.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` their sum, ``M`` columns (G texts and further negatives), ``D`` embedding size.
 """
@@ -27,16 +27,16 @@ class SigLipLoss(TwoTowerLoss):
     on the diagonal, -1 elsewhere: ``-logsigmoid(t * z).sum() / G`` in one process. Further negatives are further columns.
 
     Args:
-        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale of its own, each call
+        init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: the loss has no scale, each call
             gives ``logit_scale=``.
         init_bias: ``logit_bias`` starts here: most pairs are negative. None: each call gives ``logit_bias=``.
         max_scale: The own scale is clamped to this. None: not at all.
-        normalize: Divide embeddings by their length. False where the model has done so.
+        normalize: Divide embeddings by their length. False if the model has done so.
         tile_bytes: Of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
         gather: ``"all"``: every rank holds the texts of all ranks. ``"ring"``, as in the paper: ranks pass their texts on, so that beside
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
-        compile_tiles: Compile what a tile computes next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
+        compile_tiles: Compile a tile's computations next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
             none. It takes seconds at the first call.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.

@@ -32,12 +32,12 @@ class TileCompiler:
         return TileCompiler, ()  # a copy compiles for itself
 
     def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
-        """Compiles what a call of some kind needs, where it is the first of its kind. All ranks together.
+        """Compiles the functions of a kind of call at the first such call. All ranks together.
 
         Args:
             title: How messages name the loss.
-            kind: What the graphs depend on. The same on all ranks.
-            rehearsal: Calls the functions, on small tensors, by what it is given.
+            kind: Dependencies of the graphs. The same on all ranks.
+            rehearsal: Calls the functions that it is given on small tensors.
             group: Process group.
 
         Communication: one handshake for a new kind.

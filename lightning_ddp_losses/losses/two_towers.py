@@ -65,7 +65,7 @@ _HOST_TILE_BYTES = 2 << 20
 
 # own parameters that the caller may give instead, and the option that makes them
 _OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
-# our arguments at whose position another library's losses take a number
+# our arguments at a position that another library's losses use for a number
 _PLACES_OF_NUMBERS = {"extra_texts": "logit_scale", "queue": "logit_bias"}
 
 
@@ -109,7 +109,7 @@ class Factors(NamedTuple):
         return add_factors_(products, of_rows, self.of_columns)
 
     def terms(self, grad: Tensor, device_splits: bool) -> Tensor:
-        """Return the gradient of logits in the form in which it is multiplied with rows (``products.split``), but for the scale."""
+        """Return the gradient of logits in the form for a product with rows (``products.split``), but for the scale."""
         return split(add_factors_(grad, self.of_rows, self.of_columns), device_splits)
 
     def negate_own_(self, matrix: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class ColumnBlock:
 
     Attributes:
         columns: n rows of the second tower.
-        text_count: The number of them, the first, that have an image of their own on some rank. The others are negatives alone.
+        text_count: The number of them, the first, that have a paired image on some rank. The others are negatives alone.
         first_own: Column of the first text that belongs to an image of this rank. None: not in this block.
         column_stats: (text_count,), a number for each text. None: none were given.
         trained: True if the columns may need a gradient.
@@ -261,7 +261,7 @@ class TowerCall:
     Attributes:
         form: How rows are multiplied (``products``).
         tile_bytes: Most bytes of products at a time.
-        text_counts: Rows of each rank that have an image of their own.
+        text_counts: Rows of each rank that have a paired image.
         extra_counts: Rows of each rank that are only negatives.
         group: Process group.
         exchange: Handshake of the ranks in backward.
@@ -273,7 +273,7 @@ class TowerCall:
         prepare: Prepares rows that have arrived.
         trained: True if anything needs a gradient, on any rank.
         columns_trained: True if the second tower does.
-        compiler: Compiles the functions of tiles. None: nothing is compiled.
+        compiler: Compiles the functions of tiles. None: they are not compiled.
         kept: The only tile of forward, for one backward.
     """
 

@@ -3,7 +3,7 @@
 A ``Composite`` names its members, cuts the inputs for them, and joins their values as torchmetrics does. Its members are differentiable
 too. A new wrapper of torchmetrics gets a subclass of ``Composite`` here and a line in ``COMPOSITES``.
 
-Measured (torchmetrics 1.9, 2026): the forward of its own ``MinMaxMetric`` cuts the graph. A wrapper's ``compute`` syncs its members
+Measured (torchmetrics 1.9, 2026): the forward of torchmetrics' ``MinMaxMetric`` cuts the graph. A wrapper's ``compute`` syncs its members
 one by one.
 """
 
@@ -93,7 +93,7 @@ class Composite(Members):
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        """Ignore it: torchmetrics sets it on every metric, and a wrapper exchanges nothing itself."""
+        """Ignore it: torchmetrics sets it on every metric, and a wrapper does not exchange anything itself."""
 
     @property
     def _has_peers(self) -> bool:

@@ -157,7 +157,7 @@ for _function in (differentiable, synced):  # a command line reads that these ma
 
 
 def _expect_metric(what: str, metric: object, kinds: tuple[type, ...], described: str) -> None:
-    """Refuse what is neither a metric nor a class of metrics."""
+    """Refuse an object that is neither a metric nor a class of metrics."""
     is_metric = issubclass(metric, kinds) if isinstance(metric, type) else isinstance(metric, kinds)
     expected = f"{described} of torchmetrics, or a class of them"
     got = getattr(metric, "__name__", type(metric).__name__)

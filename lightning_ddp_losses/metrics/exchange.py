@@ -53,7 +53,7 @@ Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a tensor."""
 
 
-# ---------------------------------------------------------------------- what a metric sends
+# ---------------------------------------------------------------------- a metric's message
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _unpickled(data: Tensor, device: torch.device) -> Any:
 
 
 class Contents(NamedTuple):
-    """What one rank sends.
+    """Message of one rank.
 
     Attributes:
         entries: For each state, dtype and shape of its tensors.
@@ -400,7 +400,7 @@ class BufferPlan:
         state, start, first_row = len(self.regions), self.size, 0
         dtype, row_shape = common
         regions: list[Region] = []
-        # by update, then by rank: the order in which one process would have appended them
+        # by update, then by rank: the order of appending in one process
         longest = max(map(len, entries))
         for k, rank in itertools.product(range(longest), range(len(entries))):
             if k >= len(entries[rank]):

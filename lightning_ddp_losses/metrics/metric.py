@@ -66,7 +66,7 @@ class DifferentiableMetric(MetricStates):
     ``dist_sync_on_step=False``, as the value of one rank has another gradient, for members of wrappers too. ``synced`` takes both options.
 
     States reduced by "mean": ``forward`` of a metric with ``full_state_update = False`` accumulates the mean over the rows of all
-    ranks. After ``update`` (or ``forward`` of another metric) each rank has the mean of its own rows, and ``compute`` weighs these by the
+    ranks. After ``update`` (or ``forward`` of another metric) each rank has the mean of its rows, and ``compute`` weighs these by the
     ranks' rows since ``reset``. It equals one process if each rank's share of the rows is the same at every update, and is near it if not.
 
     A rank without rows does not count, even if the metric's update fails without rows.
@@ -382,7 +382,7 @@ class ForwardCall:
         self._aside = Progress(states, aside.update_count + 1, seen)
 
     def end(self) -> None:
-        """Put the accumulated states back. A second call does nothing."""
+        """Put the accumulated states back. A second call has no effect."""
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return

@@ -27,9 +27,9 @@ from lightning_ddp_losses.metrics.exchange import Packet, State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
-# modules with classes whose `_sync_dist` is known
+# modules with classes with a known `_sync_dist`
 _KNOWN_SYNC = ("torchmetrics.", "lightning_ddp_losses")
-# modules with classes that add nothing to `reset`
+# modules with classes that do not extend `reset`
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
 
 
@@ -303,7 +303,7 @@ def _widen_scales_(states: States) -> None:
     """Extend the largest deviations of a correlation to the distance between each rank's mean and the mean of all ranks.
 
     Against underflow, a correlation divides its variances by the square of the largest deviation from the mean. Each rank measures it from
-    the mean of its own rows. It is 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is then 0/0
+    the mean of its rows. It is 0 for one row, or for rows that do not vary within a rank (sorted data), and the value is then 0/0
     (torchmetrics 1.9, measured 2026). No deviation gets larger than the largest from the mean of all ranks. It cancels, so it needs no
     gradient. (Releases up to 1.7 do not divide.)
 

@@ -6,7 +6,7 @@ are avoided by cutting the order of one process into *global batches*. Every ran
 
 * Step ``k`` sees the rows ``k W B`` to ``(k + 1) W B``, rank after rank, as one process in a batch of ``W B`` rows.
 * The rows that are left for the last step are shared as evenly as possible.
-* If they are fewer than the ranks, they take rows from the batch before, where a rank's batch then has one row less.
+* If they are fewer than the ranks, they take rows from the batch before. A rank's batch then has one row less.
 * Only if that batch has none to give (``B = 1``), the ranks ``rest`` and above have one batch less.
 
 Legend: ``W`` ranks, ``B`` rows of a rank's batch, ``N`` rows of the data set.
@@ -98,7 +98,7 @@ class EvaluationSampler(DistributedSampler[Any]):
 
     @property
     def is_sequential(self) -> bool:
-        """Whether rows come in the order of the data set, so that nothing has to be drawn."""
+        """Whether rows come in the order of the data set, so that no random numbers are needed."""
         return type(self.source) is SequentialSampler
 
     def order(self) -> Sequence[Any]:

@@ -31,8 +31,8 @@ from lightning_ddp_losses.samplers.shuffled_order import NaturalOrder, Permutati
 class GlobalBatchSampler(DistributedSampler[Any]):
     """Deals the batches of one process to the ranks: rank r gets the r-th contiguous part of each.
 
-    Equivalent to: ``DataLoader(data, batch_size=W * local_batch_size, sampler=sampler)`` in one process, whose k-th batch
-    is the concatenation over ranks of their k-th batches. A random sampler draws in epoch ``e`` what it draws in
+    Equivalent to: ``DataLoader(data, batch_size=W * local_batch_size, sampler=sampler)`` in one process. Its k-th batch
+    is the concatenation over ranks of their k-th batches. A random sampler draws in epoch ``e`` the rows that it draws in
     one process after ``seed_everything(seed + e)``, for any W.
 
     This class goes to ``DataLoader(sampler=...)``. If the number of ranks may not divide a batch, or if the sampler

@@ -40,7 +40,7 @@ class EpochPlace(NamedTuple):
     """Place in an epoch from which training goes on.
 
     Attributes:
-        epoch: The epoch whose order is drawn.
+        epoch: The epoch of the drawn order.
         rows: Trained rows of that epoch, all ranks together.
         digest: Digest of its draw (hexadecimal), empty if it is not known.
         announced: Epoch that ``set_epoch`` may name without moving on from here.

@@ -1,4 +1,4 @@
-"""The Lightning strategy that gives learnable losses distributed data parallelism of their own.
+"""The Lightning strategy that gives learnable losses their own distributed data parallelism.
 
 * ``fit_part``: the options of all strategies, and one feature of a strategy as the hooks of a fit that it needs. A new option is a field
   and a part there, and a keyword of the strategies.
@@ -21,7 +21,7 @@ Differences from plain ``ddp``:
 
 | situation | plain ``ddp`` | ``ddp_losses`` |
 |---|---|---|
-| losses that alternate, also under accumulation | error, or unused parameters searched in every step | exact, idle losses cost nothing |
+| losses that alternate, also under accumulation | error, or unused parameters searched in every step | exact, idle losses are free |
 | a loss called on some ranks only | hang, later a message about unused parameters | the same error on all ranks, naming loss and ranks |
 | a loss in a list, dict, closure or callback | each rank trains its own copy | error with its path, or ``adopt=True`` |
 | ``bf16-mixed``, ``bf16-true`` | crash, or a half-precision weight for good | the loss runs in float32; weight and state keep their dtype |
@@ -60,5 +60,5 @@ for _strategy in _OURS:
     _strategy.register_strategies(StrategyRegistry)
 register_refusals([name for name in StrategyRegistry if StrategyRegistry[name]["strategy"] in _OURS], STRATEGY_REGISTRY)
 compat.explain_unknown_strategy(nearest_names)
-# what a name may have, an instance may: both are tested
+# instances may have the same options as names: both are tested
 compat.allow_precisions(ModelParallelLossStrategy, ("16-mixed", "64-true"))

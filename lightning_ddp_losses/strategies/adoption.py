@@ -108,7 +108,7 @@ def _key(path: str) -> str:
 
 
 def _hidden_loss_error(refused: list[list[str]], *, adopt: bool) -> HiddenLossError:
-    """Return the error that names what each rank hides."""
+    """Return the error that names the hidden modules of each rank."""
     fix = (
         "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
         "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."

@@ -5,7 +5,7 @@ model's parameters, which runs before DDP's own, finds that point by counting by
 of autograd's backward.
 
 By then backward has passed through the losses. The upstream gradients of their global values travel along and are compared before
-anything is reduced. A rank whose loss failed in backward is met here by its peers. Payloads of checks travel along too, and small
+anything is reduced. Peers of a rank with a loss that failed in backward meet it here. Payloads of checks travel along too, and small
 gradients of the losses (``LossReducer``).
 """
 
@@ -35,7 +35,7 @@ class AttachedPayload(NamedTuple):
 
     Attributes:
         measure: This rank's bytes. Must not raise.
-        judge: Gets the bytes of all ranks in rank order. What it raises must be the same on all ranks.
+        judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
     """
 
     measure: Callable[[], bytes]
@@ -49,7 +49,7 @@ class Calls:
     Attributes:
         parameters: Parameters that the strategy reduces in this backward.
         expected: Per loss, whether its parameters may hold gradients.
-        uneven: Rows of each rank, by the title of a loss whose ranks differ.
+        uneven: Rows of each rank, by the title of a loss with different numbers.
     """
 
     parameters: list[ReducedParameter]
@@ -89,7 +89,7 @@ class CallCheck:
         reducer: Averages gradients, and sends few bytes of them along.
         counters: The calls of each loss.
 
-    Communication: one handshake per synchronising backward, one more in a step in which parameters appeared.
+    Communication: one handshake per synchronising backward, one more in a step with new parameters.
     """
 
     def __init__(self, reducer: LossReducer, counters: Sequence[LossForwardPatch]) -> None:

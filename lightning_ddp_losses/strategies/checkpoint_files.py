@@ -45,7 +45,7 @@ _SHOWN_CHARACTERS = 600  # of a library's error; torch's advice about weights_on
 
 
 class WholeFileIO(TorchCheckpointIO):
-    """Lightning's default way of saving and loading, by which a file of this machine is whole or not there."""
+    """Lightning's default way of saving and loading, but a file of this machine is whole or not there."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Write a checkpoint. Remote paths, and options that only others know, are Lightning's."""
@@ -127,7 +127,7 @@ def file_errors() -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system lets one open a folder."""
+    """Bring the names in a folder to the disk, if the system lets one open a folder."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

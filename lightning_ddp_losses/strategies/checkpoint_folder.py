@@ -14,10 +14,10 @@ Both strategies write them, with the keys of Lightning's ``ModelParallelStrategy
 | ``optimizer_<i>.state.<name>.<key>`` | the state that an optimizer keeps for a parameter |
 | ``optimizer_<i>.param_groups`` | its options, with the names of parameters |
 
-torch overwrites a folder in place. Here each save has blocks of its own, and ``meta.pt``, which names them, is replaced last and in one
+torch overwrites a folder in place. Here each save has separate blocks, and ``meta.pt``, which names them, is replaced last and in one
 step: a save that fails or is killed leaves the former checkpoint. Reading needs no communication.
 
-Imported where a folder is written or read: that part of torch is 70 modules, and most training does without them.
+Imported when a folder is written or read: that part of torch is 70 modules, and most training does without them.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _INDEX = ".metadata"  # torch's name
 
 
 class _Block(Tensor):
-    """One rank's classes of a weight, which tells ``torch.distributed.checkpoint`` where they lie in the whole.
+    """One rank's classes of a weight, which gives ``torch.distributed.checkpoint`` their range in the whole.
 
-    (A ``DTensor`` would divide weight rows evenly. Ranks hold whole classes, so its ranges are wrong where a class has several rows.)
+    (A ``DTensor`` would divide weight rows evenly. Ranks hold whole classes, so its ranges are wrong for a class with several rows.)
     """
 
     __torch_function__ = compat.DISABLED_TORCH_FUNCTION
@@ -119,7 +119,7 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
     Args:
         path: Path of the folder. That of rank 0 counts.
         checkpoint: Checkpoint with ``state_dict`` and ``optimizer_states`` by name.
-        shards: Parameters of which each rank holds its own classes.
+        shards: Parameters that hold each rank's own classes.
 
     Communication: two handshakes, and those of ``torch.distributed.checkpoint.save`` on the host's group.
     """
@@ -288,7 +288,7 @@ def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _blocks_of(path: Path, checkpoint: Mapping[str, Any]) -> Path:
-    # a name that leads elsewhere is no name of ours
+    # a name that leads elsewhere is not one of our names
     return path / Path(checkpoint[BLOCKS]["folder"]).name
 
 

@@ -3,8 +3,8 @@
 The model's DDP ignores the losses' parameters. `LossReducer` does for them what DDP does, at one place and by name. The module that the
 user sees keeps its attributes, parameter names and checkpoint keys.
 
-Here is what is particular to DDP: the wrap, the start of the world, checkpoints of whole modules. What any strategy does for losses is in
-``loss_hooks`` (Lightning's hooks) and ``loss_parallelism`` (what they do).
+Only the parts that are particular to DDP: the wrap, the start of the world, checkpoints of whole modules. The common part of all
+strategies is in ``loss_hooks`` (Lightning's hooks) and ``loss_parallelism`` (their work).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from lightning_ddp_losses.strategies.loss_parallelism import LossParallelism
 
 
 class DDPLossStrategy(LossHooks, DDPStrategy):
-    """DDP in which every learnable loss gets the mean of its gradients, regardless of the calls of each rank and their order.
+    """DDP that gives every learnable loss the mean of its gradients, regardless of the calls of each rank and their order.
 
-    Equivalent to: ``Trainer(strategy="ddp")`` on a module whose losses are all called once on every rank, but right also
-    where that is not so: losses that alternate, that are called several times or in another order per rank, parameters
+    Equivalent to: ``Trainer(strategy="ddp")`` on a module that calls all its losses once on every rank, but right also
+    for losses that alternate, that are called several times or in another order per rank, parameters
     that are created, replaced, frozen or unfrozen later, a frozen encoder, half precision.
 
     Args:
@@ -52,23 +52,23 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             is damaged or mixed up is an error on every rank when it is loaded.
         accumulation: ``"mean"``: what ``accumulate_grad_batches`` means in Lightning, the mean of the micro-batches' losses, each divided
             by its own count. ``"window"``: the loss of one process on all rows of all ranks and micro-batches, divided by what they
-            count together. The last, shorter window of an epoch too. For losses whose divisor is known: ``GlobalBatchLoss`` in mode
+            count together. The last, shorter window of an epoch too. For losses with a known divisor: ``GlobalBatchLoss`` in mode
             ``elements``, ``global_mean``, ``ClassShardedLoss``, differentiable MeanSquaredError and MeanAbsoluteError. Any other term is
             an error that names it. Layers that look at the batch (batch norm) see a micro-batch all the same. In
             manual optimisation there is ``window``.
-        use_global_sampler: Give training loaders without a sampler of their own the batches of ``GlobalBatchSampler`` (G is ``batch_size``
+        use_global_sampler: Give training loaders without a custom sampler the batches of ``GlobalBatchSampler`` (G is ``batch_size``
             times W) in place of Lightning's ``DistributedSampler``: each row once per epoch, in the loader's order or shuffled (by another
             permutation than plain ``ddp``), and resumed at its place on any number of ranks with the same G. Also with ``devices=1``.
         evaluation: ``"exact"``: validation, test and prediction see each row once. Where Lightning would inject a sampler that repeats
             rows, every rank gets its contiguous part of each global batch, in the order of the data set: as many batches as the others,
-            some of which may have one row less. (With batches of one row some ranks may have one batch less; a step that exchanges
-            something is refused there, and so are fewer rows than ranks.) Samplers of the user's own, batch samplers too, and iterable data
-            sets are left alone. ``"padded"``: Lightning's way, in which some rows count twice.
-        uneven: What happens where ranks have different numbers of training batches. ``"error"``: the same error on every rank, before the
+            and some may have one row less. (With batches of one row some ranks may have one batch less; a step that exchanges
+            something is refused there, and so are fewer rows than ranks.) Custom samplers, batch samplers too, and iterable data
+            sets are left alone. ``"padded"``: Lightning's way: some rows count twice.
+        uneven: Treatment of different numbers of training batches on the ranks. ``"error"``: the same error on every rank, before the
             first batch where lengths are known, else one batch before a rank runs out. ``"stop"``: an epoch ends on every rank with the
-            first that runs out. Rank 0 says once what is left out. ``"join"``: ranks that ran out go on with batches of 0 rows until all
-            are done, which is exact where every loss is over the rows of all ranks. Any other loss, and plain batch norm, is an
-            error on every rank at the first empty batch, before its gradient is reduced.
+            first that runs out. Rank 0 lists once the batches that are left out. ``"join"``: ranks that ran out go on with batches of 0
+            rows until all are done. That is exact if every loss is over the rows of all ranks. Any other loss, and plain batch norm, is
+            an error on every rank at the first empty batch, before its gradient is reduced.
         **ddp_kwargs: What ``lightning.pytorch.strategies.DDPStrategy`` takes.
             ``ddp_comm_hook`` (PowerSGD, fp16, bf16, ...) works on the model's DDP only: gradients of losses, of class shards, and those
             that global losses and metrics exchange in backward do not pass through it and stay exact. To halve the bytes of the losses'
@@ -148,7 +148,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     # ------------------------------------------------------------------ set-up
 
     def _configure_launcher(self) -> None:
-        """Choose Lightning's launcher. One that starts processes of its own brings back the whole of what is sharded."""
+        """Choose Lightning's launcher. A launcher that starts processes brings back whole sharded weights."""
         super()._configure_launcher()
         if self._start_method != "popen":
             self._launcher = ddp_setup.WholeStateLauncher(self, start_method=self._start_method)
@@ -178,7 +178,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         self._losses.note_unusual()
 
     def _wrap(self) -> ddp_setup.WrapPlan:
-        """Let Lightning wrap the module in a DDP without the losses' parameters, where that leaves it any."""
+        """Let Lightning wrap the module in a DDP without the losses' parameters, if any are left."""
         module = self._losses.module
         self._graph_is_recorded = False
         plan = ddp_setup.plan(module, self._losses.found)
@@ -206,7 +206,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     # ------------------------------------------------------------------ steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Look for what was frozen since the model was wrapped."""
+        """Look for parameters frozen since the model was wrapped."""
         super().on_train_batch_start(batch, batch_idx)
         if self._losses.reducer is not None:
             self._leave_out_frozen()
@@ -249,7 +249,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         super().pre_backward(closure_loss)
 
     def _refuse_frozen(self) -> None:
-        """Refuse frozen parameters for whose gradients the model's DDP would wait in this backward."""
+        """Refuse frozen parameters if the model's DDP would wait for their gradients in this backward."""
         assert self._losses.reducer is not None
         parameters, wrapped, module = self._losses.reducer.parameters, self.wrapped_model, self._losses.module
         if wrapped is None or wrapped.find_unused_parameters:
@@ -265,14 +265,14 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         self._graph_is_recorded = self._graph_is_recorded or self.sync_gradients
 
     def _broadcast_buffers(self) -> None:
-        """Do what DDP's forward does, where there is no DDP around the model."""
+        """Do the work of DDP's forward if there is no DDP around the model."""
         if self.wrapped_model is None and self.sync_gradients:
             ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, self._ddp_kwargs)
 
     @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block. What accumulates is reduced at the next synchronising backward.
+        """Suspend reduction inside the block. Accumulated gradients are reduced at the next synchronising backward.
 
         The first backward of a static graph does synchronise: torch's DDP records the graph there, and ends in an internal assertion
         otherwise (torch 2.13). The result is the same, as the mean of a sum is the sum of the means.

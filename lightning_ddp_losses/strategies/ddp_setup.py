@@ -95,7 +95,7 @@ def refuse_unknown_options(strategy: type, ddp_kwargs: Collection[str]) -> None:
 
 
 def start_strategy_world(strategy: Any, timeout: timedelta | None) -> None:
-    """Start the default process group of a strategy's processes, as Lightning does, but over keys of its own (``rendezvous``)."""
+    """Start the default process group of a strategy's processes, as Lightning does, but over separate keys (``rendezvous``)."""
     environment, device = strategy.cluster_environment, strategy.root_device
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
@@ -175,7 +175,7 @@ def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable
     """Let DDP send its buckets when backward is through, in the order of the buckets, which is the same on every rank.
 
     With ``find_unused_parameters`` ranks may use different parts of the model. Gradients then arrive in another order on each rank, and a
-    bucket that left at once could meet what a global loss exchanges in backward on a rank where that comes first.
+    bucket that left at once could meet a global loss's exchange in backward on a rank with the other order.
 
     Args:
         ddp: The model's DDP, without a communication hook.
@@ -203,7 +203,7 @@ def reduce_after_backward(ddp: DistributedDataParallel, exchange_calls: Callable
 
 
 def broadcast_buffers(module: nn.Module, losses: Iterable[FoundLoss], ddp_kwargs: Mapping[str, Any]) -> None:
-    """Give all ranks rank 0's buffers where there is no DDP around the model. The losses keep theirs.
+    """Give all ranks rank 0's buffers if there is no DDP around the model. The losses keep theirs.
 
     As DDP's forward does it, message for message: it may run on the other ranks, which have frozen less.
     """
@@ -345,7 +345,7 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
         """
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._collect_rank_zero_results(trainer, results)
-        # 1. the whole, where a main process will get it
+        # 1. the whole, if a main process will get it
         strategy = trainer.strategy
         first_ranks = range(0, process_groups.world_size(), strategy.num_processes)
         state = strategy.whole_module_state(first_ranks)
@@ -400,7 +400,7 @@ class FabricRefusal(FabricDDPStrategy):
 
 
 def nearest_names(name: str) -> str:
-    """Return the registered strategy whose name is nearest to a name, and our names. An empty text if none is near."""
+    """Return the registered strategy with the nearest name, and our names. An empty text if none is near."""
     near = difflib.get_close_matches(name, StrategyRegistry, n=1)
     ours = ", ".join(known for known in StrategyRegistry if "ddp_losses" in known)
     return f"Did you mean {near[0]}? Names of ours: {ours}." if near else ""

@@ -1,7 +1,7 @@
-"""Empty batches: what a rank goes on with that ran out of training batches, and when that leaves the gradients exact.
+"""Empty batches: a rank that ran out of training batches goes on with them, where that leaves the gradients exact.
 
 A batch of 0 rows does not change a loss over the rows of all ranks. Any other loss would be silently wrong: the mean of no rows is
-not a number, and a mean over one rank's rows is divided by W though fewer ranks have some. So the graph of what is back-propagated is
+not a number, and a mean over one rank's rows is divided by W though fewer ranks have some. So the graph of the back-propagated loss is
 looked at on every rank, whenever some rank has no rows: each path to a parameter must pass a value over all ranks.
 """
 
@@ -111,7 +111,7 @@ def name_module(error: Exception, root: nn.Module) -> Exception:
 
 
 def refuse_plain_norms(module: nn.Module) -> None:
-    """Refuse layers that would take their statistics from no rows, before the forward in which they would.
+    """Refuse layers that would take their statistics from no rows, before that forward.
 
     Raises:
         InputError: naming them.
@@ -130,7 +130,7 @@ def refuse_plain_norms(module: nn.Module) -> None:
 
 
 def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
-    """Refuse to back-propagate what is not over the rows of all ranks, on any rank.
+    """Refuse to back-propagate a term that is not over the rows of all ranks, on any rank.
 
     Args:
         loss: Value that will be back-propagated.
@@ -154,7 +154,7 @@ def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
 
 
 def _local_term(loss: Tensor, module: nn.Module) -> str:
-    """Return a term of a loss that reaches a parameter and passes no value over all ranks. Empty where there is none."""
+    """Return a term of a loss that reaches a parameter and passes no value over all ranks. Empty if there is none."""
     above: dict[Any, Any] = {}
     queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
     for node in queue:

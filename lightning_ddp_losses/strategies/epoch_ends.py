@@ -1,8 +1,8 @@
-"""Uneven ends: what a fit does where ranks have different numbers of training batches.
+"""Uneven ends: a fit with different numbers of training batches on the ranks.
 
 Under plain DDP the rank with more batches waits for ever, or until the time-out. Lightning decides before each step whether this is the
 last batch, whether the optimizer steps and whether validation runs, from what this rank's loader says. So the ends are agreed where
-batches are fetched: the combined loader of the fit is one whose length and whose end are the same on every rank, and all that Lightning
+batches are fetched: the combined loader of the fit has the same length and end on every rank, and all that Lightning
 derives from them is so too.
 
 | lengths | how the end is agreed | communication |
@@ -10,9 +10,9 @@ derives from them is so too.
 | known on every rank | compared when an iterator is made | one handshake per epoch |
 | unknown | each fetch says whether there was a batch; Lightning fetches one ahead | one handshake per fetch |
 
-Legend: ``W`` ranks. A *stream* is what one loader gives to one rank in one epoch. With ``uneven="error"`` it is what all loaders together
-give, as they are not to be changed. A rank *lacks rows* in a step for which its stream has none left: with ``uneven="join"`` it gets an
-empty batch (``empty_batches``).
+Legend: ``W`` ranks. A *stream* is one loader's batches for one rank in one epoch. With ``uneven="error"`` it is those that all
+loaders together give, as they are not to be changed. A rank *lacks rows* in a step for which its stream has none left: with
+``uneven="join"`` it gets an empty batch (``empty_batches``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STRUCTURE = "uneven='join': the structure of a batch, for ranks that never had 
 
 
 def batches_until_max_steps(trainer: pl.Trainer) -> float:
-    """Return the batches after which ``max_steps`` ends the fit. Infinity where that is not known. Equal on every rank."""
+    """Return the batches after which ``max_steps`` ends the fit. Infinity if that is not known. Equal on every rank."""
     is_automatic = trainer.lightning_module.automatic_optimization  # else a step may take any number of batches
     if trainer.max_steps is None or trainer.max_steps < 0 or not is_automatic:
         return math.inf
@@ -126,7 +126,7 @@ class UnevenEnds(FitPart):
     # ------------------------------------------------------------------ the ends of one epoch
 
     def common(self, numbers: Sequence[N]) -> N:
-        """Return the number of all ranks, of what each rank has."""
+        """Return the numbers of all ranks, given this rank's."""
         return max(numbers) if self.mode == "join" else min(numbers)
 
     def trained_batches(self) -> int:
@@ -144,14 +144,14 @@ class UnevenEnds(FitPart):
             self._refuse([f"{length} batches" for length in lengths])
 
     def end_early(self, has_batch: Sequence[bool], fetched: int) -> None:
-        """Refuse an end on some ranks only, or say what it leaves out.
+        """Refuse an end on some ranks only, or warn of the batches it leaves out.
 
         Args:
             has_batch: For each rank, whether it has a batch.
             fetched: Batches of this epoch that every rank had.
 
         Raises:
-            StopIteration: where the epoch ends here for all.
+            StopIteration: if the epoch ends here for all.
             InputError: on every rank, where ends are not to differ and the fit goes on.
         """
         if self.mode == "stop":
@@ -181,7 +181,7 @@ class UnevenEnds(FitPart):
 
 
 class JoinedEnds(FitPart):
-    """Looks at each step in which some rank lacks rows. A part with ``uneven="join"`` only."""
+    """Looks at each step with a rank without rows. A part with ``uneven="join"`` only."""
 
     needs = ("uneven", "join")
 
@@ -213,12 +213,12 @@ class JoinedEnds(FitPart):
 
 
 def with_common_ends(given: Any, ends: UnevenEnds) -> CombinedLoader:
-    """Return what a user gives for training as a combined loader with common ends."""
+    """Return a user's training loaders as a combined loader with common ends."""
     return as_combined(given, _CommonEnds, {"ends": ends})
 
 
 def as_combined(given: Any, kind: type[CombinedLoader], members: dict[str, Any]) -> CombinedLoader:
-    """Return what a user gives for training as a combined loader of one more class, with these members."""
+    """Return a user's training loaders as a combined loader of one more class, with these members."""
     # a copy: the user's own keeps its loaders, and its class
     loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
     own = type(loader)
@@ -312,7 +312,7 @@ class _CommonEnds(CombinedLoader):
         self._together = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
 
     def _agree(self, sizes: Sequence[_EpochSizes]) -> None:
-        """Let each loader be a stream that ends where the others' do. Lightning's modes combine those."""
+        """Let each loader be a stream with a common end. Lightning's modes combine those."""
         iterator = compat.mode_iterator(self)
         # 1. limits that are a fraction of a length differ as lengths do
         limits_by_rank = [size.limits for size in sizes]

@@ -4,7 +4,7 @@ With ``evaluation="exact"`` each row is seen once, although Lightning would pad 
 Lightning replaces the sampler of a DataLoader when it is set up, before the strategy gets the loader. So while an evaluation is set up it
 is told that the loader needs no sampler, and the strategy puts ``EvaluationSampler`` into a copy. What Lightning would have left alone
 (``use_distributed_sampler=False``, a ``DistributedSampler`` of the user's, iterable data sets) is left alone here too. Batch samplers of
-the user's own stay as Lightning makes them: what they do with the rows is theirs.
+the user's own stay as Lightning makes them, and treat rows as they like.
 
 If ranks have different numbers of batches (a batch size of one), a step that exchanges something would wait for ever in the last
 batch. That is seen in the first batch, which all ranks have.
@@ -137,7 +137,7 @@ class EvaluationLoaders(FitPart):
         source, size, drop_last = dataloader.sampler, None, False
         if batches is not None:
             source, size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
-        # 2. what all ranks must have in common, so that their parts make the whole. Rank 0's seed, which others may have changed by rank
+        # 2. common values of all ranks, so that their parts make the whole. Rank 0's seed, which others may have changed by rank
         seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) % NUMPY_SEEDS
         facts = {"sampler": type(source).__name__, "rows": len_of(source), "batch_size": size, "drop_last": drop_last}
         seeds = handshake.all_gather(what, facts, seed.to_bytes(8, "little"))
@@ -273,7 +273,7 @@ def _limited(trainer: pl.Trainer, count: int) -> int:
 
 
 def _needs_no_sampler(trainer: pl.Trainer, loader: Any) -> bool:
-    """Return whether a loader gets a sampler of ours, or has one, so that Lightning adds none."""
+    """Return whether a loader gets one of our samplers, or has one, so that Lightning adds none."""
     if trainer.training or not isinstance(loader, DataLoader):
         return False
     return _is_served(loader) or isinstance(compat.inner_batch_sampler(loader), GlobalBatches)

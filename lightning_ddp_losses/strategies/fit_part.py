@@ -193,7 +193,7 @@ class Fit(Protocol):
 
 
 class FitPart:
-    """A feature of the strategy. Each hook does nothing unless a part overrides it.
+    """A feature of the strategy. Each hook is empty unless a part overrides it.
 
     Args:
         fit: The fit that it belongs to.
@@ -214,7 +214,7 @@ class FitPart:
         return cls.needs is None or getattr(options, cls.needs[0]) == cls.needs[1]
 
     def setup_environment(self) -> None:
-        """Install what the user's ``setup`` hooks and loaders must find."""
+        """Install the objects that the user's ``setup`` hooks and loaders must find."""
 
     def setup(self) -> None:
         """Install what Lightning's set-up of the model must find."""
@@ -268,7 +268,7 @@ class FitPart:
         return checkpoint
 
     def on_exception(self, exception: Exception) -> None:
-        """Let the peers know of an error of this rank, if this part knows where they listen."""
+        """Let the peers know of an error of this rank, if this part knows their channel."""
 
     def on_train_end(self) -> None:
         """End a healthy fit."""

@@ -1,8 +1,8 @@
 """`ModelParallelLossStrategy`: FSDP2 for the model, next to exact learnable losses.
 
-Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``, in which ``fully_shard`` divides the encoder. What that leaves
+Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``. There ``fully_shard`` divides the encoder. What that leaves
 whole, the losses above all, is ours: compared and broadcast at the start, reduced once per synchronising backward. What any strategy does
-for losses is in ``loss_hooks`` and ``loss_parallelism``. What is particular to FSDP2 is in ``fsdp_setup``.
+for losses is in ``loss_hooks`` and ``loss_parallelism``. Parts particular to FSDP2 are in ``fsdp_setup``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallel
 
 
 class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
-    """FSDP2 in which every learnable loss next to the sharded model gets the gradient of one process.
+    """FSDP2 with the gradient of one process for every learnable loss next to the sharded model.
 
     The encoder is divided over all ranks, by the user's ``configure_model``::
 
@@ -42,7 +42,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
 
     Losses stay whole on every rank, with the mean of their gradients, or are divided by class (``ClassShardedLoss``). Any other parameter
-    that nothing divides is averaged as those of losses are. A mesh of two dimensions, replicas and parts (HSDP), of all ranks is right too:
+    that is not divided is averaged as those of losses are. A mesh of two dimensions, replicas and parts (HSDP), of all ranks is right too:
     replicas start as the first ones. Parameters that are there before ``configure_model`` start as rank 0's, as under DDP. What is made
     inside it is made by each rank, and ought to be made from one seed.
 
@@ -153,7 +153,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Find the losses, let Lightning set up the sharded module, synchronise what is whole."""
+        """Find the losses, let Lightning set up the sharded module, synchronise whole parameters."""
         self._losses.setup(trainer, super().setup, self._refuse, fsdp_setup.refuse_mixed_groups)
 
     def _refuse(self, module: nn.Module) -> None:
@@ -161,7 +161,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         fsdp_setup.refuse_losses(module, find_losses(module, self._losses.options.losses))
 
     def model_to_device(self) -> None:
-        """Undo what the precision plugin halved in the losses, move the module, and synchronise what every rank holds whole."""
+        """Undo the precision plugin's halving of the losses, move the module, and synchronise whole parameters."""
         super().model_to_device()
         module = self._losses.module
         self._roots = list(fsdp_setup.sharded_roots(module))
@@ -208,7 +208,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block. What accumulates is reduced at the next synchronising backward."""
+        """Suspend reduction inside the block. Accumulated gradients are reduced at the next synchronising backward."""
         before = self._sync_blocked
         fsdp_setup.set_gradient_sync(self._roots, enabled=False)
         try:
@@ -247,7 +247,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, of what is divided this rank's part."""
+        """Load the module's state, of divided parameters this rank's part."""
         fsdp_setup.reshard(self._sharded)
         super().load_model_state_dict(checkpoint, strict=strict)
 

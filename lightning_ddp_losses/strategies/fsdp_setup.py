@@ -1,7 +1,7 @@
 """Set-up for FSDP2: sharded modules and parameters, refusals, and equal starts.
 
-``fully_shard`` makes each parameter of a module a ``DTensor``, of which a rank holds a part. It gathers them around forward and backward,
-and scatters the mean of their gradients. All other parameters (those of losses, and what the user has not sharded) stay whole on every
+``fully_shard`` makes each parameter of a module a ``DTensor``. A rank holds a part of it. It gathers them around forward and backward,
+and scatters the mean of their gradients. All other parameters (those of losses, and those the user has not sharded) stay whole on every
 rank, and ours.
 
 | parameter | its gradient |
@@ -37,7 +37,7 @@ _NAMES = "_ddp_losses_names"  # attribute of a parameter between the start of ``
 
 
 def sharded_roots(module: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the outermost modules to which ``fully_shard`` was applied."""
+    """Yield the outermost modules with ``fully_shard``."""
     if isinstance(module, FSDPModule):
         yield module
         return
@@ -46,12 +46,12 @@ def sharded_roots(module: nn.Module) -> Iterator[FSDPModule]:
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
-    """Return all modules to which ``fully_shard`` was applied."""
+    """Return all modules with ``fully_shard``."""
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
 def reshard(modules: Iterable[FSDPModule]) -> None:
-    """Let each rank hold its parts alone, also where a forward without a backward has left parameters gathered.
+    """Let each rank hold its parts alone, even if a forward without a backward has left parameters gathered.
 
     Args:
         modules: Result of ``sharded_modules``. Each step needs them, and the search takes long.
@@ -64,7 +64,7 @@ def reshard(modules: Iterable[FSDPModule]) -> None:
 
 
 def refuse_other_parallelism(module: nn.Module) -> None:
-    """Refuse a module whose parameters are divided otherwise than over all ranks, or not at all.
+    """Refuse a module with parameters divided otherwise than over all ranks, or not at all.
 
     Raises:
         ConfigurationError: naming parameters.
@@ -110,7 +110,7 @@ def note_names_(module: nn.Module) -> None:
 
 
 def refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
-    """Refuse losses that ``fully_shard`` has divided, and such as share a parameter with what it has divided.
+    """Refuse losses that ``fully_shard`` has divided, and those that share a parameter with a divided module.
 
     Raises:
         ConfigurationError: naming losses and parameters.
@@ -198,10 +198,10 @@ def _placement(parameter: DTensor) -> str:
 
 
 def share_whole_parameters(module: nn.Module) -> None:
-    """Give all ranks rank 0's values of what ``fully_shard`` has yet to divide, where they differ.
+    """Give all ranks rank 0's values of parameters that ``fully_shard`` has yet to divide, if they differ.
 
-    Each rank keeps its part of what it holds itself, and no part has a replica: weights that were loaded on rank 0 alone, or drawn with
-    other seeds, would make a model that no process ever had. (DDP's first broadcast does the same for what it wraps.)
+    Each rank keeps its part of its own values, and no part has a replica: weights that were loaded on rank 0 alone, or drawn with
+    other seeds, would make a model that no process ever had. (DDP's first broadcast does the same for its module.)
 
     Communication: one handshake. One broadcast per 64 MiB of what differs.
     """
@@ -211,23 +211,23 @@ def share_whole_parameters(module: nn.Module) -> None:
             continue
         names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
         whole.append(parameter)
-    # 1. the names of what is hashed, then the hashes
+    # 1. the names of the hashed values, then the hashes
     own = array("q", [hash_lines(names), *fingerprints(whole)]).tobytes()
     tables = [array("q", sent) for sent in handshake.all_gather_between_steps("parameters to be divided", {}, own)]
     if len({table[0] for table in tables}) > 1:
         return  # the names of all tensors are compared when all are there
-    # 2. rank 0's, where some rank has another
+    # 2. rank 0's, if some rank has another
     columns = list(zip(*tables, strict=True))[1:]
     differ = [p for p, column in zip(whole, columns, strict=True) if len(set(column)) > 1]
     raw_collectives.broadcast_(differ)
 
 
 def broadcast_whole_tensors(module: nn.Module) -> None:
-    """Give all ranks rank 0's values of what they hold whole. Parts of the model and classes of a loss are each rank's own.
+    """Give all ranks rank 0's values of whole parameters. Parts of the model and classes of a loss are each rank's own.
 
     Where parts have replicas (HSDP), these get the first one's.
 
-    Communication: one broadcast per 64 MiB of what is whole, and one for each part that has replicas.
+    Communication: one broadcast per 64 MiB of whole parameters, and one for each part that has replicas.
     """
     whole = [t for _, t in named_tensors(module) if not isinstance(t, DTensor) and shard_of(t) is None]
     raw_collectives.broadcast_(whole)

@@ -137,7 +137,7 @@ class _Flag:
 
 
 class _Requeue(Callback):
-    """Saves on all ranks, and queues the job again on rank 0, after the batch in which a flag arrived.
+    """Saves on all ranks, and queues the job again on rank 0, after the batch of the flag's arrival.
 
     Attributes:
         save_and_requeue: Lightning's own handler of the signal.
@@ -175,7 +175,7 @@ class _AfterError(Callback):
         sigterm: Flag of SIGTERM. Ranks that end by it after the same step have no error. They save together.
 
     Attributes:
-        is_together: After the error all ranks stand at the same place, so they can save what is divided over them.
+        is_together: After the error all ranks stand at the same place, so they can save divided parameters.
     """
 
     def __init__(self, fit: Fit, sigterm: _Flag) -> None:

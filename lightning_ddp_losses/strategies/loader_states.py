@@ -42,7 +42,7 @@ class StateNote(NamedTuple):
     """One rank's states of its training loaders before a fetch.
 
     Attributes:
-        states: Copy of the state of each loader that has one. The loader may change what it returned.
+        states: Copy of the state of each loader that has one. The loader may change the returned object.
         ended: True if this rank has run out of a loader, for each of them.
     """
 
@@ -214,7 +214,7 @@ def _restore_states_(combined: NotingLoader, saved: Mapping[str, Any] | None) ->
 
 def _refuse_part_of_epoch(combined: NotingLoader, saved: Mapping[str, Any]) -> None:
     """Refuse to continue in the middle of an epoch if that is not possible."""
-    # 1. data sets whose state is in the workers
+    # 1. data sets with their state in the workers
     for loader in filter(_is_out_of_reach, combined.flattened):
         raise InputError(
             f"{type(loader.dataset).__name__}, resumed in the middle of an epoch",
@@ -243,7 +243,7 @@ def _refuse_part_of_epoch(combined: NotingLoader, saved: Mapping[str, Any]) -> N
         fix=f"Resume with the loaders that were saved. {_FROM_AN_END} where they are others.",
         error=InputError,
     )
-    # 3. an epoch whose end depends on which of several loaders have been through
+    # 3. an epoch with an end that depends on several loaders
     ends_together = len(combined.flattened) > 1 and compat.cycles(combined)
     expect(
         not (holders and ends_together and None in map(_length, combined.flattened)),

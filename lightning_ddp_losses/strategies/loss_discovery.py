@@ -87,10 +87,10 @@ def find_losses(root: nn.Module, losses: Selection = "auto") -> list[FoundLoss]:
     Args:
         root: The LightningModule.
         losses: ``"auto"``: by type. A list: exactly these paths. Another string: a regular expression that must match
-            a whole path. It takes modules with parameters of any type, and where there are none, losses without parameters.
+            a whole path. It takes modules with parameters of any type, and if there are none, losses without parameters.
 
     Raises:
-        ConfigurationError: a name that matches nothing (with the names that exist).
+        ConfigurationError: a name without a match (with the names that exist).
     """
     # by type
     if losses == "auto":

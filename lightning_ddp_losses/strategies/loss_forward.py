@@ -176,7 +176,7 @@ def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
         root: The LightningModule.
 
     Raises:
-        ConfigurationError: for a cross-batch memory, whose position only an explicit wrapper can save. For a loss inside a wrapper that
+        ConfigurationError: for a cross-batch memory: only an explicit wrapper can save its position. For a loss inside a wrapper that
             gathers already.
     """
     inner = uncompiled(loss.module)

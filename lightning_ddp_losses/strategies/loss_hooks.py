@@ -67,7 +67,7 @@ class LossHooks(HostStrategy):
     _loaded_from: Any = None  # path of the checkpoint, quoted in errors
 
     def __copy__(self) -> LossHooks:
-        """Return a strategy with the same options, whose losses are its own."""
+        """Return a strategy with the same options and separate losses."""
         twin = type(self).__new__(type(self))
         vars(twin).update(vars(self))
         twin._losses = LossParallelism(twin, self._losses.options)
@@ -144,7 +144,7 @@ class LossHooks(HostStrategy):
 
     @property
     def accumulation(self) -> str:
-        """What the micro-batches of a window make: the ``"mean"`` of their losses, or the loss of the whole ``"window"``."""
+        """Reduction over the micro-batches of a window: the ``"mean"`` of their losses, or the loss of the whole ``"window"``."""
         return self._losses.options.accumulation
 
     @property
@@ -192,7 +192,7 @@ class LossHooks(HostStrategy):
 
         Args:
             counts: This rank's own count in all micro-batches of the window together: one number for all losses, or by the path of a loss
-                in the module, or by the name of a ``global_mean``. A list where the loss is called several times in a micro-batch, or
+                in the module, or by the name of a ``global_mean``. A list if the loss is called several times in a micro-batch, or
                 has several means.
             totals: By name of a ``global_mean``, this rank's sums in all micro-batches together, for what is not linear in its mean.
 
@@ -217,7 +217,7 @@ class LossHooks(HostStrategy):
         """Run Lightning's backward, with the losses' gradients reduced before the hooks ``on_after_backward`` see them.
 
         (Lightning 2.6 calls those hooks in the precision plugin's ``post_backward``, before the strategy's.) A ``manual_backward`` runs
-        inside the autocast of ``training_step``, in which even what the losses compute wide would come back in halves: it is off here,
+        inside the autocast of ``training_step``. There even the losses' wide values would come back in halves: it is off here,
         as it is in automatic optimisation.
         """
         plugin, module = self.precision_plugin, self._losses.module
@@ -251,7 +251,7 @@ class LossHooks(HostStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Reduce nothing inside the block."""
+        """Suspend reduction inside the block."""
         before, self._sync_blocked = self._sync_blocked, True
         try:
             with super().block_backward_sync():
@@ -295,7 +295,7 @@ class LossHooks(HostStrategy):
 
         Args:
             measure: This rank's bytes, asked for before backward. Must not raise.
-            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced. What it raises must be the
+            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced. Its errors must be the
                 same on every rank.
 
         Returns:
@@ -328,7 +328,7 @@ class LossHooks(HostStrategy):
         return self._own_state() if self._writes_folder else losses.sharding.whole_state(self._own_state())
 
     def whole_module_state(self, receivers: Iterable[int]) -> dict[str, Any]:
-        """Return the plain module's state, with adopted losses, and on some ranks the whole of what is divided. Every rank comes here.
+        """Return the plain module's state, with adopted losses, and on some ranks whole divided parameters. Every rank comes here.
 
         Args:
             receivers: Ranks that get the whole. Others get tensors of its shape without memory.
@@ -378,7 +378,7 @@ class LossHooks(HostStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or a folder, of any strategy and number of ranks. Of a folder, tensors are read later.
 
-        What one rank cannot read is an error on every rank.
+        An unreadable file on one rank is an error on every rank.
         """
         as_folder = is_folder(checkpoint_path)
 
@@ -398,7 +398,7 @@ class LossHooks(HostStrategy):
 
     @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, of what is divided this rank's part, and no adopted losses if none are registered.
+        """Load the module's state, of divided parameters this rank's part, and no adopted losses if none are registered.
 
         Raises:
             InputError: on every rank, for a checkpoint of another module or of other classes.
@@ -456,18 +456,18 @@ class LossHooks(HostStrategy):
         return super().broadcast(obj, src)  # type: ignore[safe-super]  # as above
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return what all ranks decide together."""
+        """Return the ranks' joint decision."""
         return decision if self._losses.is_alone else super().reduce_boolean_decision(decision, all)
 
     # ------------------------------------------------------------------ end
 
     def on_train_end(self) -> None:
-        """Look at what the last step left on an accelerator. Communication: there one handshake."""
+        """Look at values that the last step left on an accelerator. Communication: there one handshake."""
         super().on_train_end()
         self._losses.on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """End the peers too, where one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
+        """End the peers too if one rank fails between two steps (a callback, an optimizer, Lightning itself)."""
         super().on_exception(exception)
         self._losses.on_exception(exception)
 
@@ -510,10 +510,10 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
         torch.save(whole_checkpoint("logs/epoch=3.ckpt"), "epoch=3-whole.ckpt")
         module = MyModule.load_from_checkpoint("epoch=3-whole.ckpt")
 
-    (Lightning's ``consolidate_checkpoint`` makes a file too, in which an optimizer's state has names, so that no optimizer takes it.)
+    (Lightning's ``consolidate_checkpoint`` makes a file too, but an optimizer's state has names there, and no optimizer takes it.)
 
     Equivalent to: ``torch.load`` of the file that the strategy would have written in place of a folder: ``state_dict`` with every parameter
-    whole, divided classes too, and ``optimizer_states`` in which parameters have numbers.
+    whole, divided classes too, and ``optimizer_states`` with numbered parameters.
 
     Args:
         folder: Path of the checkpoint. Only one that you trust, as torch's own format is read with pickle.

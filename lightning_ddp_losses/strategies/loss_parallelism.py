@@ -132,7 +132,7 @@ class LossParallelism(Fit):
 
         Args:
             trainer: The trainer.
-            setup_model: Lightning's set-up, in which the strategy calls ``start_reducing``.
+            setup_model: Lightning's set-up. The strategy calls ``start_reducing`` in it.
             refuse: Raises for a module that the strategy cannot train.
             refuse_optimizers: Raises for optimizers that cannot step it.
         """
@@ -417,7 +417,7 @@ class Advice:
         self._waste = False
 
     def uneven_rows(self, rows: Mapping[str, Sequence[int]]) -> None:
-        """Warn of losses whose ranks saw different numbers of rows.
+        """Warn of losses with different numbers of rows on the ranks.
 
         Args:
             rows: Rows of each rank, by the loss's title.

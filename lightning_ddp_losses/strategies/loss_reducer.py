@@ -137,7 +137,7 @@ class ReducedParameters:
         """Take parameters that appeared after the wrap, if they are equal on all ranks.
 
         Raises:
-            RankMismatchError: on every rank, where they are not.
+            RankMismatchError: on every rank, if they are not.
 
         Communication: one handshake.
         """
@@ -310,7 +310,7 @@ class LossReducer:
     ) -> tuple[list[int], list[bool]]:
         """Reduce the gradients that all ranks had at the call check, and compare those that changed since.
 
-        A rank whose gradients changed first takes part in what its peers reduce, with zeros for a gradient that has vanished: they may
+        A rank with changed gradients first takes part in its peers' reduction, with zeros for a gradient that has vanished: they may
         not know of the change. Its handshake then meets theirs of the same change, or their next one, and that is an error on every rank.
 
         Returns:
@@ -469,7 +469,7 @@ def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallErr
 class ModelReduction(FitPart):
     """Lets exact values make up for the reduction of the model, in each training step.
 
-    What the model does not hold is not reduced so: means over ranks, and class shards. Their gradients get the inverse when autograd has
+    Losses outside the model are not reduced so: means over ranks, and class shards. Their gradients get the inverse when autograd has
     made them.
     """
 

@@ -64,7 +64,7 @@ class TrainedBatches(NamedTuple):
     """The batches that a fit has trained on.
 
     Attributes:
-        epoch: Epoch in which training continues.
+        epoch: Epoch that training continues in.
         batches: Trained batches of that epoch.
         rewinds: True if Lightning's counters differ and have to be set back.
     """
@@ -244,7 +244,7 @@ class Resume(FitPart):
             epoch = self.fit.trainer.current_epoch
             draw.set_epoch(epoch) if epoch else draw.announce_epoch(0)
             return
-        # torchdata's loader would skip what the sampler has skipped
+        # torchdata's loader would skip the sampler's rows again
         expect(
             not hasattr(dataloader, "load_state_dict"),
             f"{type(dataloader).__name__} around GlobalBatchSampler, resumed under DDPLossStrategy",
@@ -458,7 +458,7 @@ def _trained(
 
 def _rewound(fit_loop: Mapping[str, Any], trained: TrainedBatches) -> dict[str, Any]:
     """Return the fit loop of a checkpoint with the counters of epochs and batches after ``trained``."""
-    # Lightning logs by the batches that stepped, and counts one after the hooks in which it saves
+    # Lightning logs by the batches that stepped, and counts one after the hooks that save
     logged = dict(fit_loop["epoch_loop.state_dict"])
     logged["_batches_that_stepped"] += trained.epoch > fit_loop["epoch_progress"]["current"]["processed"]
     # 1. epochs: this one has begun if some of its batches are trained on
@@ -474,7 +474,7 @@ def _rewound(fit_loop: Mapping[str, Any], trained: TrainedBatches) -> dict[str, 
 
 def _counted(progress: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, Any]:
     """Return counters with these values, and totals that fit them."""
-    # totals count from what was processed: a batch that failed was ready and started only
+    # totals count from processed batches: one that failed was ready and started only
     before = progress["total"]["processed"] - progress["current"]["processed"]
     total = {field: before + value for field, value in wanted.items()}
     return {**progress, "current": {**progress["current"], **wanted}, "total": {**progress["total"], **total}}

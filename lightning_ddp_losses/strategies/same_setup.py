@@ -90,7 +90,7 @@ def _describe_loss(module: nn.Module) -> str:
     kind = type(module)
     known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
     names = inspect.signature(kind.__init__).parameters if known else ()
-    # a library keeps most of its arguments under their names. What it makes of the others is an object
+    # a library keeps most of its arguments under their names. The others become an object
     shown = [f"{name}={getattr(module, name)!r}" for name in names if has_stable_repr(getattr(module, name, module))]
     return f"{kind.__qualname__}({', '.join(shown)})"
 
@@ -108,7 +108,7 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     Raises:
         RankMismatchError: on every rank, with the first names that differ.
 
-    Communication: one handshake. One more gather where ranks differ.
+    Communication: one handshake. One more gather if ranks differ.
     """
     own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
     # which modules are gathered by themselves: ranks must do so in the same order

@@ -239,7 +239,7 @@ class Shards(FitPart):
     # ------------------------------------------------------------------ checkpoints in one file
 
     def whole_state(self, state: Mapping[str, Any], receivers: Iterable[int] = (0,)) -> dict[str, Any]:
-        """Return the module's state with the whole of what is divided, on some ranks.
+        """Return the module's state with whole divided parameters, on some ranks.
 
         Args:
             state: State of the module, each rank's own.
@@ -269,7 +269,7 @@ class Shards(FitPart):
         return _map_optimizer_state(optimizer, state, whole)
 
     def completed(self, checkpoint: Mapping[str, Any], *, as_folder: bool) -> dict[str, Any]:
-        """Return a checkpoint whose averages, which a callback put in place of the weights, are whole too. Every rank comes here.
+        """Return a checkpoint with whole averages, which a callback put in place of the weights. Every rank comes here.
 
         Raises:
             ConfigurationError: on every rank, for averages in a folder: the weights beside them would be one rank's.
@@ -390,7 +390,7 @@ def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]
         args: Further arguments of the scaler's own function.
 
     Returns:
-        By device, 1 where a gradient of some rank is not finite, else 0.
+        By device, 1 if a gradient of some rank is not finite, else 0.
 
     Communication: one sum of a number for each device.
     """
@@ -412,7 +412,7 @@ def unscale_parts(own: Callable[..., Any], optimizer: Any, args: tuple[Any, ...]
 
 
 def parameters_in_order(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    """Yield an optimizer's parameters in the order of its groups, in which ``state_dict`` numbers them."""
+    """Yield an optimizer's parameters in the order of its groups, as ``state_dict`` numbers them."""
     for group in optimizer.param_groups:
         yield from group["params"]
 

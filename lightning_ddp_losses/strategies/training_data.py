@@ -3,8 +3,8 @@
 * Samplers: under DDP, Lightning wraps any training sampler in a ``DistributedSamplerWrapper`` that shuffles, and builds a custom batch
   sampler again around a shuffling ``DistributedSampler``. Batches with M rows per class are lost without a message. `GivenLoaders` warns.
   (Lightning 2.6.6, 2026)
-* ``use_global_sampler=True``: the batches of one process for training loaders that have no sampler of their own. Lightning gives such a
-  loader a ``DistributedSampler``: it shuffles also what the loader did not shuffle, pads the epoch with rows that are seen twice, deals
+* ``use_global_sampler=True``: the batches of one process for training loaders without a custom sampler. Lightning gives such a
+  loader a ``DistributedSampler``: it shuffles even if the loader did not shuffle, pads the epoch with rows that are seen twice, deals
   rows by turns, so that another number of ranks has other batches, and starts the epoch again when training resumes. `GlobalSamplers`
   gives them the batches of ``GlobalBatchSampler.shuffled``, cut over the ranks: each row once, the same global batches on any number of
   ranks with the same global batch, and a place that is saved.
@@ -57,7 +57,7 @@ _SEEN = struct.Struct("<QI")  # content of a batch, its different rows
 
 
 class GivenLoaders(FitPart):
-    """Warns of samplers whose order Lightning replaced, and refuses batches that are not those of their global sampler."""
+    """Warns of samplers that Lightning replaced, and refuses batches that are not those of their global sampler."""
 
     def process_dataloader(self, dataloader: object) -> object:
         """Look at a loader, which stays as it is."""
@@ -69,7 +69,7 @@ class GivenLoaders(FitPart):
 
 
 def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
-    """Return what Lightning did to the order of a structured sampler, as an error text. None where it left the order alone.
+    """Return Lightning's change to the order of a structured sampler, as an error text. None if it left the order alone.
 
     Args:
         dataloader: When Lightning has resolved samplers.
@@ -101,9 +101,9 @@ def _reshuffle_text(arguments: str, name: str, got: str) -> str:
 
 
 def refuse_other_batches(dataloader: object) -> None:
-    """Refuse a DataLoader whose batches are not those of its global sampler.
+    """Refuse a DataLoader with other batches than those of its global sampler.
 
-    Such a sampler is known by its ``local_batch_size``. It cannot see what the DataLoader makes of its indices.
+    Such a sampler is known by its ``local_batch_size``. It cannot see how the DataLoader uses its indices.
 
     Args:
         dataloader: Argument of ``Strategy.process_dataloader``.
@@ -114,7 +114,7 @@ def refuse_other_batches(dataloader: object) -> None:
     """
     if not isinstance(dataloader, DataLoader):
         return
-    # under a batch sampler of its own, dataloader.sampler is torch's placeholder. In prediction the sampler is inside
+    # under a custom batch sampler, dataloader.sampler is torch's placeholder. In prediction the sampler is inside
     sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
     expected = getattr(sampler, "local_batch_size", None)
     if expected is None or not isinstance(sampler, DistributedSampler):
@@ -153,7 +153,7 @@ class GlobalSamplers(FitPart):
             self.undo.callback(compat.replace_training_loaders(self.fit.trainer, self._replacement))
 
     def _replacement(self, dataloader: object) -> object | None:
-        """Return the loader with our batches. None where the user chose them.
+        """Return the loader with our batches. None if the user chose them.
 
         Raises:
             ConfigurationError: on every rank, for what cannot be sampled.
@@ -204,10 +204,10 @@ def _has_own_batches(dataloader: object) -> bool:
 
 
 def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
-    """Return a loader whose rows can be drawn by number.
+    """Return a loader with rows that can be drawn by number.
 
     Raises:
-        ConfigurationError: naming what it is instead.
+        ConfigurationError: naming its type.
     """
     leave_out = "Leave use_global_sampler out"
     if not isinstance(dataloader, DataLoader):
@@ -272,7 +272,7 @@ class SameRows:
             distinct: Number of different rows in each batch.
 
         Returns:
-            The ranks of which it is certain by now that another has the same batches.
+            The ranks that certainly have the same batches as another by now.
         """
         if 0 in contents:
             return []
@@ -283,7 +283,7 @@ class SameRows:
             first = first_rank_with.setdefault(content, rank)
             if first == rank:
                 continue
-            # new evidence only where the batch is another one than before
+            # new evidence only if the batch is another one than before
             batches, rows = self._evidence.get((first, rank), (0, 0))
             if not self._contents_before or self._contents_before[rank] != content:
                 batches, rows = batches + 1, rows + distinct[rank]
@@ -317,7 +317,7 @@ class UndividedData:
         self._rows = SameRows()
 
     def see(self, loaders: Sequence[Any], batch: Any) -> None:
-        """Read a batch, where it is one of the first, and all that it comes from is iterable. Communication: none."""
+        """Read a batch, if it is one of the first, and all of its sources are iterable. Communication: none."""
         if not self.is_looking or not loaders:
             return
         if process_groups.world_size() == 1 or not all(_is_iterable(loader) for loader in loaders):
@@ -334,7 +334,7 @@ class UndividedData:
         return seen
 
     def judge(self, trainer: pl.Trainer, payloads: Sequence[bytes]) -> None:
-        """Compare what all ranks have taken, in rank order.
+        """Compare the batches of all ranks, in rank order.
 
         Raises:
             InputError: on every rank.
@@ -381,7 +381,7 @@ def _is_iterable(loader: Any) -> bool:
 
 
 def _hash_of(batch: Any) -> tuple[int, int]:
-    """Return a hash of a batch and its number of different rows. Zeros where it has none that can be read."""
+    """Return a hash of a batch and its number of different rows. Zeros if it has none that can be read."""
     tensors = [leaf for leaf in batch_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = tensors[0].shape[0] if tensors else 0
     if not rows:

@@ -1,7 +1,7 @@
 """Accumulation windows as Lightning's loops go: opened by the first micro-batch, closed by the backward that synchronises.
 
-What a window is stands in ``distributed/accumulation``. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``.
-That is undone here, as the window divides by what it counts.
+``distributed/accumulation`` defines a window. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``.
+That is undone here, as the window divides by its counts.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class LightningWindows(FitPart):
 
 
 def corrected_parameters(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Return by name what an accumulation window corrects: what the module trains, and what else its optimizers step."""
+    """Return by name the parameters that an accumulation window corrects: those the module trains, and others that its optimizers step."""
     found: dict[str, Tensor] = dict(module.named_parameters())
     known = set(map(id, found.values()))
     for i, optimizer in enumerate(optimizers):

@@ -82,11 +82,11 @@ class TileDistance:
         return grad
 
     def kept_rows(self, prepared: Operand) -> Operand:
-        """Return what is kept of this rank's rows."""
+        """Return the kept form of this rank's rows."""
         return prepared
 
     def kept_columns(self, prepared: Operand) -> Operand:
-        """Return what is kept of the columns."""
+        """Return the kept form of the columns."""
         return prepared
 
     def row_bytes(self, columns: int, like: Tensor) -> int:
@@ -109,7 +109,7 @@ class TileDistance:
         return sums
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        """Adds what a matrix gives back to rows and columns. ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
+        """Adds a matrix's gradients to rows and columns. ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
 
         Args:
             rows: Rows of the tile. Their sums are always wanted.
@@ -132,7 +132,7 @@ class TileDistance:
 
 
 class DotProduct(TileDistance):
-    """Similarity as a product: two matrix products, nothing else."""
+    """Similarity as a product: two matrix products."""
 
     def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
         return torch.addmm(out, rows.rows, columns.rows.T, beta=0, alpha=scale, out=out)
@@ -191,7 +191,7 @@ class EuclideanDistance(TileDistance):
         return out
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        # gradient over |scale x distance|, 0 where points coincide; what is left of scale x scale has its sign
+        # gradient over |scale x distance|, 0 if points coincide. The rest of scale x scale has its sign
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
         factor = scale * abs(scale)
@@ -219,7 +219,7 @@ def tile_distance(distance: Any, columns: int, products: ProductForm = "float32"
     Args:
         distance: One of pytorch-metric-learning's own.
         columns: C. Torch computes Euclidean distances of few rows another way.
-        products: How rows are multiplied where that is all there is to it.
+        products: Form of plain products of rows.
     """
     if is_one_product(distance):
         return DotProduct(distance) if products == "float32" else TensorCoreProduct(distance)

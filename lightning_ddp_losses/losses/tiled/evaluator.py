@@ -139,7 +139,7 @@ class TiledCall:
         symmetric: True if ``plan.is_symmetric``. The gathered rows then get no gradient.
         group: Process group.
         tile_bytes: The most that a tile may take. None: a default.
-        compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: nothing is compiled.
+        compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: they are not compiled.
         products: Form of products of rows, if the distance is one.
     """
 
@@ -334,7 +334,7 @@ class _Inputs(NamedTuple):
 
 
 class _Tiles:
-    """Rows and columns in the order and form in which tiles take them.
+    """Rows and columns in the tiles' order and form.
 
     Args:
         distance: Computes tiles.
@@ -455,7 +455,7 @@ class TiledForward:
         column_sums = None if self._inputs.references is None else torch.zeros_like(columns, dtype=dtype)
         return torch.zeros_like(rows, dtype=dtype), column_sums
 
-    # what ranks exchange
+    # the exchanged statistics
 
     def partial_sums(self) -> list[PartialSum]:
         """Return this rank's sub-losses, without graph."""
@@ -466,7 +466,7 @@ class TiledForward:
         found = []
         for name, each in zip(names, self._totals, strict=True):
             total = each.total
-            # a NaN passes no limit: if nothing passes it would be lost
+            # a NaN passes no limit: if no entry passes it would be lost
             if not self._is_whole and each.may_count_nothing:
                 total = total + no_loss(embeddings)
             found.append(replace(each, total=total, name=name))

@@ -2,7 +2,7 @@
 
 A formula of ``tile_functions`` is written once, for any of these masks:
 
-* ``WholePairs``: masks of all columns, from the labels of rows and columns. The host learns nothing about them and never waits.
+* ``WholePairs``: masks of all columns, from the labels of rows and columns. The host does not read them and never waits.
 * ``SortedPairs``: masks of a band of columns. Rows and columns are sorted by label, so the positives of a tile's rows lie in a few
   neighbouring columns. Outside the band every entry is a negative. The host reads the bands once a call.
 * ``NamedPairs``: counts for all columns: how often a miner names each entry.
@@ -38,7 +38,7 @@ class LabelKeys(NamedTuple):
 
 
 class LabelMasks:
-    """Masks of a tile whose pairs follow from labels. Each is made when it is first needed.
+    """Masks of a tile with pairs that follow from labels. Each is made when it is first needed.
 
     Args:
         row_labels: (T,).
@@ -155,7 +155,7 @@ class LabelMasks:
 
 
 class CountedMasks:
-    """Masks of a tile whose pairs a miner names. The interface of ``LabelMasks``.
+    """Masks of a tile with pairs that a miner names. The interface of ``LabelMasks``.
 
     Args:
         positives: (T, C), how often each entry is named as a positive.
@@ -284,7 +284,7 @@ class SortedPairs:
         all_labels: (G,) of all ranks' rows.
 
     Attributes:
-        row_order: (B,), order in which tiles take this rank's rows.
+        row_order: (B,), the tiles' order of this rank's rows.
         column_order: (C,), order of the columns.
         matching: The number of pairs of all ranks' rows and columns that have the same label, each row with itself included.
     """

@@ -63,7 +63,7 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
 def reduce_pairs(
     reduction: Reduction, numbers: Sequence[Tensor], labels: Tensor | None
 ) -> tuple[PartialSum, Tensor | None]:
-    """Reduce a sub-loss whose elements are pairs (or triplets).
+    """Reduce a sub-loss over pairs (or triplets).
 
     Args:
         reduction: Reducer of the sub-loss.
@@ -169,7 +169,7 @@ class PairLoss:
 
     @classmethod
     def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        """Return whether the loss takes pairs of which the host knows nothing, as it is configured and reduced."""
+        """Return whether the loss, as configured and reduced, takes pairs unknown to the host."""
         return True
 
     def nothing(self, rows: int) -> formulas.Numbers:
@@ -218,7 +218,7 @@ class PairLoss:
 
 
 class SoftmaxPairLoss(PairLoss):
-    """A loss whose rows are softmaxes.
+    """A loss with a softmax per row.
 
     Attributes:
         rows_of: Formula of the numbers of rows.
@@ -243,7 +243,7 @@ class SoftmaxPairLoss(PairLoss):
         self.terms = (of_rows, self.shares(row_stats)), column_terms
 
     def shares(self, stats: Tensor) -> Any:
-        """Return what the gradient needs of (n, k) statistics next to the softmax."""
+        """Return the (n, k) statistics that the gradient needs next to the softmax."""
         raise NotImplementedError
 
     def softmaxes(

@@ -1,7 +1,7 @@
 """Formulas of losses on a tile: pure functions of its matrix and its pairs, for each loss the numbers of rows and their gradient.
 
 A formula is written once for all masks of pairs (``masks``): on an accelerator of all columns, on the CPU of a band of columns, of a
-miner's names. Nothing here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
+miner's names. No function here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
 
 Every ``*_rows`` returns numbers of the tile's rows, (T,) each. Every ``*_grad`` returns the gradient of the tile's entries, (T, C), plus
 that of the transposed entries if terms of the columns are given.
@@ -347,7 +347,7 @@ def contrastive_grad(
     sign: float,
     limits: tuple[Limits | None, Limits | None],
 ) -> Tensor:
-    """Return 1 for a pair whose loss passes, with its sign, times the counts of a pair of its row and column.
+    """Return 1 for a pair with a loss that passes, with its sign, times the counts of a pair of its row and column.
 
     Args:
         matrix: (T, C).
@@ -389,7 +389,7 @@ def sorted_triplets(matrix: Tensor, keys: Keys, margin: float, limits: Limits | 
     thresholds = masks.lowest_but(masks.positives, entries + margin)
     in_order = negatives.sort(1).values
     violating = torch.searchsorted(in_order, thresholds)
-    # how many thresholds lie above each negative. One above none adds nothing (and may be infinite)
+    # how many thresholds lie above each negative. One above none adds no term (and may be infinite)
     counts = torch.searchsorted(thresholds.sort(1).values, negatives, right=True)
     violated = thresholds.shape[1] - counts
     pushed = torch.where(violated > 0, negatives, 0).double().mul_(violated).sum(1)
