@@ -24,7 +24,9 @@ __all__ = ["run_ranks"]
 GROUP_TIMEOUT = timedelta(seconds=60)
 
 
-def run_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = 2, seconds: float = 300.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *arguments: Any, world_size: int = 2, seconds: float = 300.0, backend: str = "gloo"
+) -> list[Any]:
     """Call ``function(*arguments)`` on each rank of a new gloo group in fresh processes.
 
     Args:
@@ -32,6 +34,7 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = 2
         *arguments: Equal on every rank.
         world_size: Number of processes.
         seconds: Until all must have answered.
+        backend: Backend of the group.
 
     Returns:
         The results in rank order.
@@ -46,7 +49,7 @@ def run_ranks(function: Callable[..., Any], *arguments: Any, world_size: int = 2
             ours, theirs = context.Pipe()
             store = os.path.join(folder, "store")
             process = context.Process(
-                target=_rank_main, args=(theirs, rank, world_size, store, function, arguments), daemon=True
+                target=_rank_main, args=(theirs, rank, world_size, store, backend, function, arguments), daemon=True
             )
             process.start()
             theirs.close()
@@ -100,7 +103,13 @@ def _settings() -> Iterator[None]:
 
 
 def _rank_main(
-    pipe: Connection, rank: int, world_size: int, store: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    store: str,
+    backend: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     warnings.simplefilter("ignore")  # Lightning's advice about workers and loggers is not for benchmarks
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
@@ -108,7 +117,7 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+            backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
         )
         pipe.send((function(*arguments), None))
         dist.destroy_process_group()

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,16 @@ class Rows(list[Row]):
 
 def machine() -> Row:
     """Where a figure was measured."""
+    # of the modules themselves: a folder of sources has no metadata
+    import lightning
+    import torch
+
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "python": platform.python_version(),
-        "torch": version("torch"),
-        "lightning": version("lightning"),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
     }
 
 

@@ -6,15 +6,15 @@ The table counts operators; a GPU may start several kernels for one, so more ker
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from benchmarks.records import Row
 from tests.devices import Device, waits_in
 from tests.pretend_runs import BOUNDS, bounded_run
 
 
-def rows_of(device: Device, every: int = 1) -> list[Row]:
+def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
     """Count launches, waits and uploads of every row of the table."""
-    rows = []
     for name, bound in BOUNDS.items():
         found = bounded_run(device, name)
         launches = sum(counts.get("launches", 0) for counts in (found.forward, found.backward))
@@ -22,18 +22,15 @@ def rows_of(device: Device, every: int = 1) -> list[Row]:
         places = Counter(waits_in(found.forward)) + Counter(waits_in(found.backward))
         # on a GPU a blocking upload makes the host wait too
         allowed = bound.waits + (0 if device.draws_as_the_host else bound.uploads)
-        rows.append(
-            {
-                "table": "gpu c: launches and waits of a call, 512 rows x 32",
-                "loss": name,
-                "launches": launches,
-                "launches_bound": bound.launches,
-                "waits": places.total(),
-                "waits_bound": allowed,
-                "uploads": uploads,
-                "where": ", ".join(f"{place.removeprefix('wait ')} x {number}" for place, number in places.items()),
-                "error": found.error or None,
-                "verdict": "WRONG" if found.error or places.total() > allowed else "within",
-            }
-        )
-    return rows
+        yield {
+            "table": "gpu c: launches and waits of a call, 512 rows x 32",
+            "loss": name,
+            "launches": launches,
+            "launches_bound": bound.launches,
+            "waits": places.total(),
+            "waits_bound": allowed,
+            "uploads": uploads,
+            "where": ", ".join(f"{place.removeprefix('wait ')} x {number}" for place, number in places.items()),
+            "error": found.error or None,
+            "verdict": "WRONG" if found.error or places.total() > allowed else "within",
+        }

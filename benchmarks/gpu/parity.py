@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from benchmarks.records import Row
 from tests.devices import Device
@@ -12,41 +13,32 @@ from tests.pretend_runs import Found, runs_of
 EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
 
 
-def rows_of(device: Device, every: int = 1) -> list[Row]:
+def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
     """Run everything that the suite runs on one process; one row a kind, and one for each run that is not exact."""
-    found: dict[str, dict[str, Found]] = defaultdict(dict)
+    chosen: dict[str, dict[str, Callable[[], Found]]] = {}
     seen = Counter[str]()
     for name, run in runs_of(device).items():
         kind = name.partition(";")[0]
         # of each kind the first, and every n-th after it
         if seen[kind] % every == 0:
-            found[kind][name] = run()
+            chosen.setdefault(kind, {})[name] = run
         seen[kind] += 1
-    rows: list[Row] = []
-    for kind, results in found.items():
+    for kind, runs in chosen.items():
+        results = {name: run() for name, run in runs.items()}
         # one that failed is worse than any difference
         off = {name: math.inf if result.error else result.difference for name, result in results.items()}
         worst = max(off, key=lambda name: off[name])
         wrong = [name for name in off if not off[name] < EXACT]
         table = "gpu a: one process beside the CPU's"
-        rows.append(
-            {
-                "table": table,
-                "loss": kind,
-                "runs": len(results),
-                "not_exact": len(wrong),
-                "largest_difference": off[worst] if math.isfinite(off[worst]) else None,
-                "of": worst,
-                "verdict": "WRONG" if wrong else "exact",
-            }
-        )
-        rows += [
-            {
-                "table": f"{table}: not exact",
-                "loss": name,
-                "why": results[name].error or f"off by {off[name]:.1e}",
-                "verdict": "WRONG",
-            }
-            for name in wrong
-        ]
-    return rows
+        yield {
+            "table": table,
+            "loss": kind,
+            "runs": len(results),
+            "not_exact": len(wrong),
+            "largest_difference": off[worst] if math.isfinite(off[worst]) else None,
+            "of": worst,
+            "verdict": "WRONG" if wrong else "exact",
+        }
+        for name in wrong:
+            why = results[name].error or f"off by {off[name]:.1e}"
+            yield {"table": f"{table}: not exact", "loss": name, "why": why, "verdict": "WRONG"}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from benchmarks.records import Row
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
@@ -59,41 +61,50 @@ FITS: dict[str, tuple[type[Job], type[Job]]] = {
 }
 
 
-def rows_of(device: Device, every: int = 1) -> list[Row]:
+def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
     """Run all jobs and fits as a rank; every rank comes here."""
     # importing Lightning has set this anew
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     size, limit = f"{dist.get_world_size()} ranks", ROUNDED[device.name.partition(":")[0]]
     found: dict[str, float | str] = run_jobs(device)
-    rows = [_row(name, size, off, limit) for name, off in found.items()]
+    for name, off in found.items():
+        yield _row(name, size, off, limit)
     for name, (job, alone) in FITS.items():
         off: float | str
         try:
             off = fit_difference(device, job, alone)
         except Exception as error:  # the jobs before it are told all the same
             off = f"{type(error).__name__}: {error}"[:1500]
-        rows.append(_row(name, size, off, FIT_EXACT))
-    return rows
+        yield _row(name, size, off, FIT_EXACT)
 
 
-def fit_difference(device: Device, job: type[Job], alone: type[Job]) -> float:
-    """Train on all ranks; return the largest relative difference of a parameter to one process on the CPU."""
-    # Lightning does not know the pretended device
-    accelerator: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
+def accelerator(device: Device) -> dict[str, Any]:
+    """Return a trainer's options for one device of this node. Lightning does not know the pretended one."""
     if device.name.startswith("cuda"):
-        accelerator = {"accelerator": "gpu", "devices": [torch.cuda.current_device()]}
+        return {"accelerator": "gpu", "devices": [torch.cuda.current_device()]}
+    return {"accelerator": "cpu", "devices": 1}
+
+
+def fit_difference(device: Device, job: type[Job], alone: type[Job], **options: Any) -> float:
+    """Train on all ranks; return the largest relative difference of a parameter to one process on the CPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = job()
-        strategy = DDPLossStrategy(process_group_backend="gloo")
         nodes = dist.get_world_size()
-        trainer = Trainer(**accelerator, num_nodes=nodes, strategy=strategy, plugins=[OneNodePerRank()], **QUIET)
+        options = {**QUIET, **accelerator(device), **options}
+        trainer = Trainer(num_nodes=nodes, strategy=DDPLossStrategy(), plugins=[OneNodePerRank()], **options)
         trainer.fit(module, loader(nodes, dist.get_rank()))
         truth = fit_alone(alone)
+    found = {name.replace("loss.loss.", "loss."): value for name, value in module.state_dict().items()}
+    return largest_difference(found, truth)
+
+
+def largest_difference(found: Mapping[Any, Tensor], truth: Mapping[Any, Tensor]) -> float:
+    """Return the largest relative difference of two sets of tensors, by norms."""
     off = [0.0]
-    for name, value in module.state_dict().items():
-        expected = truth[name.replace("loss.loss.", "loss.")]
-        off.append(float((value.cpu() - expected).norm() / expected.norm().clamp(min=1e-12)))
+    for name, value in found.items():
+        expected = truth[name].cpu().double()
+        off.append(float((value.cpu().double() - expected).norm() / expected.norm().clamp(min=1e-12)))
     return max(off)
 
 

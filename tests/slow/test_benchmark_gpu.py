@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks import records
 from tests.processes import ROOT, run_python
 
@@ -37,6 +39,25 @@ def test_ranks_that_share_the_device() -> None:
     assert code == 0, said
     for expected in ("3 ranks", "reduction", "class-sharded", "fit, Contrastive over all rows"):
         assert expected in said
+
+
+def test_one_rank_and_two(tmp_path: Path) -> None:
+    """Fits, compiled tiles, and a step that fails; each row is in a file as soon as it is known."""
+    code, said = command("--device", "pretend", "--part", "e", "--output", str(tmp_path))
+    assert code == 0, said
+    for expected in (
+        "fit, 16-true",
+        "deterministic=True",
+        "fsdp2_ddp_losses",
+        "compile_tiles, SigLIP",
+        "2 ranks, gloo",
+    ):
+        assert expected in said
+    assert {file.name: len(file.read_text().splitlines()) for file in tmp_path.iterdir()} == {
+        "gpu_e_rank_0_of_1.jsonl": 6,
+        "gpu_e_rank_0_of_2.jsonl": 17,
+        "gpu_e_rank_1_of_2.jsonl": 17,
+    }
 
 
 def test_without_a_device() -> None:

@@ -1,0 +1,173 @@
+"""Part e: NCCL, in a world of one and in a world of two on the one device, and what only a real device can refuse.
+
+NCCL refuses two ranks on one device of one host. ``worker`` gives each rank another ``NCCL_HOSTID``, so that they talk through sockets.
+If a release of NCCL refuses that too, the rows of two ranks say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytorch_metric_learning.losses as pml
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from benchmarks.gpu.several_ranks import (
+    FIT_EXACT,
+    FITS,
+    ROUNDED,
+    OneNodePerRank,
+    accelerator,
+    fit_difference,
+    largest_difference,
+)
+from benchmarks.records import Row
+from lightning_ddp_losses import ClipLoss, DDPLossStrategy, GlobalBatchLoss, SigLipLoss
+from tests.devices import Device
+from tests.lightning_ranks import QUIET
+from tests.pretend_ranks import run_jobs
+from tests.strategies.fsdp_jobs import alone, make_job, whole_state
+from tests.strategies.jobs import Job, fit_alone, loader
+
+HALF = 2.0  # distance of a fit in float16 from float64, over that of Lightning's own
+COMPILED = 1e-5  # relative, float32 whose sums have another order
+FREED_SECONDS = 30.0  # a stuck device is noticed after 10 s
+_TABLE = "gpu e: NCCL"
+
+
+class GlobalTriplets(Job):
+    """A loss whose numbers of triplets are cumulated, which CUDA does not do deterministically for floats."""
+
+    def build(self, loss: str) -> None:
+        """Make the loss."""
+        self.loss = GlobalBatchLoss(pml.TripletMarginLoss())
+
+
+class AloneTriplets(Job):
+    """The same in one process."""
+
+    def build(self, loss: str) -> None:
+        """Make the loss."""
+        self.loss = pml.TripletMarginLoss()
+
+
+class FailsBesideAKernel(Job):
+    """A step fails on rank 0, whose device waits for a collective that rank 1 does not join."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+        """Fail at the second step."""
+        if index == 1 and dist.get_rank() == 0:
+            if self.device.type == "cuda":  # gloo would pair it with another collective
+                dist.all_reduce(torch.ones(1, device=self.device), async_op=True).wait()
+            raise ArithmeticError("a step that fails")
+        return super().training_step(batch, index)
+
+
+def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
+    """Run the jobs of one rank, or of two."""
+    if dist.get_world_size() == 1:
+        jobs = {
+            "fit, ArcFace": (lambda: fit_difference(device, Job, Job), FIT_EXACT),
+            "fit, deterministic=True, TripletMargin": (lambda: _deterministic_fit(device), FIT_EXACT),
+            "fit, 16-true, over Lightning's own": (lambda: _half_fit(device), HALF),
+            "fit, fsdp2_ddp_losses": (lambda: _sharded_fit(device), FIT_EXACT),
+            "compile_tiles, SigLIP": (lambda: _compiled(device, SigLipLoss), COMPILED),
+            "compile_tiles, CLIP": (lambda: _compiled(device, ClipLoss), COMPILED),
+        }
+        for name, (job, limit) in jobs.items():
+            yield _row(name, job, limit)
+        return
+    limit = ROUNDED[device.name.partition(":")[0]]
+    for name, off in run_jobs(device).items():
+        yield _row(name, lambda off=off: off, limit)
+    for name, (job, truth) in FITS.items():
+        yield _row(name, lambda job=job, truth=truth: fit_difference(device, job, truth), FIT_EXACT)
+    # last: afterwards this world is of no use
+    yield _row(
+        "seconds from a failing step beside a waiting kernel to the end of the fit",
+        lambda: _freed(device),
+        FREED_SECONDS,
+    )
+
+
+def _row(name: str, job: Callable[[], float | str], limit: float) -> Row:
+    off: float | str
+    try:
+        off = job()
+    except Exception as error:  # the others are run all the same
+        off = f"{type(error).__name__}: {error}"[:1500]
+    is_right = isinstance(off, float) and off <= limit
+    return {
+        "table": _TABLE,
+        "loss": name,
+        "size": f"{dist.get_world_size()} ranks, {dist.get_backend()}",
+        "difference": off,
+        "limit": limit,
+        "verdict": "exact" if is_right else "WRONG",
+    }
+
+
+def _deterministic_fit(device: Device) -> float:
+    try:
+        return fit_difference(device, GlobalTriplets, AloneTriplets, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _half_fit(device: Device) -> float:
+    """Return how far a fit in float16 ends from one in float64, over the same of one process under Lightning alone."""
+    theirs = largest_difference(fit_alone(Job, precision="16-true"), fit_alone(Job))
+    return fit_difference(device, Job, Job, precision="16-true") / theirs
+
+
+def _sharded_fit(device: Device) -> float:
+    """Train an encoder that FSDP2 divides into one part."""
+    truth = alone("arcface")
+    module = make_job("arcface")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Trainer(**accelerator(device), strategy="fsdp2_ddp_losses", plugins=[OneNodePerRank()], **QUIET).fit(
+            module, loader(1, 0)
+        )
+    return largest_difference(whole_state(module), truth)
+
+
+def _compiled(device: Device, make: Callable[..., nn.Module]) -> float:
+    """Compare a compiled two-tower loss with the same one uncompiled, value and gradients."""
+    place = device.name if device.name.startswith("cuda") else "cpu"
+    torch.manual_seed(0)
+    rows = torch.randn(2, 512, 64, device=place)
+    found = []
+    for compile_tiles in (False, True):
+        images, texts = rows.clone().requires_grad_().unbind()
+        loss = make(compile_tiles=compile_tiles).to(place)
+        value = loss(images, texts)
+        leaves = [images, texts, *loss.parameters()]
+        found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    eager, compiled = (dict(enumerate(tensors)) for tensors in found)
+    return largest_difference(compiled, eager)
+
+
+def _freed(device: Device) -> float:
+    """Return the seconds until every rank has its error and has its module on the host again."""
+    module = FailsBesideAKernel()
+    trainer = Trainer(
+        **accelerator(device), num_nodes=2, strategy=DDPLossStrategy(), plugins=[OneNodePerRank()], **QUIET
+    )
+    began = time.monotonic()
+    failed = False
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")
+        failed = True
+        trainer.fit(module, loader(2, dist.get_rank()))
+        failed = False
+    copy.deepcopy(module).cpu()
+    if not failed:
+        raise RuntimeError("the fit came to its end")
+    return time.monotonic() - began
