@@ -10,6 +10,7 @@ import matplotlib.axes
 import pytest
 
 from benchmarks import figures, gpu, records
+from benchmarks.gpu import worker
 from benchmarks.tiled_rows import MEMORY_TABLE, TIME_TABLE
 from benchmarks.window import windows_of
 
@@ -37,21 +38,32 @@ def test_added_rows_replace_those_of_the_same_job() -> None:
     assert [json.loads(line)["ours_ms"] for line in path.read_text().splitlines()] == [8.0]
 
 
-def test_a_part_on_a_gpu_that_fails_leaves_the_others(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_part_on_a_gpu_that_fails_leaves_its_rows_and_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def run_part(part: str, *_: Any) -> list[dict[str, Any]]:
+    def run_ranks(function: Any, part: str, device: str, every: int, folder: str, *, world_size: int, **_: Any) -> None:
+        for rank in range(world_size):
+            row = {"table": "some", "loss": part}
+            worker.file_of(folder, part, world_size, rank).write_text(json.dumps(row) + "\n")
         if part == "b":
-            raise RuntimeError("rank 1 failed")
-        return [{"table": "some", "loss": part}]
+            raise RuntimeError("no answer in time")
 
-    monkeypatch.setattr(gpu, "run_part", run_part)
+    monkeypatch.setattr(gpu, "run_ranks", run_ranks)
     monkeypatch.setattr(gpu, "_refuse_missing_device", lambda device: None)
-    rows = gpu.main(["--device", "pretend"])
-    assert [row["loss"] for row in rows] == ["a", "c", "d"]
+    rows = gpu.main(["--device", "pretend", "--ranks", "2", "--output", str(tmp_path / "rows")])
+    assert [(row["loss"], row.get("rank")) for row in rows] == [
+        ("a", None),
+        ("b", 0),
+        ("b", 1),
+        ("c", None),
+        ("d", None),
+        ("e", None),
+        ("e", 0),
+        ("e", 1),
+    ]
     assert rows.failed
     assert not rows.recorded
-    assert "part b failed: rank 1 failed" in capsys.readouterr().err
+    assert "part b with 2 rank(s) failed: no answer in time" in capsys.readouterr().err
 
 
 def test_pictures_show_every_recorded_point(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
