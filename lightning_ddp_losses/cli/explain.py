@@ -11,9 +11,11 @@ import difflib
 import inspect
 import re
 from collections.abc import Sequence
+from typing import ClassVar
 
-from rich.console import Console
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markdown import Markdown, MarkdownElement, TableElement
+from rich.table import Table
 
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.core.faults import FAULTS, UNUSED
@@ -35,29 +37,7 @@ _OVERVIEW = """# The manual
 
 Any other words are searched for: `ddp-losses explain loss is nan`.
 """
-_LITTLE = {
-    "a",
-    "an",
-    "and",
-    "are",
-    "at",
-    "by",
-    "do",
-    "does",
-    "i",
-    "in",
-    "is",
-    "it",
-    "my",
-    "not",
-    "of",
-    "on",
-    "or",
-    "the",
-    "to",
-    "why",
-    "with",
-}
+_LITTLE = re.compile("a|an|and|are|at|by|do|does|i|in|is|it|my|not|of|on|or|the|to|why|with")
 # words that no page uses, and the topics that serve them
 _OWN_FORMULA = ("GlobalBatchLoss", "DifferentiableMetric")
 _MEANT = {
@@ -72,6 +52,21 @@ _MEANT = {
     **dict.fromkeys(("hang", "deadlock", "stuck", "freeze"), ("F32",)),
     "nan": ("F79",),
 }
+
+
+class _FoldedTable(TableElement):
+    """A table whose long words go on in the next line. rich would cut them off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table)
+            for column in table.columns:
+                column.overflow = "fold"
+            yield table
+
+
+class _Page(Markdown):
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _FoldedTable}
 
 
 def run_explain(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -93,7 +88,7 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
     page = found or not_found(" ".join(given.topic))
     # on the terminal, no wider than can be read
     console = console or Console()
-    console.print(Markdown(page), width=min(console.width, _WIDEST))
+    console.print(_Page(page), width=min(console.width, _WIDEST))
     return int(found is None)
 
 
@@ -169,5 +164,5 @@ def not_found(text: str) -> str:
 
 def _words(text: str) -> list[str]:
     """Return the words of a text without endings and little words, each as it is searched for."""
-    found = [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in _LITTLE]
+    found = [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _LITTLE.fullmatch(word)]
     return [re.sub(r"(?<=[a-z]{3})(?:ings?|ed|e?s|e)$", "", word) for word in found]

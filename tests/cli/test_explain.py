@@ -28,11 +28,20 @@ def shown(*arguments: str, width: int = 80, status: int = 0) -> str:
     assert run_explain(arguments, Console(file=file, width=width, color_system=None)) == status
     text = file.getvalue()
     assert all(len(line) <= width for line in text.splitlines())
+    assert "…" not in text  # nothing is cut off
     return text
 
 
 def flat(text: str) -> str:
     return " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_losses_is_whole_on_a_narrow_terminal(width: int) -> None:
+    text = "".join(shown("losses", width=width).split())
+    assert "GlobalBatchLoss(lo" in text
+    assert "ProxyNCA" in text
+    assert "Lovasz" in text
 
 
 @pytest.mark.parametrize("fault", FAULTS)
