@@ -18,15 +18,23 @@ nox.options.reuse_venv = "yes"
 PROJECT = nox.project.load_toml("pyproject.toml")
 
 
+PINS = PROJECT["tool"]["lightning-ddp-losses"]["constraints"]
+
+
+def constraints(session: nox.Session) -> tuple[str, str]:
+    """Return pip's option for the constraints of pyproject.toml."""
+    file = Path(session.create_tmp()) / "constraints.txt"
+    file.write_text("\n".join(PINS) + "\n")
+    return "-c", str(file)
+
+
 def install(session: nox.Session, *groups: str, extras: str = "") -> None:
     """Install the project and dependency groups under the constraints of pyproject.toml."""
-    constraints = Path(session.create_tmp()) / "constraints.txt"
-    pins = PROJECT["tool"]["lightning-ddp-losses"]["constraints"]
-    constraints.write_text("\n".join(pins) + "\n")
+    option = constraints(session)
     # torch first and alone: a resolver that sees an open range may download a build with gigabytes of CUDA
-    session.install("-c", str(constraints), *(pin for pin in pins if pin.startswith("torch==")))
+    session.install(*option, *(pin for pin in PINS if pin.startswith("torch==")))
     dependencies = nox.project.dependency_groups(PROJECT, *groups) if groups else ()
-    session.install("-c", str(constraints), "-e", f".{extras}", *dependencies)
+    session.install(*option, "-e", f".{extras}", *dependencies)
 
 
 @nox.session
@@ -100,6 +108,9 @@ def integrations(session: nox.Session) -> None:
     """Run the tests in other hosts: Fabric, accelerate, Hugging Face's Trainer, sentence-transformers."""
     install(session, "test", "integrations", extras="[demo]")
     session.run("python", "-m", "pytest", "tests/integrations", *session.posargs)
+    # the oldest release of the host whose factor is read, too
+    session.install("transformers==5.23.*")
+    session.run("python", "-m", "pytest", "tests/integrations/test_hf_trainer.py", "tests/integrations/test_pages.py")
 
 
 @nox.session
@@ -145,7 +156,7 @@ def coverage(session: nox.Session) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting."""
-    session.install(*nox.project.dependency_groups(PROJECT, "lint"))
+    session.install(*constraints(session), *nox.project.dependency_groups(PROJECT, "lint"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 

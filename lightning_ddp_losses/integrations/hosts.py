@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from importlib.metadata import version
 
-TESTED = {"sentence-transformers": ("6.2",), "transformers": ("5.23",), "accelerate": ("1.15",)}
+TESTED = {"sentence-transformers": ("6.2",), "transformers": ("5.23", "5.24"), "accelerate": ("1.15",)}
 """By distribution, the releases that the tests run with."""
 
 

@@ -271,7 +271,9 @@ def test_another_release_is_a_warning() -> None:
 
     with (
         mock.patch.object(hosts, "version", return_value="4.40.1"),
-        pytest.warns(UserWarning, match=r"transformers 4.40.1 is not among the tested releases \(5.23.\*\). Look."),
+        pytest.warns(
+            UserWarning, match=r"transformers 4.40.1 is not among the tested releases \(5.23.\*, 5.24.\*\). Look."
+        ),
     ):
         hosts.warn_untested("transformers", "Look.")
 
