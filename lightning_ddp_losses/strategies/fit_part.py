@@ -133,6 +133,9 @@ class HostStrategy(ParallelStrategy):
     divided_parameters: frozenset[str] = frozenset()
     """Names of parameters that are divided over the ranks."""
 
+    run_seed: int | None = None
+    """Seed of the run that was resumed, also for a checkpoint after the fit. None: nothing was resumed."""
+
     _sync_blocked = False
 
     @property

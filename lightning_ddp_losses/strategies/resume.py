@@ -84,7 +84,6 @@ class Resume(FitPart):
         self._loaders: Mapping[str, Any] | None = None
         self._random: Mapping[str, Any] | None = None
         self._trained = TrainedBatches(0, 0, rewinds=False)
-        self._seed: int | None = None  # of the run that was resumed
         self._draws: list[GlobalDraw] = []  # of the training loaders, in Lightning's order
         self._samplers: list[Any] = []  # of other training loaders, which draw by the number of the epoch
         self._num_placed = 0
@@ -144,7 +143,7 @@ class Resume(FitPart):
 
         Communication: one handshake, as long as the states, if ``together``.
         """
-        trainer, entries = self.fit.trainer, dict[str, Any]()
+        trainer, entries, run_seed = self.fit.trainer, dict[str, Any](), self.fit.strategy.run_seed
         combined = compat.combined_loader(trainer.fit_loop)
         with_loops, is_fit = "loops" in checkpoint, trainer.state.fn == TrainerFn.FITTING
         trained = trained_batches(trainer)
@@ -172,7 +171,7 @@ class Resume(FitPart):
         if has_random:
             entries[RANDOM_STATES] = {
                 "world_size": process_groups.world_size(),
-                "seed": torch.initial_seed() >> 1 if self._seed is None else self._seed,
+                "seed": torch.initial_seed() >> 1 if run_seed is None else run_seed,
                 "iterator_follows": at_end,
                 "loaders_made_in": compat.loaders_made_in(trainer.fit_loop),
                 "states": random,
@@ -337,7 +336,7 @@ class Resume(FitPart):
             return
         trainer, device = self.fit.trainer, self.fit.strategy.root_device
         fit_loop, rank = trainer.fit_loop, process_groups.rank()
-        self._seed = saved["seed"]
+        self.fit.strategy.run_seed = saved["seed"]
         write_draw_counts_(trainer.lightning_module, saved.get("draw_counts", {}))
         reason = _reason_to_derive(saved, read_random_states(device))
         if reason is None:

@@ -280,7 +280,7 @@ def torchs_seeds(case: Case, leg: int) -> list[int]:
 
 def calls_before(case: Case, leg: int) -> int:
     """How often the loss has drawn when a leg begins: our strategy's checkpoints say it, those by hand do not."""
-    return sum(len(before.steps) for before in case.legs[:leg]) if case.through == "trainer" else 0
+    return sum(map(len, (batches_of_leg(case, before) for before in range(leg)))) if case.through == "trainer" else 0
 
 
 def sampled_step(

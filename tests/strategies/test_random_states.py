@@ -177,6 +177,21 @@ def test_on_another_number_of_ranks_they_are_derived(pool: RankPool, tmp_path: P
     assert pool.run(2, derived, save, BATCHES)[0][0] == []
 
 
+def saved_after_a_fit(save: str, load: str) -> int:
+    """The run's seed in a checkpoint that is saved when a resumed fit is over."""
+    trainer = make_trainer(DDPLossStrategy(), max_epochs=2)
+    trainer.fit(Noisy(dist.get_world_size()), ckpt_path=load)
+    trainer.save_checkpoint(save)
+    return int(torch.load(save, weights_only=True)[RANDOM_STATES]["seed"])
+
+
+def test_a_checkpoint_after_the_fit_holds_the_seed_of_the_run(pool: RankPool, tmp_path: Path) -> None:
+    save, again = str(tmp_path / "end.ckpt"), str(tmp_path / "again.ckpt")
+    pool.run(2, fit_and_forget, ("on_train_epoch_end", BATCHES), save)
+    run_seed = torch.load(save, weights_only=True)[RANDOM_STATES]["seed"]
+    assert pool.run(1, saved_after_a_fit, again, save) == [run_seed]
+
+
 def fit_and_forget(kill: Any, save: str, load: str | None = None, **options: Any) -> list[str]:
     return said_by(lambda: fit(kill, save, load, **options))
 
