@@ -123,11 +123,17 @@ def textbook(case: Case, a: Tensor, b: Tensor, extra: Tensor, queue: Tensor, roo
     return -functional.logsigmoid(signs * (logits + bias)).sum() / len(images)
 
 
-def grads_of_numbers(case: Case, root: Tensor, bias: Tensor) -> Found:
-    """Gradients of what is trained."""
+def size_of_logits(case: Case, a: Tensor, b: Tensor) -> float:
+    """The most that a logit can be, and at least 1."""
+    lengths = [1.0, 1.0] if case.normalize else [float(rows.double().norm(dim=1).max()) for rows in (a, b)]
+    return max(1.0, lengths[0] * lengths[1] / case.temperature)
+
+
+def grads_of_numbers(case: Case, root: Tensor, bias: Tensor, size: float) -> Found:
+    """Gradients of what is trained. That of the scale is a sum of logits that may cancel, so it is measured by their size."""
     found: Found = {}
     if case.scale in TRAINED:
-        found["scale"] = zero_or(root)
+        found["scale"] = zero_or(root) / size
     if case.loss == "siglip" and case.bias in TRAINED:
         found["bias"] = zero_or(bias)
     return found
@@ -201,6 +207,7 @@ def play(case: Case, place: Place) -> Found:
         case,
         loss.logit_scale if owns_scale and not place.alone else root,
         loss.logit_bias if owns_bias and not place.alone else bias,
+        size_of_logits(case, data["view 0"], data["view 1"]),
     )
     if place.alone:
         for tower, frozen in zip(towers, case.frozen, strict=True):
