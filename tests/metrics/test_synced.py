@@ -445,17 +445,18 @@ def forms() -> list[Any]:
     rank = dist.get_rank()
     made = synced(tm.AUROC)(task="binary")
     classed = synced(MinMaxMetric)(tm.MeanMetric())
+    plain = synced(tm.MeanMetric)()  # a class that makes nothing else
     grown = synced(MetricCollection([tm.MeanMetric()]))
     grown.add_metrics({"more": tm.SumMetric()})
     updated(made, binary, own_seeds(rank))
-    for metric in (classed, grown):
+    for metric in (classed, grown, plain):
         updated(metric, numbers, own_seeds(rank))
     with CountCollectives() as collectives:
-        values = [made.compute(), classed.compute(), grown.compute()]
+        values = [made.compute(), classed.compute(), grown.compute(), plain.compute()]
     truth = [updated(offline(tm.AUROC(task="binary")), binary, all_seeds()).compute()]
     mean = updated(offline(tm.MeanMetric()), numbers, all_seeds()).compute()
     total = updated(offline(tm.SumMetric()), numbers, all_seeds()).compute()
-    assert_equal(values, [*truth, mean, mean, mean, mean, total])
+    assert_equal(values, [*truth, mean, mean, mean, mean, total, mean])
     trained = differentiable(tm.MeanSquaredError())
     same = [type(synced(made)) is type(made), type(synced(trained)) is type(trained)]
     kinds = [
@@ -469,7 +470,7 @@ def forms() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 def test_classes_and_growing_collections(pool: RankPool) -> None:
     for found in pool.run(3, forms):
-        assert found == [3, True, True, True, True, True]
+        assert found == [4, True, True, True, True, True]
 
 
 # ---------------------------------------------------------------------- ranks that differ, and refusals
