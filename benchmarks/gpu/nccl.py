@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
+import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytorch_metric_learning.losses as pml
 import torch
@@ -39,6 +43,7 @@ HALF = 2.0  # distance of a fit in float16 from float64, over that of Lightning'
 COMPILED = 1e-5  # relative, float32 whose sums have another order
 FREED_SECONDS = 30.0  # a stuck device is noticed after 10 s
 _TABLE = "gpu e: NCCL"
+_NOT_RUN = "not run"
 
 
 class GlobalTriplets(Job):
@@ -88,6 +93,7 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
         yield _row(name, lambda off=off: off, limit)
     for name, (job, truth) in FITS.items():
         yield _row(name, lambda job=job, truth=truth: fit_difference(device, job, truth), FIT_EXACT)
+    yield _row("fit, hf_loss under FSDP2, accumulation 4", lambda: _hf_fit(device), FIT_EXACT)
     # last: afterwards this world is of no use
     yield _row(
         "seconds from a failing step beside a waiting kernel to the end of the fit",
@@ -102,14 +108,16 @@ def _row(name: str, job: Callable[[], float | str], limit: float) -> Row:
         off = job()
     except Exception as error:  # the others are run all the same
         off = f"{type(error).__name__}: {error}"[:1500]
-    is_right = isinstance(off, float) and off <= limit
+    verdict = "exact" if isinstance(off, float) and off <= limit else "WRONG"
+    if isinstance(off, str) and off.startswith(_NOT_RUN):
+        verdict = _NOT_RUN
     return {
         "table": _TABLE,
         "loss": name,
         "size": f"{dist.get_world_size()} ranks, {dist.get_backend()}",
         "difference": off,
         "limit": limit,
-        "verdict": "exact" if is_right else "WRONG",
+        "verdict": verdict,
     }
 
 
@@ -136,6 +144,25 @@ def _sharded_fit(device: Device) -> float:
             module, loader(1, 0)
         )
     return largest_difference(whole_state(module), truth)
+
+
+def _hf_fit(device: Device) -> float | str:
+    """Train with Hugging Face's Trainer and FSDP2. accelerate has no FSDP on CPUs."""
+    missing = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing or not device.name.startswith("cuda"):
+        return f"{_NOT_RUN}: needs CUDA, transformers and accelerate"
+    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
+    from tests.integrations import test_hf_trainer as hf
+
+    truth, _, _ = hf.alone(dist.get_world_size(), 4)
+    loss = hf_loss(hf.token_sum)
+    options = {"use_cpu": False, "ddp_backend": "nccl", "fsdp": True, "fsdp_config": {"auto_wrap_policy": "NO_WRAP"}}
+    # both ranks have the one device
+    one_device = mock.patch.dict(os.environ, {"LOCAL_RANK": "0"})
+    with tempfile.TemporaryDirectory() as folder, hf.ranks_of_accelerate(), one_device:
+        trainer = hf.trainer_of(folder, loss, 4, **options)
+        trainer.train()
+    return largest_difference(whole_state(trainer.model), truth)
 
 
 def _compiled(device: Device, make: Callable[..., nn.Module]) -> float:

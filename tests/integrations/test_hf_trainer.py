@@ -85,10 +85,9 @@ def ranks_of_accelerate() -> Iterator[None]:
 def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] | None = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
+    options = {"use_cpu": True, "ddp_backend": "gloo", **options}
     arguments = TrainingArguments(
         output_dir=folder,
-        use_cpu=True,
-        ddp_backend="gloo",
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=accumulate,

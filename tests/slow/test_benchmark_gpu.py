@@ -51,12 +51,13 @@ def test_one_rank_and_two(tmp_path: Path) -> None:
         "fsdp2_ddp_losses",
         "compile_tiles, SigLIP",
         "2 ranks, gloo",
+        "not run",
     ):
         assert expected in said
     assert {file.name: len(file.read_text().splitlines()) for file in tmp_path.iterdir()} == {
         "gpu_e_rank_0_of_1.jsonl": 6,
-        "gpu_e_rank_0_of_2.jsonl": 17,
-        "gpu_e_rank_1_of_2.jsonl": 17,
+        "gpu_e_rank_0_of_2.jsonl": 18,
+        "gpu_e_rank_1_of_2.jsonl": 18,
     }
 
 
