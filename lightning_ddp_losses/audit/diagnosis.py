@@ -77,7 +77,9 @@ def notes(context: AuditContext) -> list[Diagnosis]:
     found = [note for rule in rules if (note := rule(context)) is not None]
     if context.runs.needs_group:
         found.append(context.diagnosis("F09", "group", severity="note"))
-    return [*found, _meaning_of_a_batch(context)]
+    if context.runs.target.notes_batch_size:
+        found.append(_meaning_of_a_batch(context))
+    return found
 
 
 def _without_optimizer(context: AuditContext) -> Diagnosis | None:

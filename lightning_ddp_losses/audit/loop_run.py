@@ -63,6 +63,8 @@ class LoopTarget(Target):
     dtype: torch.dtype | None
     autocast: torch.dtype | None
 
+    notes_batch_size = False
+
     @property
     def precision(self) -> str:
         """Lightning's name of the precision."""

@@ -58,6 +58,8 @@ class Target(abc.ABC):
     seconds: float
 
     backend: ClassVar[str] = "gloo"
+    notes_batch_size: ClassVar[bool] = True
+    """Whether the report says what a batch is on this number of ranks, for the learning rate of a fit."""
 
     @abc.abstractmethod
     def train(self, run: Run, folder: Path, rank: int) -> RankRecord:

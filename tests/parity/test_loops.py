@@ -21,3 +21,4 @@ def test_wrong_loops_are_named_and_mended_ones_silent(case: Case, ranks: int) ->
         report.raise_if_different()
     mended = parity(ranks=ranks, **case.mended)
     assert mended.equal, str(mended)
+    assert "F18" not in [note.fault for note in mended.notes]
