@@ -170,7 +170,12 @@ def public_names() -> dict[str, object]:
     """Return every public class and function by its dotted name, as a user imports it. Each appears once, at its first place."""
     found: dict[str, object] = {}
     for place in PLACES:
-        module = importlib.import_module(place)
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name != "pytest":  # only ``testing`` needs it, and few users have it where they train
+                raise
+            continue
         defined = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == place]
         for name in getattr(module, "__all__", None) or defined:
             value = getattr(module, name)

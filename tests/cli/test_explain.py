@@ -250,3 +250,26 @@ def test_importing_the_package_brings_little_that_lightning_does_not() -> None:
     of_others = [name for name in brought if not name.startswith("lightning_ddp_losses")]
     assert len(of_others) < 110, "losses, miners and reducers to be found among a module's parts are 85"
     assert not [name for name in brought if f"{name}.".startswith(tuple(f"{heavy}." for heavy in HEAVY))]
+
+
+WITHOUT = """
+import importlib, pkgutil, sys
+
+# packages of development and of other hosts
+for name in ("pytest", "hypothesis", "transformers", "accelerate", "sentence_transformers"):
+    sys.modules[name] = None
+import lightning_ddp_losses
+from lightning_ddp_losses.cli.explain import run_explain
+
+for module in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses."):
+    of_others = (".testing", ".__main__", ".hf_trainer", ".sentence_transformers")
+    if not any(part in module.name for part in of_others):
+        importlib.import_module(module.name)
+print([run_explain(topic.split()) for topic in ("GlobalBatchLoss", "loss is nan", "parity", "no such page at all")])
+"""
+
+
+def test_the_manual_needs_no_package_of_development() -> None:
+    done = run_python("-c", WITHOUT, folder=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[0, 1, 0, 1]"
