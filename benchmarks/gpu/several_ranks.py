@@ -25,6 +25,7 @@ from tests.strategies.jobs import Job, fit_alone, loader
 
 ROUNDED = {"pretend": 5e-7, "cuda": 1e-5}  # relative, float32 whose sums have another order
 FIT_EXACT = 1e-9  # relative, float64
+_TABLE = "gpu b: ranks on one device beside the CPU's"
 
 
 class OneNodePerRank(RankEnvironment):
@@ -68,14 +69,14 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
     size, limit = f"{dist.get_world_size()} ranks", ROUNDED[device.name.partition(":")[0]]
     found: dict[str, float | str] = run_jobs(device)
     for name, off in found.items():
-        yield _row(name, size, off, limit)
+        yield row_of(_TABLE, name, size, off, limit)
     for name, (job, alone) in FITS.items():
         off: float | str
         try:
             off = fit_difference(device, job, alone)
         except Exception as error:  # the jobs before it are told all the same
             off = f"{type(error).__name__}: {error}"[:1500]
-        yield _row(name, size, off, FIT_EXACT)
+        yield row_of(_TABLE, name, size, off, FIT_EXACT)
 
 
 def accelerator(device: Device) -> dict[str, Any]:
@@ -108,10 +109,11 @@ def largest_difference(found: Mapping[Any, Tensor], truth: Mapping[Any, Tensor])
     return max(off)
 
 
-def _row(name: str, size: str, off: float | str, limit: float) -> Row:
+def row_of(table: str, name: str, size: str, off: float | str, limit: float) -> Row:
+    """Return the row of a job that was off by so much, or that failed with this text."""
     is_right = isinstance(off, float) and off < limit
     return {
-        "table": "gpu b: ranks on one device beside the CPU's",
+        "table": table,
         "loss": name,
         "size": size,
         "difference": off,

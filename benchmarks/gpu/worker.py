@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -35,10 +34,6 @@ def run(part: str, device: str, every: int, folder: str) -> None:
         folder: Folder of the rows.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if part == "e":
-        # before the first communicator: ranks on one device pass for hosts of their own, and kernels may be asked to be deterministic
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     opened = devices.pretended() if device == "pretend" else devices.cuda(counts=part == "c")
     if device == "cuda":
         torch.cuda.set_device(0)

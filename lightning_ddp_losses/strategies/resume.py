@@ -332,11 +332,11 @@ class Resume(FitPart):
     def _restore_random_states(self) -> None:
         """Set the generators to their states in the checkpoint, once."""
         saved, self._random = self._random, None
+        self.fit.strategy.run_seed = None if saved is None else saved["seed"]
         if saved is None:
             return
         trainer, device = self.fit.trainer, self.fit.strategy.root_device
         fit_loop, rank = trainer.fit_loop, process_groups.rank()
-        self.fit.strategy.run_seed = saved["seed"]
         write_draw_counts_(trainer.lightning_module, saved.get("draw_counts", {}))
         reason = _reason_to_derive(saved, read_random_states(device))
         if reason is None:

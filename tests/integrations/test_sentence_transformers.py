@@ -181,8 +181,8 @@ def with_one_column_on_a_rank(path: str, case: str) -> None:
 def test_a_rank_without_positives(pool: RankPool, encoder_path: str, case: str) -> None:
     errors = pool.errors(2, with_one_column_on_a_rank, encoder_path, case)
     words = "column 0 of guide" if case == "guided" else "column 1"
-    assert any(words in error.message for error in errors)
-    assert all(error.seconds < 10 for error in errors), "no rank waits for another"
+    # the same error by name on both: neither waits for the other until the time is over
+    assert all(error.type == "RankMismatchError" and words in error.message for error in errors)
 
 
 def weighed_differently(path: str) -> None:
