@@ -49,6 +49,8 @@ from tests.losses.torch_cases import TORCH
 from tests.metrics.cases import CASES as METRICS
 
 ROWS, WIDTH = 512, 32
+EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
+NUDGES = 64  # of the inputs, where a difference may be that of a tie
 
 
 @dataclass
@@ -57,12 +59,14 @@ class Found:
 
     Attributes:
         difference: The largest relative one to the CPU, of the value and all gradients.
+        is_a_tie: If that is not exact: whether the CPU finds the same once its inputs are moved by one rounding.
         error: Instead: what it failed with.
         forward: Counts of the second call.
         backward: Counts of its backward.
     """
 
     difference: float = 0.0
+    is_a_tie: bool = False
     error: str = ""
     forward: dict[str, int] = field(default_factory=dict)
     backward: dict[str, int] = field(default_factory=dict)
@@ -335,9 +339,35 @@ def measure(
             torch.manual_seed(6)
             on_device = _call(module, given, device, found)
         found.difference = _difference(on_host, on_device)
+        if not found.difference < EXACT:
+            found.is_a_tie = _is_a_tie(on_device, module.to("cpu"), given, naive)
     except Exception as error:
         found.error = _described(error)
     return found
+
+
+def _is_a_tie(on_device: dict[str, Tensor], module: nn.Module, given: Any, naive: Naive | None) -> bool:
+    """Returns whether the CPU finds what the device found if its floating inputs are moved by one rounding, up or down."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(NUDGES):
+        done: dict[int, Tensor] = {}
+
+        def nudged(tensor: Tensor, done: dict[int, Tensor] = done) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            # one tensor that is given twice stays one
+            if id(tensor) not in done:
+                signs = torch.randint(2, tensor.shape, generator=generator).to(tensor.dtype) * 2 - 1
+                rounded = tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * signs)
+                done[id(tensor)] = rounded.requires_grad_(tensor.requires_grad)
+            return done[id(tensor)]
+
+        module.zero_grad()
+        torch.manual_seed(6)
+        on_host = _call(module, map_tensors(nudged, given), HOST, naive=naive)
+        if _difference(on_host, on_device) < EXACT:
+            return True
+    return False
 
 
 def _call(
