@@ -22,7 +22,7 @@ from lightning_ddp_losses import InputError, parity
 from lightning_ddp_losses.audit import api
 from lightning_ddp_losses.audit.replay import load_batch, save_batch
 from lightning_ddp_losses.cli import app
-from lightning_ddp_losses.cli.explain import find_page
+from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.core import safe_payload
 from lightning_ddp_losses.distributed import rendezvous
 from lightning_ddp_losses.testing import RankPool
