@@ -171,7 +171,7 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
-        "default_root_dir": str(target.scratch),
+        "default_root_dir": str(recorder.folder),
         "deterministic": options.get("deterministic", target.deterministic or None),
     }
 
@@ -263,8 +263,6 @@ class FitRecorder(Recorder, Callback):
         self._unwritten_step = 0  # step with parameters that are still to be written, else 0
         self._inside_strategy_step = False
         self._wrapped: dict[str, _WrappedParameter] = {}
-        # gradients of the step to come, by stage
-        self._fingerprints: dict[str, dict[str, int]] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
 
     # ------------------------------------------------------------------ before the first step
@@ -356,7 +354,7 @@ class FitRecorder(Recorder, Callback):
         self._record_fingerprints("backward", trainer, pl_module)
 
     def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self._fingerprints[stage] = self.gradient_fingerprints(parameters_by_name(trainer, module))
+        self.see_gradients(stage, parameters_by_name(trainer, module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the batch, and enter the conditions of the run."""
@@ -380,7 +378,7 @@ class FitRecorder(Recorder, Callback):
         self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = None if scaler is None else float(scaler.get_scale())
-        self.record_gradients(self._stepping, optimizer, self._fingerprints, scale)
+        self.record_gradients(self._stepping, optimizer, scale)
         self._unwritten_step = self.record.steps
         # the first event of each parameter
         for name, parameter in module.named_parameters():

@@ -49,17 +49,15 @@ class Target(abc.ABC):
 
     Attributes:
         strategy: Name of the strategy or wrapper, or Lightning's object.
-        scratch: Folder that goes when the audit ends.
         seconds: Time that a rank waits for another.
     """
 
     strategy: Any
-    scratch: Path
     seconds: float
 
     backend: ClassVar[str] = "gloo"
-    notes_batch_size: ClassVar[bool] = True
-    """Whether the report says what a batch is on this number of ranks, for the learning rate of a fit."""
+    by_trainer: ClassVar[bool] = True
+    """Whether the runs are fits of a LightningModule, not loops."""
 
     @abc.abstractmethod
     def train(self, run: Run, folder: Path, rank: int) -> RankRecord:

@@ -60,30 +60,18 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Reply:
-    """The result of a rank's call."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class RankError:
-    """The error of a rank.
+class RankError(Failure):
+    """The error that a rank's call has raised.
 
     Attributes:
-        type: Name of the class.
+        rank: The rank.
         bases: Names of the class and its bases, `module.Class`.
-        message: The error's text.
         seconds: Seconds from the start of the call to the error.
-        traceback: Traceback, for the reader of a failed test.
     """
 
     rank: int
-    type: str
     bases: tuple[str, ...]
-    message: str
     seconds: float
-    traceback: str
 
     def is_a(self, name: str) -> bool:
         """Return whether the error is of a class of this name, or of one derived from it."""
@@ -152,11 +140,11 @@ class RankPool:
         """
         __tracebackhide__ = True  # the ranks' tracebacks show the place
         replies = self._ask(world_size, self._grace_seconds, fn, *args, **options)
-        failed = [rank for rank, reply in enumerate(replies) if not isinstance(reply, Reply)]
+        failed = [rank for rank, reply in enumerate(replies) if isinstance(reply, Failure)]
         if failed:
             self._team(world_size).key = None
             raise RankFailure(_account(f"{fn.__qualname__} failed on rank(s) {failed} of {world_size}", replies))
-        return [reply.value for reply in replies if isinstance(reply, Reply)]
+        return replies
 
     def errors(self, world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[RankError]:
         """Call a function as ``run`` does and return each rank's error, in rank order. A rank that returns fails the test."""
@@ -196,8 +184,8 @@ class RankPool:
         fresh: bool = False,
         seconds: float = TASK_SECONDS,
         **kwargs: Any,
-    ) -> list[Reply | RankError | str]:
-        """Call a function on each rank. The answer of a rank that died or hangs is a text."""
+    ) -> list[Any]:
+        """Call a function on each rank. The answer is its result, or a ``Failure``."""
         assert distributed or world_size == 1, "several ranks without a process group are not a world"
         team, key = self._team(world_size), world_size if distributed else 0
         if fresh or key != team.key:
@@ -208,7 +196,7 @@ class RankPool:
         workers = [self._worker(team, rank) for rank in range(world_size)]
         for worker in workers:
             worker.pipe.send_bytes(pickle.dumps(task))
-        answers = collect_answers(workers, seconds, grace, lambda answer: not isinstance(answer, Reply))
+        answers = collect_answers(workers, seconds, grace)
         # where all silent ones stand, before the end of one moves another
         for rank, worker in enumerate(workers):
             if rank not in answers:
@@ -216,7 +204,7 @@ class RankPool:
         silence = Failure("", f"no answer within {seconds:.0f} s or the grace after a failure", "")
         replies = [answers.get(rank, silence) for rank in range(world_size)]
         for rank, reply in enumerate(replies):
-            if isinstance(reply, Failure):
+            if isinstance(reply, Failure) and not isinstance(reply, RankError):
                 replies[rank] = self._end(team, rank, reply)
         return replies
 
@@ -241,8 +229,8 @@ class RankPool:
             worker = team.workers[rank] = _PoolWorker(process, ours, home / "log", stack_ours)
         return worker
 
-    def _end(self, team: _Team, rank: int, failure: Failure) -> str:
-        """End a lost worker and return its story. The next task starts another."""
+    def _end(self, team: _Team, rank: int, failure: Failure) -> Failure:
+        """End a lost worker and return its failure with its story. The next task starts another."""
         worker = team.workers[rank]
         assert worker is not None
         team.key, team.workers[rank] = None, None
@@ -250,7 +238,7 @@ class RankPool:
         worker.process.join(5)
         worker.pipe.close()
         worker.stack_pipe.close()
-        return f"{failure.text}; its output ends with\n{worker.tail()}"
+        return Failure("", f"{failure.message}; its output ends with", worker.tail())
 
 
 def _sendable(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
@@ -276,18 +264,18 @@ def _can_pickle(part: Any) -> bool:
     return True
 
 
-def _account(title: str, replies: Sequence[Reply | RankError | str]) -> str:
+def _account(title: str, replies: Sequence[Any]) -> str:
     lines = [title]
     shown: dict[str, int] = {}
     for rank, reply in enumerate(replies):
-        if isinstance(reply, Reply):
-            lines.append(f"--- rank {rank}: returned {reply.value!r}"[:500])
-        elif isinstance(reply, RankError):
+        if isinstance(reply, RankError):
             first = shown.setdefault(reply.traceback, rank)
             story = reply.traceback if first == rank else f"as on rank {first}"
             lines.append(f"--- rank {rank}: {reply.type} after {reply.seconds:.1f} s\n{story}")
+        elif isinstance(reply, Failure):
+            lines.append(f"--- rank {rank}: {reply.message}\n{reply.traceback}")
         else:
-            lines.append(f"--- rank {rank}: {reply}")
+            lines.append(f"--- rank {rank}: returned {reply!r}"[:500])
     return "\n".join(lines)
 
 
@@ -334,8 +322,7 @@ def serve(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> Non
             generation = task.generation
         started = time.monotonic()
         try:
-            answer: Reply | RankError = Reply(_call(task))
-            message = pickle.dumps(answer)
+            message = pickle.dumps(_call(task))
         except BaseException as error:  # the test judges it, SystemExit too
             message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
         pipe.send_bytes(message)
