@@ -279,9 +279,9 @@ class AuditContext:
         if not has_same_batches(self.ranks, self.one):
             return None
         for index, batch in enumerate(self.record.batches):
-            losses = [record.loss_of(index) for record in self.ranks.records]
-            of_one = self.one.records[0].loss_of(index)
-            if batch.step == self.step and _is_finite(of_one) and not all(map(_is_finite, losses)):
+            losses = [record.loss_of(index) for record in (*self.one.records, *self.ranks.records)]
+            of_one, *of_ranks = [loss is None or math.isfinite(loss) for loss in losses]
+            if batch.step == self.step and of_one and not all(of_ranks):
                 return index
         return None
 
@@ -373,10 +373,6 @@ class AuditContext:
                 stacked = torch.stack([piece.double() for piece in pieces])
                 gram += stacked @ stacked.T
         return gram
-
-
-def _is_finite(loss: float | None) -> bool:
-    return loss is None or math.isfinite(loss)
 
 
 def _common_factor(rows: Sequence[ComparedRow]) -> float | None:

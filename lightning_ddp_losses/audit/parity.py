@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.api import compare_with_one
 from lightning_ddp_losses.audit.rank_record import RankRecord, tensor_digest
 from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
@@ -37,8 +36,6 @@ _WRAPPERS = ("module", "_orig_mod", "_forward_module")  # parts that wrappers ad
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 PRECISIONS = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """Lightning's names of the dtypes that a loop may have."""
-_WRAPS = ("ddp", "fully_shard", None)
-_SPLITS = ("even", "uneven")
 
 
 def parity(
@@ -98,12 +95,19 @@ def parity(
         >>> parity(lambda: torch.nn.Linear(3, 1), step, batches).equal
         True
     """
-    _validate(ranks=ranks, accumulate=accumulate, step=step, loop=loop, wrap=wrap)
+    # options that cannot work
+    expect_count("parity(ranks=...)", ranks, at_least=2)
+    expect_count("parity(accumulate=...)", accumulate)
+    given = sum(each is not None for each in (step, loop))
+    expect(given == 1, "parity", expected="one of step and loop", got=f"{given} of them")
+    if not callable(wrap):
+        expect_option("parity(wrap=...)", wrap, ("ddp", "fully_shard", None))
     expect_option("parity(dtype=...)", dtype, (*PRECISIONS, None))
     expect_option("parity(precision=...)", precision, (torch.bfloat16, torch.float16, None))
     expected, fix = "another dtype with it: autocast leaves float64 alone", "Add dtype=torch.float32."
     is_used = precision is None or dtype != torch.float64
     expect(is_used, "parity(precision=...)", expected=expected, got="dtype=torch.float64", fix=fix)
+    # the ranks' batches
     dims = 0 if join == "rows" else join
     if not callable(batches):
         batches = _of_ranks(batches, steps * accumulate, ranks, splits, dims)
@@ -111,15 +115,6 @@ def parity(
 
     target = LoopTarget(name, timeout_seconds, build, step, loop, batches, wrap, accumulate, dims, dtype, precision)
     return compare_with_one("parity", target, ranks, steps)
-
-
-def _validate(*, ranks: int, accumulate: int, step: Any, loop: Any, wrap: Any) -> None:
-    expect_count("parity(ranks=...)", ranks, at_least=2)
-    expect_count("parity(accumulate=...)", accumulate)
-    given = sum(each is not None for each in (step, loop))
-    expect(given == 1, "parity", expected="one of step and loop", got=f"{given} of them")
-    if not callable(wrap):
-        expect_option("parity(wrap=...)", wrap, _WRAPS)
 
 
 def _of_ranks(batches: Any, count: int, ranks: int, splits: str | Sequence[int], join: Any) -> list[list[Any]]:
@@ -159,7 +154,7 @@ def _sizes(rows: int, ranks: int, splits: str | Sequence[int]) -> list[int]:
         expected = f"{ranks} numbers that add up to {rows}"
         expect(fits, "parity(splits=...)", expected=expected, got=sizes, error=InputError)
         return sizes
-    expect_option("parity(splits=...)", splits, _SPLITS)
+    expect_option("parity(splits=...)", splits, ("even", "uneven"))
     if splits == "even":
         fix = "Take splits='uneven' or numbers, or leave rows out."
         expected = f"a multiple of {ranks} rows"
@@ -355,9 +350,7 @@ class _Training(Recorder):
             if callable(own):
                 return (rows_first(batch, self.target.join) for batch in own(self.rank, self.run.ranks))
             return iter(own[self.rank])
-        planned = enumerate(chain.from_iterable(self.run.plans[self.rank]))
-        unit = self.record.module_info.unit
-        return (ablations.replayed_batch(numbered, run=self.run, unit=unit) for numbered in planned)
+        return map(self.replayed_batch, enumerate(chain.from_iterable(self.run.plans[self.rank])))
 
     def _given(self, batch: Any, step: int) -> Any:
         """Record a batch and return it as the loop gets it."""

@@ -120,6 +120,14 @@ class Recorder:
             if self.run.trace and name and next(child.children(), None) is None:
                 child.register_forward_hook(functools.partial(record_call, name))
 
+    def replayed_batch(self, planned: Sequence[Any]) -> Any:
+        """Load a batch of a replay, given as its number and `ReplayBatch`, moved by one rounding unit if the run asks for it."""
+        index, source = planned
+        batch, seed = source.load(), self.run.perturb
+        if seed is None:
+            return batch
+        return ablations.perturb_batch(batch, self.record.module_info.unit, seed * 1000 + index)
+
     def record_batch(self, batch: Any, step: int, rows: LoaderRows, epoch: int = 0) -> None:
         """Record a batch, and store the user's own: replays will need it."""
         found = BatchRecord(epoch, step, rows)

@@ -39,7 +39,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit, parity
-from lightning_ddp_losses.cli.configs import run_configs, with_shipped_configs
+from lightning_ddp_losses.cli.configs import named_configs, run_configs, with_shipped_configs
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
 from lightning_ddp_losses.cli.manual import run_explain
 from lightning_ddp_losses.cli.report import RunReport
@@ -395,12 +395,7 @@ COMPARING = ("audit", "parity")
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
     """Return the config files that a command line names. The parser reports one that cannot be read."""
-    reader = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    reader.add_argument("-c", "--config", action="append", default=[])
-    configs: list[str] = []
-    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser reports it
-        configs = reader.parse_known_args(arguments)[0].config
-    return [Path(config) for config in configs if os.path.isfile(config)]
+    return [Path(config) for _, _, config in named_configs(arguments) if os.path.isfile(config)]
 
 
 def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
