@@ -85,7 +85,7 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
     "strategies/ddp_setup.py": {
         "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process",
     },
-    "testing/rank_worker.py": {
+    "testing/rank_pool.py": {
         "_clear_sharding_prop_cache": "what DTensor remembers of a group that has ended; torch has no public way to forget it",
     },
 }
@@ -253,7 +253,7 @@ NAMES_OF_CUDA = {
     "audit/api.py": "what a user calls an accelerator of Lightning's",
     "audit/worker.py": "a process that has used CUDA cannot be forked",
     "core/forward_patch.py": "CUDA's graphs",
-    "testing/rank_worker.py": "each kind of accelerator is asked whether it is there",
+    "testing/rank_pool.py": "each kind of accelerator is asked whether it is there",
 }
 
 

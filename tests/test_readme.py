@@ -15,7 +15,7 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ddp_losses.cli import manual
-from lightning_ddp_losses.cli.explain import run_explain
+from lightning_ddp_losses.cli.manual import run_explain
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
 from tests.processes import ROOT, TORCHRUN, run_python

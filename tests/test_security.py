@@ -22,7 +22,7 @@ from lightning_ddp_losses import InputError, parity
 from lightning_ddp_losses.audit import api
 from lightning_ddp_losses.audit.replay import load_batch, save_batch
 from lightning_ddp_losses.cli import app
-from lightning_ddp_losses.cli.explain import find_page
+from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.core import safe_payload
 from lightning_ddp_losses.distributed import rendezvous
 from lightning_ddp_losses.testing import RankPool
@@ -165,8 +165,8 @@ def test_an_audits_folder_is_for_this_user_alone_and_goes_after_an_error(monkeyp
     seen: list[tuple[Path, int]] = []
 
     class Breaks:
-        def __init__(self, target: Any, *rest: Any) -> None:
-            seen.append((target.scratch, stat.S_IMODE(target.scratch.stat().st_mode)))
+        def __init__(self, target: Any, scratch: Path, *rest: Any) -> None:
+            seen.append((scratch, stat.S_IMODE(scratch.stat().st_mode)))
             raise ZeroDivisionError
 
     monkeypatch.setattr(api, "Runs", Breaks)

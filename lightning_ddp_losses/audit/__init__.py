@@ -3,11 +3,10 @@
 An audit from top to bottom:
 
 * `api`: `audit` and `assert_parity`. It puts the report together.
-* `parity`: the same for any training loop.
+* `parity`: the same for any training loop, and the part of one process in its runs.
 * `runs`: makes the recordings, each once, when a comparison or a rule asks.
 * `worker`: starts processes and waits for them within a time limit.
 * `fit_run`: the part of one process in a run of `audit`.
-* `loop_run`: the part of one process in a run of `parity`.
 * `recorder`: records gradients, parameters and losses of one process, for both kinds of run.
 * `rank_record`: the record of each rank and its tensors in files.
 * `replay`: the plan of a run, and the ranks' batches for another run: joined, cut, or one after the other.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.audit.replay import ReplayBatch, Run, map_batch_tensors
+from lightning_ddp_losses.audit.replay import map_batch_tensors
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
@@ -158,10 +158,3 @@ def perturb_batch(batch: Any, unit: float, seed: int) -> Any:
         return moved
 
     return map_batch_tensors(batch, perturbed)
-
-
-def replayed_batch(planned: tuple[int, ReplayBatch], *, run: Run, unit: float) -> Any:
-    """Load a numbered batch of a replay, moved by one rounding unit if the run asks for it."""
-    index, source = planned
-    batch = source.load()
-    return batch if run.perturb is None else perturb_batch(batch, unit, run.perturb * 1000 + index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,13 @@ def audit(
     _validate(model, devices, off, strategy)
     options["accelerator"] = _choose_accelerator(options.get("accelerator"), devices)
 
-    def make_target(scratch: Path) -> FitTarget:
-        return FitTarget(strategy, scratch, timeout_seconds, model, data, options, deterministic, ckpt_path)
-
-    return compare_with_one("audit", make_target, devices, steps, tolerance, off)
+    target = FitTarget(strategy, timeout_seconds, model, data, options, deterministic, ckpt_path)
+    return compare_with_one("audit", target, devices, steps, tolerance, off)
 
 
 def compare_with_one(
     what: str,
-    make_target: Callable[[Path], Target],
+    target: Target,
     ranks: int,
     steps: int,
     tolerance: float | None = None,
@@ -103,7 +101,7 @@ def compare_with_one(
 
     Args:
         what: Function that the user called.
-        make_target: Makes the training, from a folder that goes in the end.
+        target: Training.
         ranks: Number of ranks.
         steps: Optimizer steps.
         tolerance: Largest error that is no finding, None to estimate it.
@@ -115,7 +113,7 @@ def compare_with_one(
     expect_count(f"{what}(steps=...)", steps)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ddp-losses-audit-", ignore_cleanup_errors=True) as folder:
-        context = AuditContext.of(Runs(make_target(Path(folder)), ranks, steps, tolerance), off)
+        context = AuditContext.of(Runs(target, Path(folder), ranks, steps, tolerance), off)
         # explain differences, with counterfactual runs
         found = diagnose(context)
         report = AuditReport(

@@ -124,10 +124,6 @@ class Comparison:
         """List the gradients of the first step at which something differs: later ones follow from it."""
         return [row for row in self.rows if row.step == self.first_step]
 
-    def first_updates(self) -> list[ComparedRow]:
-        """List the parameters after that step."""
-        return [row for row in self.updates if row.step == self.first_step]
-
     def worst(self) -> float:
         """Return the largest error of a gradient at the first step at which something differs, else at any."""
         rows = self.first_rows() or self.rows

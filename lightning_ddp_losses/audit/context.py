@@ -58,14 +58,6 @@ class Diagnosis:
     parameters: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The common ratio of the encoder's gradients and of the losses' own. None without a common one, or without rows."""
-
-    encoder: float | None
-    losses: float | None
-
-
 @dataclass
 class AuditContext:
     """An audit as the rules look at it.
@@ -121,7 +113,9 @@ class AuditContext:
 
     def without(self, *names: str) -> AuditContext:
         """Return the same audit with more switched off on both sides."""
-        return AuditContext.of(self.runs, self.off | self.runs.possible(names))
+        # micro-batches of a joined window are not divided evenly
+        off = {name for name in names if name != "uneven" or not self.runs.joins_windows}
+        return AuditContext.of(self.runs, self.off | off)
 
     def _compare(self, ours: Recording, theirs: Recording) -> Comparison:
         return compare(ours, theirs, self.runs.allowed(self.off))
@@ -239,7 +233,7 @@ class AuditContext:
     @property
     def by_trainer(self) -> bool:
         """Whether the runs are fits of a LightningModule, not loops."""
-        return "backward" in self.record.fingerprints[0]
+        return self.runs.target.by_trainer
 
     @property
     def fingerprints_by_rank(self) -> list[dict[str, dict[str, int]]]:
@@ -267,10 +261,6 @@ class AuditContext:
         kinds = self.info.module_types
         return next((f"`{name}`" for name, kind in kinds.items() if kind.endswith("DistributedLossWrapper")), "")
 
-    def has_gradient_on_a_rank(self, row: ComparedRow) -> bool:
-        """Return whether some rank has a gradient of the parameter at the first step that differs."""
-        return any(entry.exists for entry in self.ranks.entries_of(self.step, "gradient", row.parameter))
-
     def rows_per_rank(self, step: int) -> list[int]:
         """Count the rows that each rank had for a step."""
         return [record.rows_at(step) for record in self.ranks.records]
@@ -289,9 +279,9 @@ class AuditContext:
         if not has_same_batches(self.ranks, self.one):
             return None
         for index, batch in enumerate(self.record.batches):
-            losses = [record.loss_of(index) for record in self.ranks.records]
-            of_one = self.one.records[0].loss_of(index)
-            if batch.step == self.step and _is_finite(of_one) and not all(map(_is_finite, losses)):
+            losses = [record.loss_of(index) for record in (*self.one.records, *self.ranks.records)]
+            of_one, *of_ranks = [loss is None or math.isfinite(loss) for loss in losses]
+            if batch.step == self.step and of_one and not all(of_ranks):
                 return index
         return None
 
@@ -333,17 +323,21 @@ class AuditContext:
     @property
     def desynchronized_updates(self) -> list[ComparedRow]:
         """Parameters that the ranks do not agree on after that step."""
-        return [row for row in self.comparison.first_updates() if not row.ranks_agree]
+        updates = self.comparison.updates
+        return [row for row in updates if row.step == self.comparison.first_step and not row.ranks_agree]
 
     @cached_property
-    def factors(self) -> Factors:
-        """Common factors at the first step that differs."""
+    def factors(self) -> tuple[float | None, float | None]:
+        """The common ratio of the encoder's gradients and that of the losses' own at the first step that differs.
+
+        None without a common one, or without rows.
+        """
         # rows with a meaningful ratio. Coarse ones only without better ones
         rows = [row for row in self.rows if not row.noise and row.ranks_agree]
         precise = [row for row in rows if row.tolerance < 0.25] or rows
         of_encoder = [row for row in precise if row.owner == "encoder"]
         of_losses = [row for row in precise if row.owner not in ("encoder", "unregistered")]
-        return Factors(_common_factor(of_encoder), _common_factor(of_losses))
+        return _common_factor(of_encoder), _common_factor(of_losses)
 
     @cached_property
     def rank_weights(self) -> list[float] | None:
@@ -379,10 +373,6 @@ class AuditContext:
                 stacked = torch.stack([piece.double() for piece in pieces])
                 gram += stacked @ stacked.T
         return gram
-
-
-def _is_finite(loss: float | None) -> bool:
-    return loss is None or math.isfinite(loss)
 
 
 def _common_factor(rows: Sequence[ComparedRow]) -> float | None:

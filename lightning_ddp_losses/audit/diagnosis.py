@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, quoted
-from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, local_statistics, unknown
+from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, Rule, local_statistics, unknown
 
 
 def diagnose(context: AuditContext) -> list[Diagnosis]:
     """Return why the ranks differ from one process, the likeliest first. Faults of the data count in equal runs too."""
     # the data: also where every gradient is equal
-    found = [diagnosis for rule in DATA_RULES if (diagnosis := rule(context)) is not None]
+    found = ask(DATA_RULES, context)
     if context.comparison.equal:
         return found
 
@@ -35,10 +36,15 @@ def diagnose(context: AuditContext) -> list[Diagnosis]:
     return found + (_ask_stages(context) or [unknown(context)])
 
 
+def ask(rules: Iterable[Rule], context: AuditContext) -> list[Diagnosis]:
+    """Collect the answers of all rules, in order."""
+    return [diagnosis for rule in rules for diagnosis in rule(context)]
+
+
 def _ask_stages(context: AuditContext) -> list[Diagnosis]:
     """Ask the rules stage by stage. If none answers, ask once more with batch norm in evaluation mode."""
     for stage in STAGES:
-        found = [diagnosis for rule in stage if (diagnosis := rule(context)) is not None]
+        found = ask(stage, context)
         if found:
             return found
     if not context.local_norms or "batch_norm" in context.off:
@@ -73,29 +79,30 @@ def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
 
 def notes(context: AuditContext) -> list[Diagnosis]:
     """List notes on both runs: no difference, but worth knowing."""
-    rules = (_without_optimizer, _accumulated_rows, _changed_dtype, _overflow, _repeated_in_validation)
-    found = [note for rule in rules if (note := rule(context)) is not None]
+    found = ask((_without_optimizer, _accumulated_rows, _changed_dtype, _overflow, _repeated_in_validation), context)
     if context.runs.needs_group:
         found.append(context.diagnosis("F09", "group", severity="note"))
-    if context.runs.target.notes_batch_size:
+    if context.by_trainer:
         found.append(_meaning_of_a_batch(context))
     return found
 
 
-def _without_optimizer(context: AuditContext) -> Diagnosis | None:
+def _without_optimizer(context: AuditContext) -> Iterator[Diagnosis]:
     names = context.info.unoptimized
     # tensors in the optimizers that are not the module's
     foreign = _foreign_parameters(context)
     if foreign:
         fields: dict[str, Any] = {"count": len(foreign), "first": foreign[0], "unoptimized": quoted(names) or "none"}
-        return context.diagnosis("F02", "foreign", severity="note", **fields)
-    return context.diagnosis("F01", severity="note", names=quoted(names)) if names else None
+        yield context.diagnosis("F02", "foreign", severity="note", **fields)
+    elif names:
+        yield context.diagnosis("F01", severity="note", names=quoted(names))
 
 
-def _repeated_in_validation(context: AuditContext) -> Diagnosis | None:
+def _repeated_in_validation(context: AuditContext) -> Iterator[Diagnosis]:
     repeated = context.runs.user_run.records[0].module_info.repeated_rows
     counts = comma_list(f"loader {index}: {rows}" for index, rows in enumerate(repeated) if rows)
-    return context.diagnosis("F54", severity="note", counts=counts) if counts else None
+    if counts:
+        yield context.diagnosis("F54", severity="note", counts=counts)
 
 
 def _foreign_parameters(context: AuditContext) -> list[str]:
@@ -111,34 +118,32 @@ def _foreign_parameters(context: AuditContext) -> list[str]:
     return [name for name in owners if owners[name] == "unregistered" and name in stepped - with_gradient]
 
 
-def _accumulated_rows(context: AuditContext) -> Diagnosis | None:
+def _accumulated_rows(context: AuditContext) -> Iterator[Diagnosis]:
     if context.info.accumulate <= 1 or not context.info.automatic:
-        return None
+        return
     # random draws and batch statistics are others in one large batch, for any loss
     off = {"randomness"} if context.used_rng else set()
     if context.record.norms_at_wrap:
         off.add("batch_norm")
     quiet = context if off <= context.off else context.without(*off)
     if quiet.used_rng and quiet.changes_with_seed():
-        return None  # draws that no mean can replace
-    if not quiet.needs_micro_batches():
-        return None
+        return  # draws that no mean can replace
     sizes = {batch.total_rows for record in context.ranks.records for batch in record.batches}
-    if len(sizes) > 1 and quiet.is_local_mean:
-        return None  # unequal pieces of a plain mean
-    return context.diagnosis("F33", severity="note", accumulate=context.info.accumulate)
+    # unequal pieces of a plain mean differ from it too
+    if quiet.needs_micro_batches() and not (len(sizes) > 1 and quiet.is_local_mean):
+        yield context.diagnosis("F33", severity="note", accumulate=context.info.accumulate)
 
 
-def _changed_dtype(context: AuditContext) -> Diagnosis | None:
+def _changed_dtype(context: AuditContext) -> Iterator[Diagnosis]:
     # in one process: on the ranks it is a difference, and a rule's business
     events = context.one.records[0].parameter_events
     for name, what in events.items():
         if what.startswith("changed from"):
-            return context.diagnosis("F78", "changed", severity="note", name=name, event=what)
-    return None
+            yield context.diagnosis("F78", "changed", severity="note", name=name, event=what)
+            return
 
 
-def _overflow(context: AuditContext) -> Diagnosis | None:
+def _overflow(context: AuditContext) -> Iterator[Diagnosis]:
     # the first step that has such gradients: later ones follow from it
     for step in range(1, context.one.steps + 1):
         names = []
@@ -147,8 +152,8 @@ def _overflow(context: AuditContext) -> Diagnosis | None:
                 names.append(name)
         if names:
             fields: dict[str, Any] = {"name": names[0], "more": len(names) - 1, "step": step}
-            return context.diagnosis("F79", "both", severity="note", **fields)
-    return None
+            yield context.diagnosis("F79", "both", severity="note", **fields)
+            return
 
 
 def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:

@@ -39,7 +39,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses.audit import ablations
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
 from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
@@ -55,21 +54,19 @@ from lightning_ddp_losses.strategies.training_data import describe_reshuffle
 
 
 class _ReplayData(LightningDataModule):
-    """Recorded batches, epoch by epoch, moved by one rounding unit if the run asks for it."""
+    """Recorded batches, epoch by epoch."""
 
-    def __init__(self, plan: Plan, run: Run, model: Any) -> None:
+    def __init__(self, plan: Plan, recorder: Recorder) -> None:
         super().__init__()
-        self.plan, self.run, self.model = plan, run, model
+        self.plan, self.recorder = plan, recorder
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Load the batches of the trainer's epoch."""
         trainer = self.trainer
         assert trainer is not None
-        unit = ablations.unit_roundoff(self.model, str(trainer.precision))
         batches = self.plan[min(trainer.current_epoch, len(self.plan) - 1)]
-        load = functools.partial(ablations.replayed_batch, run=self.run, unit=unit)
         indexed: Any = list(enumerate(batches))
-        return DataLoader(indexed, batch_size=None, collate_fn=load)
+        return DataLoader(indexed, batch_size=None, collate_fn=self.recorder.replayed_batch)
 
 
 @dataclass
@@ -104,7 +101,7 @@ class FitTarget(Target):
         trainer = Trainer(**_trainer_options(self, run, recorder))
         data = self.data
         if run.plans:
-            data = _ReplayData(run.plans[rank], run, self.model)
+            data = _ReplayData(run.plans[rank], recorder)
             for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 # the recorded batch has been through them
                 self.model.__dict__[hook] = lambda batch, dataloader_idx: batch
@@ -120,12 +117,10 @@ class FitTarget(Target):
         return recorder.record
 
 
-# options of the Trainer that the audit sets itself
-_OURS = frozenset({
-    "max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "logger", "enable_checkpointing", "fast_dev_run",
-    "enable_progress_bar", "enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "val_check_interval",
-    "check_val_every_n_epoch", "devices", "num_nodes", "strategy", "profiler", "barebones", "default_root_dir",
-    "log_every_n_steps", "detect_anomaly",
+# options of the Trainer that an audit has no use for
+_UNUSED = frozenset({
+    "min_epochs", "min_steps", "max_time", "fast_dev_run", "val_check_interval", "check_val_every_n_epoch", "num_nodes",
+    "profiler", "barebones", "log_every_n_steps", "detect_anomaly",
 })  # fmt: skip
 
 # options that speak of the user's data, which a replay does not have
@@ -138,7 +133,7 @@ _SPLIT_PARAMETERS = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")  # strategies 
 def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict[str, Any]:
     """Build the Trainer's options for one run: the user's, and those that the audit sets itself."""
     # options of the user
-    left_out = _OURS | _DATA_OPTIONS if run.plans else _OURS
+    left_out = _UNUSED | _DATA_OPTIONS if run.plans else _UNUSED
     options = {name: value for name, value in target.options.items() if name not in left_out}
     # callbacks, plugins and accumulation
     given = options.pop("callbacks", None) or []
@@ -171,7 +166,7 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
-        "default_root_dir": str(target.scratch),
+        "default_root_dir": str(recorder.folder),
         "deterministic": options.get("deterministic", target.deterministic or None),
     }
 
@@ -263,8 +258,6 @@ class FitRecorder(Recorder, Callback):
         self._unwritten_step = 0  # step with parameters that are still to be written, else 0
         self._inside_strategy_step = False
         self._wrapped: dict[str, _WrappedParameter] = {}
-        # gradients of the step to come, by stage
-        self._fingerprints: dict[str, dict[str, int]] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
 
     # ------------------------------------------------------------------ before the first step
@@ -356,7 +349,7 @@ class FitRecorder(Recorder, Callback):
         self._record_fingerprints("backward", trainer, pl_module)
 
     def _record_fingerprints(self, stage: str, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self._fingerprints[stage] = self.gradient_fingerprints(parameters_by_name(trainer, module))
+        self.see_gradients(stage, parameters_by_name(trainer, module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Record the batch, and enter the conditions of the run."""
@@ -380,7 +373,7 @@ class FitRecorder(Recorder, Callback):
         self._stepping = {n: p for n, p in parameters.items() if p.requires_grad and id(p) not in of_others}
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         scale = None if scaler is None else float(scaler.get_scale())
-        self.record_gradients(self._stepping, optimizer, self._fingerprints, scale)
+        self.record_gradients(self._stepping, optimizer, scale)
         self._unwritten_step = self.record.steps
         # the first event of each parameter
         for name, parameter in module.named_parameters():

@@ -1,23 +1,41 @@
-"""`parity`: the audit for any training loop. N ranks run the user's step or loop, one process runs it on the joined rows."""
+"""`parity`: the audit for any training loop. N ranks run the user's step or loop, one process runs it on the joined rows.
+
+Gradients are taken when the optimizer steps, and parameters right after it. The
+one process runs the same code on the plain model, with ``no_sync`` and the switches of ``fully_shard`` there and without effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import gc
+import random
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 
 from lightning_ddp_losses.audit.api import compare_with_one
-from lightning_ddp_losses.audit.loop_run import PRECISIONS, LoopTarget, rows_first
-from lightning_ddp_losses.audit.replay import take_rows
+from lightning_ddp_losses.audit.rank_record import RankRecord, tensor_digest
+from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
+from lightning_ddp_losses.audit.replay import Run, Target, count_rows, map_batch_tensors, take_rows
 from lightning_ddp_losses.audit.report import AuditReport
-from lightning_ddp_losses.core.nests import leaves
+from lightning_ddp_losses.core.nests import children_of, leaves, rebuild_nest
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 
-_WRAPS = ("ddp", "fully_shard", None)
-_SPLITS = ("even", "uneven")
+_SEED = 0  # of every process, before the model is built and again before it trains
+_WRAPPERS = ("module", "_orig_mod", "_forward_module")  # parts that wrappers add to the names of parameters
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+PRECISIONS = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+"""Lightning's names of the dtypes that a loop may have."""
 
 
 def parity(
@@ -77,31 +95,26 @@ def parity(
         >>> parity(lambda: torch.nn.Linear(3, 1), step, batches).equal
         True
     """
-    _validate(ranks=ranks, accumulate=accumulate, step=step, loop=loop, wrap=wrap)
-    expect_option("parity(dtype=...)", dtype, (*PRECISIONS, None))
-    expect_option("parity(precision=...)", precision, (torch.bfloat16, torch.float16, None))
-    expected, fix = "another dtype with it: autocast leaves float64 alone", "Add dtype=torch.float32."
-    is_used = precision is None or dtype != torch.float64
-    expect(is_used, "parity(precision=...)", expected=expected, got="dtype=torch.float64", fix=fix)
-    dims = 0 if join == "rows" else join
-    if not callable(batches):
-        batches = _of_ranks(batches, steps * accumulate, ranks, splits, dims)
-    name = wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "no wrapper")
-
-    def make_target(scratch: Path) -> LoopTarget:
-        limits = name, scratch, timeout_seconds
-        return LoopTarget(*limits, build, step, loop, batches, wrap, accumulate, dims, dtype, precision)
-
-    return compare_with_one("parity", make_target, ranks, steps)
-
-
-def _validate(*, ranks: int, accumulate: int, step: Any, loop: Any, wrap: Any) -> None:
+    # options that cannot work
     expect_count("parity(ranks=...)", ranks, at_least=2)
     expect_count("parity(accumulate=...)", accumulate)
     given = sum(each is not None for each in (step, loop))
     expect(given == 1, "parity", expected="one of step and loop", got=f"{given} of them")
     if not callable(wrap):
-        expect_option("parity(wrap=...)", wrap, _WRAPS)
+        expect_option("parity(wrap=...)", wrap, ("ddp", "fully_shard", None))
+    expect_option("parity(dtype=...)", dtype, (*PRECISIONS, None))
+    expect_option("parity(precision=...)", precision, (torch.bfloat16, torch.float16, None))
+    expected, fix = "another dtype with it: autocast leaves float64 alone", "Add dtype=torch.float32."
+    is_used = precision is None or dtype != torch.float64
+    expect(is_used, "parity(precision=...)", expected=expected, got="dtype=torch.float64", fix=fix)
+    # the ranks' batches
+    dims = 0 if join == "rows" else join
+    if not callable(batches):
+        batches = _of_ranks(batches, steps * accumulate, ranks, splits, dims)
+    name = wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "no wrapper")
+
+    target = LoopTarget(name, timeout_seconds, build, step, loop, batches, wrap, accumulate, dims, dtype, precision)
+    return compare_with_one("parity", target, ranks, steps)
 
 
 def _of_ranks(batches: Any, count: int, ranks: int, splits: str | Sequence[int], join: Any) -> list[list[Any]]:
@@ -141,7 +154,7 @@ def _sizes(rows: int, ranks: int, splits: str | Sequence[int]) -> list[int]:
         expected = f"{ranks} numbers that add up to {rows}"
         expect(fits, "parity(splits=...)", expected=expected, got=sizes, error=InputError)
         return sizes
-    expect_option("parity(splits=...)", splits, _SPLITS)
+    expect_option("parity(splits=...)", splits, ("even", "uneven"))
     if splits == "even":
         fix = "Take splits='uneven' or numbers, or leave rows out."
         expected = f"a multiple of {ranks} rows"
@@ -150,3 +163,312 @@ def _sizes(rows: int, ranks: int, splits: str | Sequence[int]) -> list[int]:
     # each rank one more share than the one before, and at least a row
     shares = [1 + (rows - ranks) * (rank + 1) * 2 // (ranks * (ranks + 1)) for rank in range(ranks)]
     return [*shares[:-1], rows - sum(shares[:-1])]
+
+
+# ---------------------------------------------------------------------- one process of a run
+
+
+@dataclass
+class LoopTarget(Target):
+    """A training loop that is run on ranks and in one process.
+
+    Attributes:
+        build: Makes the model, or the model and a function that makes its optimizer.
+        step: Function from model and batch to the loss, None if ``loop`` is given.
+        loop: A whole optimizer step, from model, optimizer and micro-batches.
+        batches: Batches of each rank, or a function that makes those of one.
+        wrap: ``"ddp"``, ``"fully_shard"``, None, or a function.
+        accumulate: Micro-batches to an optimizer step.
+        join: Dimension of the rows, or a nest like a batch with the dimension of each tensor. None: the same tensor on each rank.
+        dtype: Dtype of parameters and batches. None leaves them as they are.
+        autocast: Dtype of autocast, None without it.
+    """
+
+    build: Callable[[], Any]
+    step: Callable[..., Any] | None
+    loop: Callable[..., Any] | None
+    batches: Any
+    wrap: Any
+    accumulate: int
+    join: Any
+    dtype: torch.dtype | None
+    autocast: torch.dtype | None
+
+    by_trainer = False
+
+    @property
+    def precision(self) -> str:
+        """Lightning's name of the precision."""
+        if self.autocast is not None:
+            return PRECISIONS[self.autocast].replace("true", "mixed")
+        return PRECISIONS[self.dtype or torch.float32]
+
+    def train(self, run: Run, folder: Path, rank: int) -> RankRecord:
+        """Build the model, train it, and return the record."""
+        # a wrapper that outlives its group may wait for gloo's threads for ever, and an error's frames hold it
+        try:
+            return _Training(self, run, folder, rank).train()
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            raise
+        finally:
+            gc.collect()
+
+
+class _Shared:
+    """A tensor that every rank has whole. It is no tensor for the code that cuts and joins rows."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __repr__(self) -> str:
+        return f"a tensor with the digest {tensor_digest(self.tensor)}"
+
+    def __eq__(self, other: object) -> bool:
+        return repr(self) == repr(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def rows_first(batch: Any, join: Any, *, back: bool = False) -> Any:
+    """Move the dimension that ``join`` names to the first place in each tensor of a batch, or put it ``back``."""
+    if isinstance(batch, _Shared):
+        return batch.tensor
+    if isinstance(batch, Tensor):
+        if not batch.ndim:
+            return batch
+        if join is None:
+            return _Shared(batch)
+        fits = isinstance(join, int) and -batch.ndim <= join < batch.ndim
+        expected = f"a dimension of a tensor of shape {tuple(batch.shape)}, or None"
+        expect(fits, "parity(join=...)", expected=expected, got=repr(join), error=InputError)
+        return batch.movedim(0, join) if back else batch.movedim(join, 0)
+    children = children_of(batch)
+    if children is None:
+        return batch
+    of_children = [join] * len(children)
+    dims = children_of(tuple(join) if isinstance(join, list) else join)
+    if dims is not None:
+        of_children = [dict(dims).get(key, 0) for key, _ in children]
+    moved = [rows_first(child, dim, back=back) for (_, child), dim in zip(children, of_children, strict=True)]
+    return rebuild_nest(batch, moved)
+
+
+class _Training(Recorder):
+    """A loop in one process of a run, and its record."""
+
+    def __init__(self, target: LoopTarget, run: Run, folder: Path, rank: int) -> None:
+        super().__init__(run, folder, rank)
+        self.target = target
+        self.dtype = torch.float64 if "precision" in run.without else target.dtype
+        self._where = f"rank {rank}" if run.ranks else "the one process"
+
+    # ------------------------------------------------------------------ before the first step
+
+    def _build(self) -> None:
+        """Build model and optimizer, from the weights of the ranks' own run, and describe them."""
+        if self.dtype is not None:
+            torch.set_default_dtype(self.dtype)
+        _seed(_SEED)
+        model, make_optimizer = self._built()
+        model.train()
+        if self.run.ranks and self.run.start is None:
+            refuse_unequal_build(model)
+        self.start(model, self.target.precision)
+        self.record.norms_at_wrap = norm_classes(model)
+        # the optimizer comes after the wrap
+        self.inner, self.model = model, self._wrapped(model)
+        self.optimizer = make_optimizer(self.model)
+        self._check_optimizer()
+        named = self._named()
+        self.record.parameter_order = list(named)
+        self.record.parameter_count = sum(parameter.numel() for parameter in named.values())
+        accumulate, precision = self.target.accumulate, self.target.precision
+        self.describe(self.inner, named, [self.optimizer], accumulate=accumulate, precision=precision)
+
+    def _built(self) -> tuple[nn.Module, Callable[[nn.Module], Optimizer]]:
+        found = self.target.build()
+        model, make_optimizer = found if isinstance(found, tuple) else (found, _default_optimizer)
+        expect(isinstance(model, nn.Module), "build()", expected="a model", got=type(model).__name__)
+        expect(
+            not isinstance(make_optimizer, Optimizer),
+            "build()",
+            expected="a function that makes the optimizer after the wrap",
+            got=f"an optimizer made before it ({type(make_optimizer).__name__})",
+            fix="return model, lambda model: torch.optim.SGD(model.parameters(), 0.1)",
+        )
+        return model if self.dtype is None else model.to(self.dtype), make_optimizer
+
+    def _wrapped(self, model: nn.Module) -> Any:
+        wrap = self.target.wrap
+        if not self.run.ranks:
+            return _as_if_wrapped(model)
+        if wrap == "ddp":
+            return DistributedDataParallel(model)
+        if wrap == "fully_shard":
+            return fully_shard(model)
+        return model if wrap is None else wrap(model)
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by the names that they have in the plain model."""
+        named = {}
+        for path, parameter in self.model.named_parameters():
+            named[".".join(part for part in path.split(".") if part not in _WRAPPERS)] = parameter
+        return named
+
+    def _check_optimizer(self) -> None:
+        known = set(map(id, self._named().values()))
+        expect(
+            all(id(parameter) in known for parameter in optimized([self.optimizer]).values()),
+            f"build(), on {self._where}",
+            expected="an optimizer of the wrapped model's parameters",
+            got="one of other parameters: those of before the wrap, or of another model",
+            fix="Make it from the model that the function gets: lambda model: SGD(model.parameters(), 0.1).",
+        )
+
+    # ------------------------------------------------------------------ training
+
+    def train(self) -> RankRecord:
+        """Build the model, make the steps, and return the record."""
+        self._build()
+        size = max(1, self.target.accumulate * self.run.accumulate)
+        batches = self._batches()
+        _seed(_SEED if self.run.seed is None else self.run.seed)
+        self._hook_steps()
+        for step in range(1, self.run.steps + 1):
+            micro_batches = list(islice(batches, size))
+            needed = f"{size * self.run.steps} batches ({self.run.steps} steps of {size})"
+            enough = len(micro_batches) == size
+            expect(enough, f"batches, on {self._where}", expected=needed, got="fewer", error=InputError)
+            self._make_step(step, [self._given(batch, step) for batch in micro_batches])
+        return self.record
+
+    def _batches(self) -> Iterator[Any]:
+        """Return this process's batches, with the rows of their tensors first."""
+        if not self.run.plans:
+            own = self.target.batches
+            if callable(own):
+                return (rows_first(batch, self.target.join) for batch in own(self.rank, self.run.ranks))
+            return iter(own[self.rank])
+        return map(self.replayed_batch, enumerate(chain.from_iterable(self.run.plans[self.rank])))
+
+    def _given(self, batch: Any, step: int) -> Any:
+        """Record a batch and return it as the loop gets it."""
+        batch = map_batch_tensors(batch, self._cast)
+        self.record_batch(batch, step, count_rows(batch))
+        return map_batch_tensors(rows_first(batch, self.target.join, back=True), self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
+
+    def _make_step(self, step: int, micro_batches: list[Any]) -> None:
+        """Make one optimizer step: the user's loop, or a loop around the user's step."""
+        with self.conditions(self.inner, len(micro_batches)):
+            if self.target.loop is None:
+                losses = self._accumulate(self.target.step, micro_batches)
+            else:
+                with self._precision():
+                    loss = loss_of(self.target.loop(self.model, self.optimizer, micro_batches))
+                self.record_cuts(loss)
+                losses = [None if loss is None else float(loss.detach())] * len(micro_batches)
+        self.record.losses += losses
+        expect(
+            self.record.steps == step,
+            f"loop, on {self._where}",
+            expected="one optimizer.step() for each call",
+            got=f"{self.record.steps - step + 1}",
+            fix="Give the optimizer steps to `steps=`, and the micro-batches of each to `accumulate=`.",
+        )
+
+    def _accumulate(self, step: Any, micro_batches: Sequence[Any]) -> list[float | None]:
+        """Back-propagate the mean of the micro-batches' losses, as Lightning does, and step."""
+        self.optimizer.zero_grad()
+        losses: list[float | None] = []
+        for index, batch in enumerate(micro_batches):
+            with self._synchronised(index == len(micro_batches) - 1):
+                with self._precision():
+                    loss = loss_of(step(self.model, batch))
+                is_loss = loss is not None and loss.requires_grad and loss.numel() == 1
+                got = "something else" if loss is None else f"{tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+                what, expected = f"step, on {self._where}", 'a scalar tensor with gradient, or a dict with "loss"'
+                expect(is_loss, what, expected=expected, got=got, error=InputError)
+                assert loss is not None
+                self.record_cuts(loss)
+                (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        self.optimizer.step()
+        return losses
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Reduce gradients in the last micro-batch only, if the wrapper can wait."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+        is_waiting = not last and hasattr(self.model, "no_sync")
+        return self.model.no_sync() if is_waiting else contextlib.nullcontext()
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        device = next(self.inner.parameters(), torch.empty(0)).device.type
+        on = self.target.autocast is not None and "precision" not in self.run.without
+        return torch.autocast(device, dtype=self.target.autocast, enabled=on)
+
+    # ------------------------------------------------------------------ hooks, which go with the process
+
+    def _hook_steps(self) -> None:
+        """Record gradients and parameters of each optimizer step, and gradients before they are clipped."""
+        self.follow_layers(self.inner)
+        self.optimizer.register_step_pre_hook(self._record_gradients)
+        self.optimizer.register_step_post_hook(self._record_parameters)
+        for name in _CLIPS:
+            wrap_function(nn.utils, name, before=lambda: self.see_gradients("reduced", self._named()))
+
+    def _record_gradients(self, *_: Any) -> None:
+        named = {name: parameter for name, parameter in self._named().items() if parameter.requires_grad}
+        self.record_gradients(named, self.optimizer)
+
+    def _record_parameters(self, *_: Any) -> None:
+        named = self._named()
+        self.record_used(named)
+        self.record_parameters(self.record.steps, named, self.inner)
+
+
+# ---------------------------------------------------------------------- models
+
+
+def refuse_unequal_build(model: nn.Module) -> None:
+    """Refuse a model that is not the same on every rank.
+
+    Raises:
+        InputError: The first parameter or buffer that differs, with its first value on each rank.
+
+    Communication: one gather of names and digests.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = [(name, tensor_digest(tensor), tensor.flatten()[:1].tolist()) for name, tensor in named.items()]
+    found = [list(map(tuple, sent)) for sent in handshake.all_gather_json("build()", {}, own)]
+    nothing: tuple[str, str, list[float]] = ("nothing", "", [])
+    for column in zip_longest(*found, fillvalue=nothing):
+        if len({entry[:2] for entry in column}) > 1:
+            raise InputError(
+                "build()",
+                expected="the same parameters and buffers on every rank",
+                ranks=[f"`{name}`, first value {value}" for name, _, value in column],
+                fix="Build the model alike on every rank: without seeds, files or sizes that depend on the rank.",
+            )
+
+
+def _as_if_wrapped(model: nn.Module) -> nn.Module:
+    """Give the plain model the methods of wrappers, without effect."""
+    extras = {"no_sync": contextlib.nullcontext, "module": model}
+    switches = [name for name in dir(FSDPModule) if name.startswith(("set_", "reshard", "unshard"))]
+    extras |= dict.fromkeys(switches, lambda *_, **__: None)
+    model.__dict__.update({name: extra for name, extra in extras.items() if not hasattr(model, name)})
+    return model
+
+
+def _default_optimizer(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """A `Recorder` records one process of a run: gradients, parameters, losses, random numbers.
 
-Fits of a LightningModule (``fit_run``) and other training loops (``loop_run``) share it. They call it when a step begins, before the
+Fits of a LightningModule (``fit_run``) and other training loops (``parity``) share it. They call it when a step begins, before the
 optimizer steps, and afterwards.
 """
 
@@ -57,6 +57,7 @@ class Recorder:
         self.run, self.folder, self.rank = run, folder, rank
         self.record = RankRecord()
         self._trace: CollectiveTrace | None = None  # of the batches that are being trained on
+        self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the step to come, by stage
 
     def write(self, step: int, kind: Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         """Store the tensors of one step and kind. None stands for a tensor that does not exist.
@@ -119,6 +120,14 @@ class Recorder:
             if self.run.trace and name and next(child.children(), None) is None:
                 child.register_forward_hook(functools.partial(record_call, name))
 
+    def replayed_batch(self, planned: Sequence[Any]) -> Any:
+        """Load a batch of a replay, given as its number and `ReplayBatch`, moved by one rounding unit if the run asks for it."""
+        index, source = planned
+        batch, seed = source.load(), self.run.perturb
+        if seed is None:
+            return batch
+        return ablations.perturb_batch(batch, self.record.module_info.unit, seed * 1000 + index)
+
     def record_batch(self, batch: Any, step: int, rows: LoaderRows, epoch: int = 0) -> None:
         """Record a batch, and store the user's own: replays will need it."""
         found = BatchRecord(epoch, step, rows)
@@ -135,6 +144,7 @@ class Recorder:
             ablations.batch_norm_to_eval_mode_(module)
         if not self.record.used_rng:
             self.record.norms_in_training = norm_classes(module)
+        self._stages = {}
         before = ablations.rng_digest()
         with contextlib.ExitStack() as modes:
             if self.record.steps + 1 == self.run.trace and self.run.ranks:
@@ -150,38 +160,37 @@ class Recorder:
         if self._trace is not None and loss is not None:
             self.record.cut_lines += [[cut.kind, cut.line] for cut in self._trace.reaching(loss)]
 
+    def see_gradients(self, stage: str, named: Mapping[str, nn.Parameter]) -> None:
+        """Keep fingerprints of gradients on their way to the step, by a stage of ``RankRecord.fingerprints``."""
+        self._stages[stage] = self._gradient_fingerprints(named)
+
     def record_gradients(
-        self,
-        named: Mapping[str, nn.Parameter],
-        optimizer: Optimizer,
-        earlier: Mapping[str, dict[str, int]],
-        loss_scale: float | None = None,
+        self, named: Mapping[str, nn.Parameter], optimizer: Optimizer, loss_scale: float | None = None
     ) -> None:
         """Record the gradients that an optimizer is about to use, with learning rates and loss scale.
 
         Args:
             named: Parameters with the gradients that are recorded.
             optimizer: Optimizer that steps.
-            earlier: Fingerprints of the gradients on their way here, by stage.
             loss_scale: The GradScaler's scale.
         """
         self.record.steps += 1
         self.write(self.record.steps, "gradient", [(name, parameter.grad) for name, parameter in named.items()])
-        self.record.fingerprints.append({**earlier, "hooked": self.gradient_fingerprints(named)})
+        self.record.fingerprints.append({**self._stages, "hooked": self._gradient_fingerprints(named)})
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.record.learning_rates.append(rates)
         self.record.loss_scales.append(loss_scale)
 
     def record_used(self, named: Mapping[str, nn.Parameter]) -> None:
         """Record the gradients as the step has left them."""
-        self.record.fingerprints[-1]["used"] = self.gradient_fingerprints(named)
+        self.record.fingerprints[-1]["used"] = self._gradient_fingerprints(named)
 
     def record_parameters(self, step: int, named: Mapping[str, nn.Parameter], module: nn.Module) -> None:
         """Record parameters and buffers after a step."""
         self.write(step, "parameter", named.items())
         self.write(step, "buffer", module.named_buffers())
 
-    def gradient_fingerprints(self, named: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    def _gradient_fingerprints(self, named: Mapping[str, nn.Parameter]) -> dict[str, int]:
         """Return fingerprints of gradients by name. One process has no peer to compare them with and returns none.
 
         Gradients that ``fully_shard`` divides are left out: each rank has another part.

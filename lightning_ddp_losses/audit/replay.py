@@ -49,17 +49,15 @@ class Target(abc.ABC):
 
     Attributes:
         strategy: Name of the strategy or wrapper, or Lightning's object.
-        scratch: Folder that goes when the audit ends.
         seconds: Time that a rank waits for another.
     """
 
     strategy: Any
-    scratch: Path
     seconds: float
 
     backend: ClassVar[str] = "gloo"
-    notes_batch_size: ClassVar[bool] = True
-    """Whether the report says what a batch is on this number of ranks, for the learning rate of a fit."""
+    by_trainer: ClassVar[bool] = True
+    """Whether the runs are fits of a LightningModule, not loops."""
 
     @abc.abstractmethod
     def train(self, run: Run, folder: Path, rank: int) -> RankRecord:
@@ -259,15 +257,15 @@ def count_loader_rows(batch: Any, hints: LoaderRows) -> LoaderRows:
     of_loaders = _loader_batches(batch, hints)
     if not of_loaders:  # a hook of the module has made something else of it
         return count_rows(batch)
-    return [count_loader_rows(child, hint) for (_, child), hint in zip(of_loaders, hints, strict=True)]
+    return [count_loader_rows(child, hint) for _, child, hint in of_loaders]
 
 
-def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any]]:
-    """List the batches of the loaders by key, none if ``rows`` counts those of one loader or does not fit the batch."""
+def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any, LoaderRows]]:
+    """List key, batch and rows of each loader, none if ``rows`` counts those of one loader or does not fit the batch."""
     if not isinstance(rows, list) or not isinstance(batch, (Mapping, list, tuple)) or len(batch) != len(rows):
         return []
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
-    return [(f"[{key!r}]", child) for key, child in items]
+    return [(f"[{key!r}]", child, count) for (key, child), count in zip(items, rows, strict=True)]
 
 
 def batch_digest(tree: Any) -> str:
@@ -338,10 +336,9 @@ def join_batches(
     of_ranks = [_loader_batches(batch, rows) for batch, rows in zip(batches, known, strict=True)]
     if all(of_ranks) and len({len(of_rank) for of_rank in of_ranks}) == 1:
         children = []
-        for index, (key, _) in enumerate(of_ranks[0]):
-            column = [of_rank[index][1] for of_rank in of_ranks]
-            rows_of_loader = [rows[index] for rows in known if isinstance(rows, list)]
-            children.append(join_batches(column, rows_of_loader, choose, path + key))
+        for column in zip(*of_ranks, strict=True):
+            keys, parts, rows_of_loader = zip(*column, strict=True)
+            children.append(join_batches(parts, rows_of_loader, choose, path + keys[0]))
         return rebuild_nest(batches[0], children)
     # one loader
     pairs = zip(batches, known, strict=True)

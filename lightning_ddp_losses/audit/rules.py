@@ -1,6 +1,6 @@
 """Why N ranks differ from one process: one small rule for each fault, the most specific first.
 
-A rule looks at an `AuditContext` and answers with a `Diagnosis` or None. It has a condition and numbers. The texts are cases of
+A rule looks at an `AuditContext` and yields a `Diagnosis` if it applies. It has a condition and numbers. The texts are cases of
 the fault in the table of faults (``faults.yaml``). Rules are pure: anything beyond the rows they ask from counterfactual runs, which the
 context makes for them. A newcomer adds a function and its line in ``STAGES``, and a case to the table.
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -28,122 +28,113 @@ from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_li
 from lightning_ddp_losses.audit.rank_record import Entry
 from lightning_ddp_losses.audit.replay import load_batch, row_digests
 
-Rule = Callable[[AuditContext], Diagnosis | None]
+Rule = Callable[[AuditContext], Iterable[Diagnosis]]
 
 # ---------------------------------------------------------------------- data: also where every gradient is equal
 
 
-def identical_batches(context: AuditContext) -> Diagnosis | None:
+def identical_batches(context: AuditContext) -> Iterator[Diagnosis]:
     """F67, F71: every rank draws the same rows."""
     columns = list(zip(*(record.batches for record in context.runs.user_run.records), strict=False))
-    if not columns or any(len({batch.digest for batch in column}) > 1 for column in columns):
-        return None
-    return context.diagnosis("F67", batches=len(columns))
+    if columns and all(len({batch.digest for batch in column}) == 1 for column in columns):
+        yield context.diagnosis("F67", batches=len(columns))
 
 
-def sampler_shuffled_apart(context: AuditContext) -> Diagnosis | None:
+def sampler_shuffled_apart(context: AuditContext) -> Iterator[Diagnosis]:
     """F68: Lightning shuffles a sampler that meant its order."""
     text = context.runs.user_run.records[0].module_info.reshuffled
-    if not text:
-        return None
-    evidence, _, fix = text.partition("\n")
-    return context.diagnosis("F68", evidence=evidence, fix=fix)
+    if text:
+        evidence, _, fix = text.partition("\n")
+        yield context.diagnosis("F68", evidence=evidence, fix=fix)
 
 
 # ---------------------------------------------------------------------- loops without a Trainer
 
 
-def repeated_rows(context: AuditContext) -> Diagnosis | None:
+def repeated_rows(context: AuditContext) -> Iterator[Diagnosis]:
     """F67: ranks share some rows. Rows of few numbers may be equal by chance and are not compared."""
     batches = [record.batches[0] for record in context.runs.user_run.records]
-    if context.by_trainer or identical_batches(context) is not None:
-        return None
+    if context.by_trainer or any(identical_batches(context)):
+        return
     of_ranks = [row_digests(load_batch(batch.file), batch.total_rows) for batch in batches]
     counts = Counter(chain.from_iterable(map(set, of_ranks)))
     repeated = sum(count > 1 for count in counts.values())
-    if not repeated:
-        return None
-    return context.diagnosis("F67", "rows", repeated=repeated, total=sum(map(len, of_ranks)))
+    if repeated:
+        yield context.diagnosis("F67", "rows", repeated=repeated, total=sum(map(len, of_ranks)))
 
 
-def accumulation_factor(context: AuditContext) -> Diagnosis | None:
+def accumulation_factor(context: AuditContext) -> Iterator[Diagnosis]:
     """F18: the losses of micro-batches are not divided by their number exactly once."""
     size = context.info.accumulate
     if size == 1 or context.by_trainer:
-        return None
+        return
     factor = context.accumulation_factor()
-    names = {"A": size, "1/A": 1 / size, "1/A**2": 1 / size**2}
-    which = next((name for name, value in names.items() if _is_factor(factor, value)), None)
-    if which is None:
-        return None
-    return context.diagnosis("F18", "accumulation", which=which, accumulate=size, factor=_factor_text(factor))
+    for which, value in (("A", size), ("1/A", 1 / size), ("1/A**2", 1 / size**2)):
+        if _is_factor(factor, value):
+            yield context.diagnosis("F18", "accumulation", which=which, accumulate=size, factor=_factor_text(factor))
 
 
-def never_reduced(context: AuditContext) -> Diagnosis | None:
+def never_reduced(context: AuditContext) -> Iterator[Diagnosis]:
     """SYNC: each rank steps with its own gradient."""
     rows = context.desynchronized
-    if not rows or context.by_trainer or changed_after_reduction(context) is not None:
-        return None
-    return context.diagnosis("SYNC", "loop", about=rows)
+    if rows and not context.by_trainer and not any(changed_after_reduction(context)):
+        yield context.diagnosis("SYNC", "loop", about=rows)
 
 
-def clipped_before_reduction(context: AuditContext) -> Diagnosis | None:
+def clipped_before_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: each rank clips its own gradient, and the clipped ones are reduced."""
-    if context.by_trainer or context.desynchronized:
-        return None
     by_rank = context.fingerprints_by_rank
     rows = [row for row in context.wrong if _agree(by_rank, "reduced", row.parameter) is False]
-    return context.diagnosis("F13", "early", about=rows) if rows else None
+    if rows and not context.by_trainer and not context.desynchronized:
+        yield context.diagnosis("F13", "early", about=rows)
 
 
 # ---------------------------------------------------------------------- at the wrap
 
 
-def parameter_order(context: AuditContext) -> Diagnosis | None:
+def parameter_order(context: AuditContext) -> Iterator[Diagnosis]:
     """F12: DDP pairs by position."""
     orders = [record.parameter_order for record in context.ranks.records]
-    first = _first_difference(list(zip_longest(*orders, fillvalue="nothing")), "`{}`")
-    if first is None:
-        return None
-    return context.diagnosis("F12", position=first[0], shown=first[1])
+    for place, shown in _first_difference(list(zip_longest(*orders, fillvalue="nothing")), "`{}`"):
+        yield context.diagnosis("F12", position=place, shown=shown)
 
 
-def norm_converted_late(context: AuditContext) -> Diagnosis | None:
+def norm_converted_late(context: AuditContext) -> Iterator[Diagnosis]:
     """F60: a batch norm that was replaced after the wrap, or that the conversion did not reach."""
     at_wrap, in_training = context.record.norms_at_wrap, context.record.norms_in_training
     # replaced since the wrap, or not reached by the conversion that the trainer was asked for
     late = [name for name, kind in in_training.items() if at_wrap.get(name, kind) != kind]
     plain = [name for name, kind in in_training.items() if "Sync" not in kind]
     if not late and not (plain and context.info.sync_batchnorm):
-        return None
+        return
     layers = tuple(late or plain)
     rows = [row for row in context.wrong if row.parameter.startswith(layers)]
     before, now = at_wrap.get(layers[0]), in_training[layers[0]]
-    return context.diagnosis("F60", "audit" if late else "missed", about=rows, layer=layers[0], before=before, now=now)
+    yield context.diagnosis("F60", "audit" if late else "missed", about=rows, layer=layers[0], before=before, now=now)
 
 
-def unequal_start(context: AuditContext) -> Diagnosis | None:
+def unequal_start(context: AuditContext) -> Iterator[Diagnosis]:
     """F04: weights start different on the ranks."""
     names = context.ranks.names(0, "initial")
     differ = [name for name in names if not context.ranks.ranks_agree(0, "initial", name)]
-    if not differ or context.step != 1:
-        return None
-    return context.diagnosis("F04", parameters=differ, first=differ[0], more=len(differ) - 1)
+    if differ and context.step == 1:
+        yield context.diagnosis("F04", parameters=differ, first=differ[0], more=len(differ) - 1)
 
 
 # ---------------------------------------------------------------------- gradients that are not reduced
 
 
-def unregistered_loss(context: AuditContext) -> Diagnosis | None:
+def unregistered_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F02: an optimizer holds parameters that the module has not registered."""
     rows = [row for row in context.desynchronized if row.owner == "unregistered"]
-    return context.diagnosis("F02", about=rows) if rows else None
+    if rows:
+        yield context.diagnosis("F02", about=rows)
 
 
 _EVENTS = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F08"}
 
 
-def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
+def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
     """F05 to F08: DDP's hook is not on the parameter that is trained now."""
     # the first event of the first parameter that differs
     for row in context.desynchronized:
@@ -151,17 +142,16 @@ def changed_after_wrap(context: AuditContext) -> Diagnosis | None:
             event = record.parameter_events.get(row.parameter, "")
             fault = _EVENTS.get(event.split(" ")[0])
             if fault is not None:
-                return context.diagnosis(fault, about=[row], name=row.parameter, event=event)
-    return None
+                yield context.diagnosis(fault, about=[row], name=row.parameter, event=event)
+                return
 
 
-def own_backward(context: AuditContext) -> Diagnosis | None:
+def own_backward(context: AuditContext) -> Iterator[Diagnosis]:
     """F09, F10: a backward that DDP does not know of."""
     calls = context.record.tensor_backwards - context.record.lightning_backwards
-    if not context.desynchronized or calls <= 0:
-        return None
-    fault = "F09" if context.info.automatic else "F10"
-    return context.diagnosis(fault, calls=calls, names=context.names(context.desynchronized))
+    if context.desynchronized and calls > 0:
+        fault = "F09" if context.info.automatic else "F10"
+        yield context.diagnosis(fault, calls=calls, names=context.names(context.desynchronized))
 
 
 # ---------------------------------------------------------------------- between gradient and step
@@ -173,37 +163,37 @@ _PLACES = {
 }
 
 
-def clipped_by_desynchronized_norm(context: AuditContext) -> Diagnosis | None:
+def clipped_by_desynchronized_norm(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: one unsynchronised gradient, and the clip factor differs for all."""
     unreduced = context.desynchronized
     # equal before the step and not after it: something between the two depends on the rank
     equal_before = {row.parameter for row in context.rows if row.ranks_agree}
     drifted = [row for row in context.desynchronized_updates if row.parameter in equal_before]
     if not unreduced or not drifted or not context.info.clip:
-        return None
-    if _scales_or_rates_differ(context) or changed_after_reduction(context) is not None:
-        return None
+        return
+    if _scales_or_rates_differ(context) or any(changed_after_reduction(context)):
+        return
     names: dict[str, Any] = {"drifted": context.names(drifted), "unreduced": context.names(unreduced)}
-    return context.diagnosis("F13", "norm", about=[*unreduced, *drifted], clip=context.info.clip, **names)
+    yield context.diagnosis("F13", "norm", about=[*unreduced, *drifted], clip=context.info.clip, **names)
 
 
-def changed_after_reduction(context: AuditContext) -> Diagnosis | None:
+def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: gradients that were equal after the reduction are clipped or changed by some ranks."""
-    if any(map(_differ, context.loss_scales)) or own_backward(context) is not None:
-        return None
+    if any(map(_differ, context.loss_scales)) or any(own_backward(context)):
+        return
     by_rank = context.fingerprints_by_rank
     apart = [*context.desynchronized, *context.desynchronized_updates]
     names = list(dict.fromkeys(row.parameter for row in apart))
     for name in names:
         if not _agree(by_rank, "backward", name) and not _agree(by_rank, "reduced", name):
-            return None  # another rule judges a gradient that was not reduced
+            return  # another rule judges a gradient that was not reduced
     # ranks part in the module's hooks, or between those and the step
     for stage, place in _PLACES.items():
         changed = [name for name in names if _agree(by_rank, stage, name) is False]
         if changed:
             who = _changed_by(by_rank, stage, changed[0])
-            return context.diagnosis("F13", parameters=changed, who=who, place=place)
-    return None
+            yield context.diagnosis("F13", parameters=changed, who=who, place=place)
+            return
 
 
 def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> str:
@@ -215,14 +205,13 @@ def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: 
     return f"by rank {comma_list(ranks)}" if len(ranks) < len(by_rank) else "each rank in its own way"
 
 
-def changed_outside_step(context: AuditContext) -> Diagnosis | None:
+def changed_outside_step(context: AuditContext) -> Iterator[Diagnosis]:
     """SYNC: the step used the same gradient and rate on all ranks, and the parameter is another one after it."""
     apart = context.desynchronized_updates
-    if not apart or _scales_or_rates_differ(context) or unequal_start(context) is not None:
-        return None
-    if not all(_agree(context.fingerprints_by_rank, "used", row.parameter) for row in apart):
-        return None
-    return context.diagnosis("SYNC", about=apart)
+    if not apart or _scales_or_rates_differ(context) or any(unequal_start(context)):
+        return
+    if all(_agree(context.fingerprints_by_rank, "used", row.parameter) for row in apart):
+        yield context.diagnosis("SYNC", about=apart)
 
 
 def _agree(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> bool | None:
@@ -231,29 +220,25 @@ def _agree(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) 
     return None if None in values else not _differ(values)
 
 
-def skipped_step(context: AuditContext) -> Diagnosis | None:
+def skipped_step(context: AuditContext) -> Iterator[Diagnosis]:
     """F14, F15: loss scales, or steps that the scaler skipped, differ by rank."""
-    first = _first_difference(context.loss_scales, "{:g}")
-    if first is None:
-        return None
-    # scales that start apart, or a step that was skipped
-    return context.diagnosis("F14" if first[0] else "F15", step=first[0] + 1, shown=first[1])
+    for place, shown in _first_difference(context.loss_scales, "{:g}"):
+        # scales that start apart, or a step that was skipped
+        yield context.diagnosis("F14" if place else "F15", step=place + 1, shown=shown)
 
 
-def different_rates(context: AuditContext) -> Diagnosis | None:
+def different_rates(context: AuditContext) -> Iterator[Diagnosis]:
     """F17: each rank has its own learning rate."""
-    first = _first_difference(context.learning_rates)
-    if first is None:
-        return None
-    return context.diagnosis("F17", step=first[0] + 1, shown=first[1])
+    for place, shown in _first_difference(context.learning_rates):
+        yield context.diagnosis("F17", step=place + 1, shown=shown)
 
 
-def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> tuple[int, str] | None:
-    """Find the first column with values that differ by rank: its place, and its values as text. None if all agree."""
+def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> Iterator[tuple[int, str]]:
+    """Find the first column with values that differ by rank, if any: its place, and its values as text."""
     for place, column in enumerate(columns):
         if _differ(column):
-            return place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(column))
-    return None
+            yield place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(column))
+            return
 
 
 def _differ(column: Sequence[object]) -> bool:
@@ -269,7 +254,7 @@ def _scales_or_rates_differ(context: AuditContext) -> bool:
 _SORTED = 1 << 20  # largest buffer, in elements, with rows that are compared one by one
 
 
-def own_queue(context: AuditContext) -> Diagnosis | None:
+def own_queue(context: AuditContext) -> Iterator[Diagnosis]:
     """F64, F26: a memory of rows, or a statistic of them, that each rank keeps by itself."""
     for step in range(1, context.step + 1):
         for name in context.ranks.names(step, "buffer"):
@@ -281,10 +266,11 @@ def own_queue(context: AuditContext) -> Diagnosis | None:
             if entries[0].dtype in ("bool", "int64", "int32") and not entries[0].shape:
                 continue
             if not _keeps_rows(context, name, step, entries[0]):
-                return context.diagnosis("F64", "statistic", buffer=name, step=step)
+                yield context.diagnosis("F64", "statistic", buffer=name, step=step)
+                return
             fault, case = ("F26", "queue") if _have_the_same_rows(entries) else ("F64", "audit")
-            return context.diagnosis(fault, case, buffer=name, step=step)
-    return None
+            yield context.diagnosis(fault, case, buffer=name, step=step)
+            return
 
 
 def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bool:
@@ -313,101 +299,95 @@ def _sorted_rows(entry: Entry) -> list[list[float]]:
 # ---------------------------------------------------------------------- rounding and overflow
 
 
-def rounding(context: AuditContext) -> Diagnosis | None:
+def rounding(context: AuditContext) -> Iterator[Diagnosis]:
     """F78: a difference of the size that the precision makes, gone in float64."""
     # no larger than a few thousand rounding errors, which no fault is
     unit, worst = context.runs.unit, context.comparison.worst()
     if context.desynchronized or not context.wrong or worst > 4096 * unit or unit < 1e-15:
-        return None
-    if not context.without("precision").comparison.equal:
-        return None
-    tolerance = max((row.tolerance for row in context.rows), default=0.0)
-    numbers: dict[str, Any] = {"worst": worst, "unit": unit, "tolerance": tolerance}
-    return context.diagnosis("F78", severity="explanation", precision=context.info.precision, **numbers)
+        return
+    if context.without("precision").comparison.equal:
+        tolerance = max((row.tolerance for row in context.rows), default=0.0)
+        numbers: dict[str, Any] = {"worst": worst, "unit": unit, "tolerance": tolerance}
+        yield context.diagnosis("F78", severity="explanation", precision=context.info.precision, **numbers)
 
 
-def not_finite(context: AuditContext) -> Diagnosis | None:
+def not_finite(context: AuditContext) -> Iterator[Diagnosis]:
     """F79: overflow or NaN on one side only, in gradients or in a loss with a finite gradient."""
     odd = [row for row in context.rows if row.verdict == "not finite"]
     batch = context.first_odd_batch
-    if not odd and batch is None:
-        return None
     gradients = ""
     if odd:
         gradients = f"Not finite on rank {odd[0].rank} or in one process, but not in both: {context.names(odd)}. "
-    if batch is None:
-        return context.diagnosis("F79", "backward", gradients=gradients)
-    # the loss that was not finite, of several micro-batches the first
-    losses = [f"rank {rank} {loss_text(record.loss_of(batch))}" for rank, record in enumerate(context.ranks.records)]
-    return context.diagnosis("F79", gradients=gradients, batch=batch, losses=comma_list(losses))
+    if batch is not None:
+        # the loss that was not finite, of several micro-batches the first
+        values = [loss_text(record.loss_of(batch)) for record in context.ranks.records]
+        losses = comma_list(f"rank {rank} {value}" for rank, value in enumerate(values))
+        yield context.diagnosis("F79", gradients=gradients, batch=batch, losses=losses)
+    elif odd:
+        yield context.diagnosis("F79", "backward", gradients=gradients)
 
 
 # ---------------------------------------------------------------------- a common factor
 
 
-def metric_as_loss(context: AuditContext) -> Diagnosis | None:
+def metric_as_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F27: torchmetrics detaches gathered states, except the own slot."""
     metrics = context.record.metric_losses
-    factor = context.factors.encoder
-    if not metrics or not _is_factor(factor, 1 / context.W):
-        return None
-    return context.diagnosis("F27", metric=metrics[0], factor=_factor_text(factor))
+    factor, _ = context.factors
+    if metrics and _is_factor(factor, 1 / context.W):
+        yield context.diagnosis("F27", metric=metrics[0], factor=_factor_text(factor))
 
 
-def factor_on_loss(context: AuditContext) -> Diagnosis | None:
+def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
-    if not (_is_factor(context.factors.encoder, 1.0) and _is_factor(context.factors.losses, float(context.W))):
-        return None
-    rows = [row for row in context.rows if row.owner != "encoder"]
-    source = context.pml_wrapper or "The loss"
-    return context.diagnosis("F24", about=rows, factor=_factor_text(context.factors.losses), source=source)
+    encoder, losses = context.factors
+    if _is_factor(encoder, 1.0) and _is_factor(losses, float(context.W)):
+        rows = [row for row in context.rows if row.owner != "encoder"]
+        source = context.pml_wrapper or "The loss"
+        yield context.diagnosis("F24", about=rows, factor=_factor_text(losses), source=source)
 
 
-def gather_without_autograd(context: AuditContext) -> Diagnosis | None:
+def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
     """F20, F23: gradients pass through this rank's part of the gather only."""
-    encoder, losses = context.factors.encoder, context.factors.losses
+    encoder, losses = context.factors
     losses_fit = losses is None or _is_factor(losses, 1.0) or _is_factor(losses, 1 / context.W)
-    if not _is_factor(encoder, 1 / context.W) or not losses_fit:
-        return None
-    return context.diagnosis("F20", encoder=_factor_text(encoder), losses=_factor_text(losses))
+    if losses_fit and _is_factor(encoder, 1 / context.W):
+        yield context.diagnosis("F20", encoder=_factor_text(encoder), losses=_factor_text(losses))
 
 
-def graph_cut(context: AuditContext) -> Diagnosis | None:
+def graph_cut(context: AuditContext) -> Iterator[Diagnosis]:
     """F20: gathered rows have no graph at all, not even this rank's part."""
     encoder = [row for row in context.rows if row.owner == "encoder" and row.verdict == "missing"]
-    if not encoder or any(map(context.has_gradient_on_a_rank, encoder)):
-        return None
-    return context.diagnosis("F20", "cut", about=encoder)
+    columns = [context.ranks.entries_of(context.step, "gradient", row.parameter) for row in encoder]
+    if encoder and not any(entry.exists for entry in chain.from_iterable(columns)):
+        yield context.diagnosis("F20", "cut", about=encoder)
 
 
-def double_scaling(context: AuditContext) -> Diagnosis | None:
+def double_scaling(context: AuditContext) -> Iterator[Diagnosis]:
     """F21, F22: a factor W where none is due."""
-    encoder, losses = context.factors.encoder, context.factors.losses
+    encoder, losses = context.factors
     W = float(context.W)
-    if not _is_factor(encoder, W) and not _is_factor(encoder, W**2):
-        return None
-    return context.diagnosis("F21", encoder=_factor_text(encoder), losses=_factor_text(losses))
+    if _is_factor(encoder, W) or _is_factor(encoder, W**2):
+        yield context.diagnosis("F21", encoder=_factor_text(encoder), losses=_factor_text(losses))
 
 
-def own_rows_first(context: AuditContext) -> Diagnosis | None:
+def own_rows_first(context: AuditContext) -> Iterator[Diagnosis]:
     """F26: the loss depends on the order of rows, and each rank has its own rows first."""
     if context.used_rng or not context.wrong or context.desynchronized or context.is_local_mean:
-        return None
-    if context.against_one("reversed").equal:
-        return None
-    losses = comma_list(map(loss_text, context.losses_at(context.step)))
-    return context.diagnosis("F26", losses=losses, wrapper=context.pml_wrapper or "none")
+        return
+    if not context.against_one("reversed").equal:
+        losses = comma_list(map(loss_text, context.losses_at(context.step)))
+        yield context.diagnosis("F26", losses=losses, wrapper=context.pml_wrapper or "none")
 
 
-def traced_cut(context: AuditContext) -> Diagnosis | None:
+def traced_cut(context: AuditContext) -> Iterator[Diagnosis]:
     """F20, F23: a collective cuts the graph of rows that get the rest of their gradient in another way."""
     cuts = context.cut_lines
-    if not cuts or context.is_local_mean:
-        return None
-    kind, line = cuts[0]
-    fault = "F20" if kind == "gather" else "F23"
-    counts: dict[str, Any] = {"count": len(context.wrong), "total": len(context.rows)}
-    return context.diagnosis(fault, "traced", about=context.wrong, line=line, **counts)
+    if cuts and not context.is_local_mean:
+        kind, line = cuts[0]
+        fault = "F20" if kind == "gather" else "F23"
+        counts: dict[str, Any] = {"count": len(context.wrong), "total": len(context.rows)}
+        yield context.diagnosis(fault, "traced", about=context.wrong, line=line, **counts)
 
 
 def unknown(context: AuditContext) -> Diagnosis:
@@ -424,11 +404,10 @@ def unknown(context: AuditContext) -> Diagnosis:
 # ---------------------------------------------------------------------- the mean of local losses, as DDP promises
 
 
-def local_batch_norm(context: AuditContext) -> Diagnosis | None:
+def local_batch_norm(context: AuditContext) -> Iterator[Diagnosis]:
     """F59: each rank normalises by its own rows."""
-    if not context.local_norms or context.desynchronized or not context.without("batch_norm").comparison.equal:
-        return None
-    return local_statistics(context, "both runs are equal")
+    if context.local_norms and not context.desynchronized and context.without("batch_norm").comparison.equal:
+        yield local_statistics(context, "both runs are equal")
 
 
 def local_statistics(context: AuditContext, outcome: str = "fewer gradients differ") -> Diagnosis:
@@ -437,47 +416,46 @@ def local_statistics(context: AuditContext, outcome: str = "fewer gradients diff
     return context.diagnosis("F59", about=context.wrong, names=quoted(context.local_norms), rows=rows, outcome=outcome)
 
 
-def summed_loss(context: AuditContext) -> Diagnosis | None:
+def summed_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F18: a loss that is a sum, divided by W through DDP's mean."""
     weights = context.rank_weights
-    if weights is None or not all(abs(weight - 1) < 0.02 for weight in weights):
-        return None
-    return context.diagnosis("F18", "sum")
+    if weights is not None and all(abs(weight - 1) < 0.02 for weight in weights):
+        yield context.diagnosis("F18", "sum")
 
 
-def mean_of_means(context: AuditContext) -> Diagnosis | None:
+def mean_of_means(context: AuditContext) -> Iterator[Diagnosis]:
     """F30: ranks with fewer rows, or fewer valid targets, count as much as the others."""
     weights = context.rank_weights
     rows = context.rows_per_rank(context.step)
     uneven = len(set(rows)) > 1
     if weights is None:
         # later steps have no weights: equal while batches were even, different at the first uneven one
-        if context.step == 1 or not uneven or not context.is_local_mean:
-            return None
-        if not context.without("uneven").comparison.equal:
-            return None
-        return context.diagnosis("F30", "later", rows=comma_list(rows))
+        is_later = context.step > 1 and uneven and context.is_local_mean
+        if is_later and context.without("uneven").comparison.equal:
+            yield context.diagnosis("F30", "later", rows=comma_list(rows))
+        return
     # DDP gives equal shares: then something else differs
     shares_differ = max(weights) - min(weights) > min(0.02, max(1e-6, 64 * context.runs.unit))
     if abs(sum(weights) - 1) > 0.02 or not shares_differ:
-        return None
+        return
     # weights in proportion to rows: the ranks' batches differ. Else valid targets in them differ
     reason = "valid targets (ignored, masked or zero elements do not count)"
     pairs = zip(weights, rows, strict=True)
     if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
         reason = f"rows ({comma_list(rows)})"
     shown = comma_list(f"{weight:.3f}" for weight in weights)
-    return context.diagnosis("F30", weights=shown, reason=reason)
+    yield context.diagnosis("F30", weights=shown, reason=reason)
 
 
-def never_gathered(context: AuditContext) -> Diagnosis | None:
+def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
     """F29, F31: a loss that is no mean over rows sees this rank's rows only."""
     if not context.wrong or context.desynchronized or not context.is_local_mean:
-        return None
+        return
     if context.local_norms and "batch_norm" not in context.off:
-        return None  # local statistics look like this too: asked again with batch norm in evaluation mode
+        return  # local statistics look like this too: asked again with batch norm in evaluation mode
     if context.keeps_gradients_of_exchanged_rows:
-        return _counts_by_place(context)
+        yield _counts_by_place(context)
+        return
     losses = context.losses_at(context.step)
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
     cosine = min(row.cosine for row in context.wrong)
@@ -487,11 +465,12 @@ def never_gathered(context: AuditContext) -> Diagnosis | None:
     if context.step == 1 and of_one is not None:
         found += f", on the concatenated embeddings {loss_text(of_one)}"
     if without_pairs:
-        return context.diagnosis("F31", found=found, rank=without_pairs[0])
-    if context.info.pair_losses:
-        return context.diagnosis("F29", "pairs", found=found, losses=quoted(context.info.pair_losses))
-    # pairs and a function of a mean look the same from outside: |mean of y|^2 is a mean over pairs
-    return context.diagnosis("F29", "mean", found=found)
+        yield context.diagnosis("F31", found=found, rank=without_pairs[0])
+    elif context.info.pair_losses:
+        yield context.diagnosis("F29", "pairs", found=found, losses=quoted(context.info.pair_losses))
+    else:
+        # pairs and a function of a mean look the same from outside: |mean of y|^2 is a mean over pairs
+        yield context.diagnosis("F29", "mean", found=found)
 
 
 def _counts_by_place(context: AuditContext) -> Diagnosis:

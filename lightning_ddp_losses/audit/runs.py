@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ class Runs:
 
     Args:
         target: Training that is audited.
+        scratch: Folder of all runs.
         devices: Number of ranks.
         steps: Optimizer steps.
         tolerance: The user's tolerance, None to estimate it.
@@ -47,47 +47,41 @@ class Runs:
         needs_group: True if the one process got a process group, for a module that asks for one.
     """
 
-    def __init__(self, target: Target, devices: int, steps: int, tolerance: float | None) -> None:
-        self.target, self.devices, self.steps, self.tolerance = target, devices, steps, tolerance
+    def __init__(self, target: Target, scratch: Path, devices: int, steps: int, tolerance: float | None) -> None:
+        self.target, self.scratch = target, scratch
+        self.devices, self.steps, self.tolerance = devices, steps, tolerance
         self.needs_group = False
         self._made: dict[str, Recording] = {}
-        self._starts = 0
 
     # ------------------------------------------------------------------ making a recording
 
     def record(self, *runs: Run) -> list[Recording]:
         """Return the recordings of the runs. Those that do not exist yet run side by side."""
         new = [run for run in runs if run.name not in self._made]
-        if new:
-            self._start(new)
-        return [self._made[run.name] for run in runs]
-
-    def _start(self, runs: Sequence[Run]) -> None:
-        # a clean folder for each run, and one for the output of all
-        self._starts += 1
-        output = self.target.scratch / f"output-{self._starts}"
-        for folder in (output, *map(self._folder_of, runs)):
+        # a clean folder for each run. It holds the output of its processes too
+        for folder in map(self._folder_of, new):
             shutil.rmtree(folder, ignore_errors=True)  # of a run that failed before
             folder.mkdir(mode=0o700)  # whatever the umask: batches are read from folders of this user alone
 
         # one process for each rank of each run
-        parts = [(run, rank) for run in runs for rank in range(run.processes)]
+        parts = [(run, rank) for run in new for rank in range(run.processes)]
 
         def work(index: int) -> RankRecord:
             run, rank = parts[index]
             return self.target.perform(run, self._folder_of(run), rank)
 
-        title = " and ".join(run.name for run in runs)
-        answers = run_processes(len(parts), work, title=title, folder=output, seconds=self.target.seconds)
+        logs = [self._folder_of(run) / f"output-{rank}.txt" for run, rank in parts]
+        answers = run_processes(work, logs, seconds=self.target.seconds)
         failures = {part: answer for part, answer in zip(parts, answers, strict=True) if isinstance(answer, Failure)}
         if failures:
             raise _error_of(failures)
-        for run in runs:
+        for run in new:
             records = [answer for (of_run, _), answer in zip(parts, answers, strict=True) if of_run is run]
             self._made[run.name] = Recording(self._folder_of(run), records)
+        return [self._made[run.name] for run in runs]
 
     def _folder_of(self, run: Run) -> Path:
-        return self.target.scratch / run.name.replace(" ", "-").replace(",", "")
+        return self.scratch / run.name.replace(" ", "-").replace(",", "")
 
     def replays(self, off: frozenset[str], *assignments: str | int, **options: Any) -> list[Recording]:
         """Record replays of the ranks' batches, side by side.
@@ -183,10 +177,6 @@ class Runs:
         """Whether all rows of a window are one batch of the one process."""
         return joins_windows(self.target.strategy) and self.user_run.records[0].module_info.automatic
 
-    def possible(self, ablations: Iterable[str]) -> set[str]:
-        """Leave out parts that cannot be switched off: micro-batches of a joined window are not divided evenly."""
-        return {name for name in ablations if name != "uneven" or not self.joins_windows}
-
 
 def joins_windows(strategy: Any) -> bool:
     """Return whether the micro-batches of a window make one batch under this strategy."""
@@ -225,19 +215,19 @@ _FOLLOWS = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]ime
 def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
     """Build the error of the process that failed first of itself, not because another one had."""
     (run, rank), failure = min(failures.items(), key=_blame)
-    known = error_class(failure.kind)
-    if known.__name__ == failure.kind and known in (ConfigurationError, InputError):
-        return known(failure.text)  # its text has a fix
+    known = error_class(failure.type)
+    if known.__name__ == failure.type and known in (ConfigurationError, InputError):
+        return known(failure.message)  # its text has a fix
     # place, cause and fix
     where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
-    said = f"{failure.kind}: {failure.text}" if failure.kind else failure.text
+    said = f"{failure.type}: {failure.message}" if failure.type else failure.message
     hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), "")
     if hint in FAULTS:
         hint = f"{hint}: {FAULTS[hint].title}. {FAULTS[hint].fix} {explained_by(hint)}"
     what = f"audit, run `{run.name}` on {where}"
     text = format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=hint)
     stories = [failure.traceback]
-    if failure.text.startswith("took more"):  # all that are silent: one of them hangs, the others wait for it
+    if failure.message.startswith("took more"):  # all that are silent: one of them hangs, the others wait for it
         stories = [f"rank {r} was here:\n{each.traceback}" for (_, r), each in failures.items()]
     return AuditError("\n\n".join([text, *stories]))
 
@@ -245,6 +235,6 @@ def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
 def _blame(item: tuple[tuple[Run, int], Failure]) -> tuple[bool, bool, int]:
     """Sort by whether a process only waited, only met another's failure, and by rank."""
     (_, rank), failure = item
-    waited = failure.text.startswith("was still waiting")
-    follows = failure.kind == "PeerError" or bool(_FOLLOWS.search(failure.text))
+    waited = failure.message.startswith("was still waiting")
+    follows = failure.type == "PeerError" or bool(_FOLLOWS.search(failure.message))
     return waited, follows, rank

@@ -39,13 +39,13 @@ class Failure:
     """How a process failed.
 
     Attributes:
-        kind: Class name of the error, empty if the process died or took too long.
-        text: Text of the error.
+        type: Class name of the error, empty if the process died or took too long.
+        message: Text of the error.
         traceback: Stack of the error, or the end of the process's output.
     """
 
-    kind: str
-    text: str
+    type: str
+    message: str
     traceback: str
 
 
@@ -79,14 +79,12 @@ class Worker:
         return "\n".join(lines)[-_TAIL:].strip()
 
 
-def run_processes(count: int, work: Callable[[int], Any], *, title: str, folder: Path, seconds: float) -> list[Any]:
-    """Call ``work(number)`` in ``count`` new processes and wait for all of them.
+def run_processes(work: Callable[[int], Any], logs: Sequence[Path], *, seconds: float) -> list[Any]:
+    """Call ``work(number)`` in new processes and wait for all of them.
 
     Args:
-        count: Number of processes.
         work: Function of the number of a process. Its result must be picklable.
-        title: Title of the run, for messages.
-        folder: Folder for the processes' output.
+        logs: File of each process's output.
         seconds: Time limit for all of them together.
 
     Returns:
@@ -104,32 +102,28 @@ def run_processes(count: int, work: Callable[[int], Any], *, title: str, folder:
     workers: list[Worker] = []
     answers: dict[int, Any] = {}
     try:
-        for number in range(count):
-            log = folder / f"output-{number}.txt"
-            workers.append(_start_process(number, work, log, f"{title}, process {number}"))
-        answers = collect_answers(workers, seconds, GRACE_SECONDS, _has_failed)
+        for number, log in enumerate(logs):
+            workers.append(_start_process(number, work, log))
+        answers = collect_answers(workers, seconds, GRACE_SECONDS)
         waited = f"took more than {seconds:.0f} s"
-        if any(map(_has_failed, answers.values())):
+        if any(isinstance(answer, Failure) for answer in answers.values()):
             waited = "was still waiting for the others"
-        silent = [number for number in range(count) if number not in answers]
-        failures = {number: Failure("", waited, _stacks(workers[number])) for number in silent}
-        return [failures[number] if number in failures else answers[number] for number in range(count)]
+        silent = [worker for number, worker in enumerate(workers) if number not in answers]
+        failures = iter([Failure("", waited, _stacks(worker)) for worker in silent])
+        return [answers[number] if number in answers else next(failures) for number in range(len(workers))]
     finally:
         for number, worker in enumerate(workers):
             worker.pipe.close()
             _end_process(worker.process, at_once=number not in answers)
 
 
-def collect_answers(
-    workers: Sequence[Worker], seconds: float, grace: float, has_failed: Callable[[Any], bool]
-) -> dict[int, Any]:
+def collect_answers(workers: Sequence[Worker], seconds: float, grace: float) -> dict[int, Any]:
     """Receive an answer from each worker within a time limit.
 
     Args:
         workers: Workers that will answer.
         seconds: Time limit for all of them together.
-        grace: Seconds that the others get after an answer that has failed.
-        has_failed: Judges an answer.
+        grace: Seconds that the others get after a ``Failure``.
 
     Returns:
         Answers by the worker's number, a ``Failure`` for one that died. A silent worker has no entry.
@@ -145,19 +139,15 @@ def collect_answers(
         for pipe in ready:
             number = waiting.pop(pipe)
             answers[number] = workers[number].receive()
-            if has_failed(answers[number]):
+            if isinstance(answers[number], Failure):
                 deadline = min(deadline, time.monotonic() + grace)
     return answers
 
 
-def _has_failed(answer: Any) -> bool:
-    return isinstance(answer, Failure)
-
-
-def _start_process(number: int, work: Callable[[int], Any], log: Path, name: str) -> Worker:
+def _start_process(number: int, work: Callable[[int], Any], log: Path) -> Worker:
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_process_main, args=(number, sending, log, work), name=name)
+    process = context.Process(target=_process_main, args=(number, sending, log, work))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the child runs none of theirs
         process.start()

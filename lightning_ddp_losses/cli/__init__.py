@@ -1,10 +1,10 @@
 """The command line. ``demo`` holds the models and data of the shipped configs.
 
-* ``app``: the subcommands and their options, the audit among them.
+* ``app``: the subcommands and their options, audit and parity among them.
 * ``report``: the table and the pictures at the end of a run.
 * ``configs``: the configs that come with the package.
 * ``doctor``: versions, and a short training of two ranks.
-* ``manual``, ``explain``: pages of the manual, and their form in the terminal. ``pages/`` holds the recipes for users of other libraries.
+* ``manual``: pages of the manual, for ``explain`` and HTML. ``pages/`` holds the recipes for users of other libraries.
 
 A separate script takes all that ``LightningCLI`` takes, with our defaults and the audit (``python cli.py audit --config my.yaml``)::
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import inspect
 import os
 import pydoc
@@ -24,21 +25,23 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
 
+import torch
 import yaml
 from jsonargparse.typing import class_from_function
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from rich.console import Console
 
-from lightning_ddp_losses.audit import AuditReport, audit
-from lightning_ddp_losses.cli.configs import run_configs, with_shipped_configs
+from lightning_ddp_losses.audit import AuditReport, audit, parity
+from lightning_ddp_losses.cli.configs import named_configs, run_configs, with_shipped_configs
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
-from lightning_ddp_losses.cli.explain import run_explain
-from lightning_ddp_losses.cli.parity import run_parity, show_report
+from lightning_ddp_losses.cli.manual import run_explain
 from lightning_ddp_losses.cli.report import RunReport
 from lightning_ddp_losses.demo.data import BatchedArrayDataModule
 from lightning_ddp_losses.distributed import process_groups
@@ -51,14 +54,6 @@ QUIET = (
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13, and a user cannot change it
 )
 """Messages of warnings that the command line leaves out."""
-
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "parity": run_parity,
-    "explain": run_explain,
-    "configs": run_configs,
-    "doctor": run_doctor,
-}
-"""Commands other than training and auditing, by their first word."""
 
 DESCRIPTION = "Train on N GPUs and get the gradients you would get on one: LightningCLI with exact distributed losses."
 MORE_COMMANDS = (
@@ -279,6 +274,11 @@ def run_audit(
     return report
 
 
+def _new_name(root: Path) -> Path:
+    taken = [int(found.name[8:]) for found in root.glob("version_*") if found.name[8:].isdigit()]
+    return root / f"version_{max(taken, default=-1) + 1}"
+
+
 def devices_of(options: AuditOptions, trainer: dict[str, Any]) -> int:
     """Return the number of ranks: the option, or the trainer's, or 2."""
     if options.devices is not None:
@@ -288,19 +288,114 @@ def devices_of(options: AuditOptions, trainer: dict[str, Any]) -> int:
     return max(2, int(str(count))) if str(count).isdigit() else 2
 
 
-def _new_name(root: Path) -> Path:
-    taken = [int(found.name[8:]) for found in root.glob("version_*") if found.name[8:].isdigit()]
-    return root / f"version_{max(taken, default=-1) + 1}"
+# ---------------------------------------------------------------------- parity, and the report of both
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "none": None}
+
+
+def run_parity(arguments: Sequence[str]) -> int:
+    """Compare a loop's ranks with one process, show the report and return the exit status.
+
+    Args:
+        arguments: Those that follow ``ddp-losses parity``.
+    """
+    given = vars(_parity_parser().parse_args(arguments))
+    sys.path.insert(0, os.getcwd())  # the console script does not look there
+    output = given.pop("output")
+    report = parity(**_parity_options(given))
+    show_report(report, None if output is None else Path(output))
+    return int(not report.equal)
+
+
+def _parity_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``parity``, read and imported."""
+    form = "loop" if given.pop("loop") else "step"
+    function = named(given.pop("function"))
+    options = given | {"build": named(given["build"]), form: function}
+    batches = named(given["batches"])
+    if callable(batches):
+        parameters = inspect.signature(batches).parameters.values()
+        if all(parameter.default is not parameter.empty for parameter in parameters):  # it needs no rank
+            batches = batches()
+    options |= {name: _DTYPES[given[name]] for name in ("dtype", "precision")}
+    if given["splits"] not in ("even", "uneven"):
+        options["splits"] = [int(part) for part in given["splits"].split(",")]
+    if ":" in given["wrap"]:
+        options["wrap"] = named(given["wrap"])
+    elif given["wrap"] == "none":
+        options["wrap"] = None
+    return options | {"batches": batches}
+
+
+def named(place: str) -> Any:
+    """Return the object that ``my_module:name`` names.
+
+    Raises:
+        ConfigurationError: Another form.
+    """
+    module, colon, name = place.partition(":")
+    expect(bool(colon and module and name), "ddp-losses parity", expected="my_module:name", got=place)
+    return attrgetter(name)(importlib.import_module(module))
+
+
+def show_report(report: AuditReport, folder: Path | None) -> None:
+    """Print a report, and write it down as report.html, report.json and ratios.png.
+
+    Args:
+        report: Report of an audit.
+        folder: Folder of the files. None: write no files.
+    """
+    console = Console()
+    console.print(report, highlight=False)
+    if folder is None:
+        return
+    report.to_json(folder / "report.json")
+    report.to_html(folder / "report.html")
+    written = ["report.html", "report.json"]
+    try:
+        report.plot(folder / "ratios.png")
+        written.append("ratios.png")
+    except ImportError:
+        console.print("no picture: pip install 'lightning-ddp-losses[demo]'", markup=False)
+    sentence = f"\nWritten to {folder}: {', '.join(written)} ({report.settings['seconds']} s)"
+    console.print(sentence, soft_wrap=True, highlight=False, markup=False)
+
+
+def _parity_parser() -> argparse.ArgumentParser:
+    text = "N ranks of a training loop against one process; status 0 equal, 1 different, 2 could not run."
+    parser = argparse.ArgumentParser(prog="ddp-losses parity", description=text)
+    parser.add_argument("build", help="my_module:build makes the model, or the model and its optimizer's maker")
+    parser.add_argument("function", help="my_module:step, from model and batch to the loss; or a loop")
+    parser.add_argument("batches", help="my_module:batches: global batches, or a function that gives them")
+    parser.add_argument("--loop", action="store_true", help="the function is a whole optimizer step")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--wrap", default="ddp", help="ddp, fully_shard, none, or my_module:wrap")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches to an optimizer step")
+    parser.add_argument("--splits", default="even", help="even, uneven, or rows of each rank: 5,3")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="none: as model and batches are")
+    parser.add_argument("--precision", choices=_DTYPES, default="none", help="of autocast")
+    parser.add_argument("--timeout-seconds", type=float, default=60.0, help="of each run")
+    parser.add_argument("--output", help="folder for report.html, report.json and ratios.png")
+    return parser
+
+
+# ---------------------------------------------------------------------- the console script
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "parity": run_parity,
+    "explain": run_explain,
+    "configs": run_configs,
+    "doctor": run_doctor,
+}
+"""Commands other than training and auditing, by their first word."""
+COMPARING = ("audit", "parity")
+"""Commands with the exit status of a comparison."""
 
 
 def config_files(arguments: Sequence[str]) -> list[Path]:
     """Return the config files that a command line names. The parser reports one that cannot be read."""
-    reader = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    reader.add_argument("-c", "--config", action="append", default=[])
-    configs: list[str] = []
-    with contextlib.suppress(argparse.ArgumentError):  # an option without its value: the parser reports it
-        configs = reader.parse_known_args(arguments)[0].config
-    return [Path(config) for config in configs if os.path.isfile(config)]
+    return [Path(config) for _, _, config in named_configs(arguments) if os.path.isfile(config)]
 
 
 def extend_module_path_(path: list[str], arguments: Sequence[str]) -> None:
@@ -340,20 +435,16 @@ def main() -> None:
     Exit status: 0 done (or an audit that found both sides equal), 1 an error (or an audit that found a difference), 2 a
     command line that cannot be read, or an audit that could not run.
     """
-    # commands without training
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"{version_line()}\n")
         return
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        try:
-            sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))
-        except ConfigurationError as error:
-            sys.exit(f"ddp-losses: {error}")
     # hide warnings that a user cannot act on
     for message in QUIET:
         warnings.filterwarnings("ignore", message)
-    auditing = sys.argv[1:2] == ["audit"]
+    command = "".join(sys.argv[1:2])
     try:
+        if command in COMMANDS:  # without training
+            sys.exit(COMMANDS[command](sys.argv[2:]))
         # a config of the package is given by name, and started ranks get its path
         sys.argv[1:] = with_shipped_configs(sys.argv[1:])
         extend_module_path_(sys.path, sys.argv[1:])
@@ -367,12 +458,12 @@ def main() -> None:
         if getattr(error, "collective", False) and process_groups.rank() > 0:
             sys.exit(1)  # rank 0 prints the same error
         message = "\n".join([f"ddp-losses: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
-        if not auditing:
+        if command not in COMPARING:
             sys.exit(message)
         sys.stderr.write(f"{message}\n")
         sys.exit(2)
     except Exception:
-        if not auditing:
+        if command not in COMPARING:
             raise
         traceback.print_exc()
         sys.exit(2)

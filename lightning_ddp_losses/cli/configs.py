@@ -10,7 +10,7 @@ import difflib
 import itertools
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +21,6 @@ from lightning_ddp_losses.errors import expect
 _PACKAGE = Path(__file__).parents[1]
 # of an installed wheel, and of a checkout
 _FOLDERS = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
-_OPTIONS = ("--config", "-c")
 
 
 def shipped_configs() -> dict[str, Path]:
@@ -52,14 +51,20 @@ def with_shipped_configs(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigurationError: A name that is neither a file nor one of these configs.
     """
-    found = []
-    for before, argument in zip(("", *arguments), arguments, strict=False):
-        option, equals, value = argument.partition("=")
-        if option in _OPTIONS and equals:
-            found.append(f"{option}={_full_path(value)}")
-        else:
-            found.append(_full_path(argument) if before in _OPTIONS else argument)
+    found = list(arguments)
+    for place, option, value in named_configs(arguments):
+        found[place] = option + _full_path(value)
     return found
+
+
+def named_configs(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Yield the place of each config on a command line, the option if it stands in the same argument, and the config's name."""
+    for place, (before, argument) in enumerate(zip(("", *arguments), arguments, strict=False)):
+        attached = re.fullmatch("(--config=|-c=?)(.+)", argument, flags=re.DOTALL)
+        if attached is not None:
+            yield place, attached[1], attached[2]
+        elif before in ("--config", "-c"):
+            yield place, "", argument
 
 
 def _full_path(given: str) -> str:

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from lightning_ddp_losses.demo.data import BatchedArrayDataModule
@@ -42,8 +43,7 @@ class RunReport(Callback):
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
-        self.outputs: list[tuple[str, str]] = []
-        self.tables: list[str | Table] = []
+        self.shown: list[Text | Table] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -58,21 +58,19 @@ class RunReport(Callback):
         held_out = pl_module.held_out if isinstance(pl_module, HeldOutModule) else None
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
-        self.outputs = [("time", f"{seconds:.1f} s of training on {ranks}")]
-        if folder is not None and trainer.loggers:
-            self._write(trainer, held_out, metrics, Path(folder))
         # the rows that the module names, else all that it logged. No figures, no table.
         own = getattr(pl_module, "report_rows", None)
         rows = own or [(name, name) for name in sorted(metrics)]
-        self.tables = []
-        if not rows:
-            return
-        title = getattr(pl_module, "report_title", "Logged")
-        columns = [(getattr(pl_module, "report_heading", "last value"), metrics)]
-        if isinstance(pl_module, HeldOutModule) and held_out is not None:
-            title += f" ({len(held_out.labels)} rows)"
-            columns += _compared_metrics(trainer, pl_module)
-        self.tables = [title, _metrics_table(columns, rows)]
+        if rows:
+            title = getattr(pl_module, "report_title", "Logged")
+            columns = [(getattr(pl_module, "report_heading", "last value"), metrics)]
+            if isinstance(pl_module, HeldOutModule) and held_out is not None:
+                title += f" ({len(held_out.labels)} rows)"
+                columns += _compared_metrics(trainer, pl_module)
+            self.shown += [Text(title), _metrics_table(columns, rows)]
+        self._show("time", f"{seconds:.1f} s of training on {ranks}")
+        if folder is not None and trainer.loggers:
+            self._write(trainer, held_out, metrics, Path(folder))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the embeddings in the order of the held-out set."""
@@ -82,19 +80,20 @@ class RunReport(Callback):
             return
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.tables, self.outputs = [f"Embedded {len(held_out.labels)} rows"], []
+        self.shown.append(Text(f"Embedded {len(held_out.labels)} rows"))
         for name, tensor in (("embeddings", held_out.embeddings), ("labels", held_out.labels)):
             np.save(folder / f"{name}.npy", tensor.numpy())
-            self.outputs.append((name, f"{folder / name}.npy {tuple(tensor.shape)}"))
+            self._show(name, f"{folder / name}.npy {tuple(tensor.shape)}")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print, now that the progress bar has left the terminal alone."""
         console = Console()
-        for table in self.tables:
-            console.print(table, highlight=False)
-        for name, value in self.outputs:  # paths and package extras hold brackets, which are no markup
-            console.print(f"{name:<11}{value}", soft_wrap=True, highlight=False, markup=False)
-        self.tables, self.outputs = [], []
+        for part in self.shown:  # paths stay in one line
+            console.print(part, soft_wrap=isinstance(part, Text))
+        self.shown = []
+
+    def _show(self, name: str, value: str) -> None:
+        self.shown.append(Text(f"{name:<11}{value}"))
 
     def _write(self, trainer: Trainer, held_out: HeldOut | None, metrics: dict[str, float], folder: Path) -> None:
         """Draw the pictures and list all outputs."""
@@ -104,22 +103,22 @@ class RunReport(Callback):
                 logger.save()
                 file = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
                 if file.is_file():
-                    self.outputs.append(("metrics", str(file)))
+                    self._show("metrics", str(file))
                     logged = read_metrics(file)
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if checkpoint:
-            self.outputs.append(("checkpoint", checkpoint))
+            self._show("checkpoint", checkpoint)
         try:
             if _CURVES.keys() & logged.keys():
                 draw_loss_curve(logged, folder / "loss_curve.png")
-                self.outputs.append(("picture", str(folder / "loss_curve.png")))
+                self._show("picture", str(folder / "loss_curve.png"))
             if held_out is not None and len(held_out.labels) > 3:
                 title = f"{len(held_out.labels)} held-out rows, MAP@R {metrics.get('map_at_r', float('nan')):.3f}"
                 draw_embedding(held_out.embeddings, held_out.labels, folder / "embedding_2d.png", title=title)
-                self.outputs.append(("picture", str(folder / "embedding_2d.png")))
+                self._show("picture", str(folder / "embedding_2d.png"))
         except ImportError as error:
             package = str(error.name).split(".", maxsplit=1)[0]
-            self.outputs.append(("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'"))
+            self._show("no picture", f"{package} is missing: pip install 'lightning-ddp-losses[demo]'")
 
 
 def _compared_metrics(trainer: Trainer, module: HeldOutModule) -> list[tuple[str, dict[str, float]]]:

@@ -2,15 +2,20 @@
 
 * ``data``: global batches over arrays, cut by rank, from the user's own arrays or the digits.
 * ``cells``: counts of a hundred thousand cells, for large batches.
-* ``module``: ``EmbeddingModule``, ``RegressionModule`` and two encoders.
-* ``distillation``: ``SelfDistillationModule``, which learns without labels.
+* ``module``: ``EmbeddingModule``, ``RegressionModule``, ``SelfDistillationModule``, which learns without labels, and two encoders.
 * ``evaluation``: retrieval metrics of the whole held-out set, and the module that logs them.
 """
 
 from lightning_ddp_losses.demo.cells import CellsDataModule, CellsEncoder
 from lightning_ddp_losses.demo.data import ArrayDataModule, DigitsDataModule
-from lightning_ddp_losses.demo.distillation import SelfDistillationModule
-from lightning_ddp_losses.demo.module import DigitsEncoder, EmbeddingModule, MLPEncoder, RegressionModule, slant
+from lightning_ddp_losses.demo.module import (
+    DigitsEncoder,
+    EmbeddingModule,
+    MLPEncoder,
+    RegressionModule,
+    SelfDistillationModule,
+    slant,
+)
 
 __all__ = [
     "ArrayDataModule",

@@ -53,18 +53,14 @@ class HeldOut:
 class HeldOutRows:
     """What this rank has embedded of the held-out set so far."""
 
-    embeddings: list[Tensor] = field(default_factory=list)
-    labels: list[Tensor] = field(default_factory=list)
-    indices: list[Tensor] = field(default_factory=list)
+    batches: list[tuple[Tensor, ...]] = field(default_factory=list)
     loss_sum: float = 0.0
     loss_rows: int = 0
 
-    def add(self, embeddings: Tensor, labels: Tensor, indices: Tensor | None, loss: Tensor | None = None) -> None:
-        """Keep one batch: (B, D), (B,), positions in the held-out set (B,) or None, and the mean loss of its rows."""
-        self.embeddings.append(embeddings.detach().to(torch.promote_types(embeddings.dtype, torch.float32)))
-        self.labels.append(labels.detach())
-        if indices is not None:
-            self.indices.append(indices)
+    def add(self, embeddings: Tensor, labels: Tensor, *indices: Tensor, loss: Tensor | None = None) -> None:
+        """Keep one batch: (B, D), (B,), perhaps positions in the held-out set (B,), and the mean loss of its rows."""
+        wide = embeddings.detach().to(torch.promote_types(embeddings.dtype, torch.float32))
+        self.batches.append((wide, labels.detach(), *indices))
         if loss is not None:
             self.loss_sum += float(loss) * len(labels)
             self.loss_rows += len(labels)
@@ -82,14 +78,14 @@ class HeldOutRows:
         Communication: two gathers (three with indices) and one small all-reduce. No backward.
         """
         fix = "Give every rank at least one held-out batch."
-        expect(self.embeddings, "held-out rows of this rank", expected="one at least", got=0, fix=fix, error=InputError)
+        expect(self.batches, "held-out rows of this rank", expected="one at least", got=0, fix=fix, error=InputError)
         # the rows of all ranks, by rank
-        embeddings = all_gather_with_grad(torch.cat(self.embeddings))
-        labels = all_gather_with_grad(torch.cat(self.labels))
+        columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
+        embeddings, labels, *indices = map(all_gather_with_grad, columns)
         # in the order of the set, each once
-        if self.indices:
-            indices = all_gather_with_grad(torch.cat(self.indices)).cpu().numpy()
-            first = torch.from_numpy(np.unique(indices, return_index=True)[1]).to(labels.device)
+        if indices:
+            positions = indices[0].cpu().numpy()
+            first = torch.from_numpy(np.unique(positions, return_index=True)[1]).to(labels.device)
             embeddings, labels = embeddings[first], labels[first]
         # the mean loss over rows
         sums = exact_scalars([self.loss_sum, self.loss_rows], embeddings.device)
@@ -202,18 +198,18 @@ class HeldOutModule(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Embed one batch and keep it until the epoch's end."""
-        x, labels, indices = (*batch, None)[:3]
+        x, labels, *indices = batch
         embeddings = self(x)
         # of a global loss, every rank has the value and adds its share of the rows
-        self.rows.add(embeddings, labels, indices, self.held_out_loss(embeddings, labels))
+        self.rows.add(embeddings, labels, *indices, loss=self.held_out_loss(embeddings, labels))
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         """Return the embeddings (B, D) of one batch."""
-        x, labels, indices = (*batch, None)[:3]
+        x, *columns = batch
         embeddings: Tensor = self(x)
-        self.rows.add(embeddings, labels, indices)
+        self.rows.add(embeddings, *columns)
         return embeddings
 
     def on_validation_epoch_end(self) -> None:
@@ -256,7 +252,8 @@ class HeldOutModule(LightningModule):
         stage = "test" if self.trainer.testing else "predict" if self.trainer.predicting else "val"
         loader = getattr(self.trainer, f"{stage}_dataloaders")
         repeated = repeated_rows(loader) if isinstance(loader, DataLoader) else 0
-        if repeated and not self.rows.indices:
+        has_positions = any(len(columns) > 2 for columns in self.rows.batches)
+        if repeated and not has_positions:
             fix = "Return (x, labels, index) from the dataset, index being the row's position: repeated rows are then dropped."
             what = "held-out rows that the distributed sampler repeats"
             rank_zero_warn(format_error(what, expected=0, got=repeated, fix=fix))

@@ -12,8 +12,7 @@ Then::
     def test_my_collective(ddp_ranks):
         assert ddp_ranks(2).run(torch.distributed.get_rank) == [0, 1]
 
-* `rank_pool`: the processes, and their results and failures.
-* `rank_worker`: the loop of each process.
+`rank_pool` has the processes, the loop of each, and their results and failures.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from typing import Any
 import pytest
 
 from lightning_ddp_losses.audit import AuditReport, parity
-from lightning_ddp_losses.testing.rank_pool import RankFailure, RankPool
-from lightning_ddp_losses.testing.rank_worker import RankError
+from lightning_ddp_losses.testing.rank_pool import RankError, RankFailure, RankPool
 
 __all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]
 

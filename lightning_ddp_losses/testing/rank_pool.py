@@ -13,26 +13,77 @@ calls it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
+import gc
 import multiprocessing
-import multiprocessing.connection
+import os
 import pickle
+import random
 import re
 import shutil
+import signal
+import sys
 import tempfile
+import threading
+import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_losses.audit.worker import Failure, Worker, collect_answers
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.testing import rank_worker
-from lightning_ddp_losses.testing.rank_worker import RankError, Reply, Task
+import torch
 
+from lightning_ddp_losses.audit.worker import Failure, Worker, collect_answers, redirect_output
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.errors import ConfigurationError
+
+GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
 # more than the time after which a group gives up: a peer's time-out is an error, not a hang
-TASK_SECONDS = 30.0 + rank_worker.GROUP_TIMEOUT.total_seconds()
+TASK_SECONDS = 30.0 + GROUP_TIMEOUT.total_seconds()
 PRELOAD = ["torch", "torch.distributed", "pytest", "lightning", "pytorch_metric_learning.losses", "torchmetrics"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call for all ranks."""
+
+    generation: int
+    world_size: int  # 0: no process group
+    store: str
+    call: bytes  # the pickled (fn, args, kwargs): unpickled by the worker so that an import error is an answer too
+    filters: list[tuple[str, str, type[Warning], str, int]]
+
+
+@dataclass(frozen=True)
+class RankError(Failure):
+    """The error that a rank's call has raised.
+
+    Attributes:
+        rank: The rank.
+        bases: Names of the class and its bases, `module.Class`.
+        seconds: Seconds from the start of the call to the error.
+    """
+
+    rank: int
+    bases: tuple[str, ...]
+    seconds: float
+
+    def is_a(self, name: str) -> bool:
+        """Return whether the error is of a class of this name, or of one derived from it."""
+        return any(base.rpartition(".")[2] == name for base in self.bases)
+
+    @property
+    def timed_out(self) -> bool:
+        """Return whether the rank learnt of its error no sooner than by the group's time-out."""
+        return self.seconds >= GROUP_TIMEOUT.total_seconds()
+
+
+# ---------------------------------------------------------------------- the pool
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a test that fails, not an error
@@ -41,7 +92,7 @@ class RankFailure(AssertionError):  # noqa: N818 - a test that fails, not an err
 
 @dataclass
 class _PoolWorker(Worker):
-    stack_pipe: multiprocessing.connection.Connection
+    stack_pipe: Connection
 
     def ask_for_stack(self) -> None:
         """Have the worker write where each of its threads is to its log."""
@@ -89,11 +140,11 @@ class RankPool:
         """
         __tracebackhide__ = True  # the ranks' tracebacks show the place
         replies = self._ask(world_size, self._grace_seconds, fn, *args, **options)
-        failed = [rank for rank, reply in enumerate(replies) if not isinstance(reply, Reply)]
+        failed = [rank for rank, reply in enumerate(replies) if isinstance(reply, Failure)]
         if failed:
             self._team(world_size).key = None
             raise RankFailure(_account(f"{fn.__qualname__} failed on rank(s) {failed} of {world_size}", replies))
-        return [reply.value for reply in replies if isinstance(reply, Reply)]
+        return replies
 
     def errors(self, world_size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[RankError]:
         """Call a function as ``run`` does and return each rank's error, in rank order. A rank that returns fails the test."""
@@ -133,8 +184,8 @@ class RankPool:
         fresh: bool = False,
         seconds: float = TASK_SECONDS,
         **kwargs: Any,
-    ) -> list[Reply | RankError | str]:
-        """Call a function on each rank. The answer of a rank that died or hangs is a text."""
+    ) -> list[Any]:
+        """Call a function on each rank. The answer is its result, or a ``Failure``."""
         assert distributed or world_size == 1, "several ranks without a process group are not a world"
         team, key = self._team(world_size), world_size if distributed else 0
         if fresh or key != team.key:
@@ -145,7 +196,7 @@ class RankPool:
         workers = [self._worker(team, rank) for rank in range(world_size)]
         for worker in workers:
             worker.pipe.send_bytes(pickle.dumps(task))
-        answers = collect_answers(workers, seconds, grace, lambda answer: not isinstance(answer, Reply))
+        answers = collect_answers(workers, seconds, grace)
         # where all silent ones stand, before the end of one moves another
         for rank, worker in enumerate(workers):
             if rank not in answers:
@@ -153,7 +204,7 @@ class RankPool:
         silence = Failure("", f"no answer within {seconds:.0f} s or the grace after a failure", "")
         replies = [answers.get(rank, silence) for rank in range(world_size)]
         for rank, reply in enumerate(replies):
-            if isinstance(reply, Failure):
+            if isinstance(reply, Failure) and not isinstance(reply, RankError):
                 replies[rank] = self._end(team, rank, reply)
         return replies
 
@@ -171,15 +222,15 @@ class RankPool:
             ours, theirs = self._context.Pipe()
             stack_ours, stack_theirs = self._context.Pipe()
             arguments = (rank, theirs, stack_theirs, str(home))
-            process = self._context.Process(target=rank_worker.main, args=arguments, daemon=False)
+            process = self._context.Process(target=serve, args=arguments, daemon=False)
             process.start()
             theirs.close()
             stack_theirs.close()
             worker = team.workers[rank] = _PoolWorker(process, ours, home / "log", stack_ours)
         return worker
 
-    def _end(self, team: _Team, rank: int, failure: Failure) -> str:
-        """End a lost worker and return its story. The next task starts another."""
+    def _end(self, team: _Team, rank: int, failure: Failure) -> Failure:
+        """End a lost worker and return its failure with its story. The next task starts another."""
         worker = team.workers[rank]
         assert worker is not None
         team.key, team.workers[rank] = None, None
@@ -187,7 +238,7 @@ class RankPool:
         worker.process.join(5)
         worker.pipe.close()
         worker.stack_pipe.close()
-        return f"{failure.text}; its output ends with\n{worker.tail()}"
+        return Failure("", f"{failure.message}; its output ends with", worker.tail())
 
 
 def _sendable(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bytes:
@@ -213,18 +264,18 @@ def _can_pickle(part: Any) -> bool:
     return True
 
 
-def _account(title: str, replies: Sequence[Reply | RankError | str]) -> str:
+def _account(title: str, replies: Sequence[Any]) -> str:
     lines = [title]
     shown: dict[str, int] = {}
     for rank, reply in enumerate(replies):
-        if isinstance(reply, Reply):
-            lines.append(f"--- rank {rank}: returned {reply.value!r}"[:500])
-        elif isinstance(reply, RankError):
+        if isinstance(reply, RankError):
             first = shown.setdefault(reply.traceback, rank)
             story = reply.traceback if first == rank else f"as on rank {first}"
             lines.append(f"--- rank {rank}: {reply.type} after {reply.seconds:.1f} s\n{story}")
+        elif isinstance(reply, Failure):
+            lines.append(f"--- rank {rank}: {reply.message}\n{reply.traceback}")
         else:
-            lines.append(f"--- rank {rank}: {reply}")
+            lines.append(f"--- rank {rank}: returned {reply!r}"[:500])
     return "\n".join(lines)
 
 
@@ -240,3 +291,122 @@ def _portable_filters() -> list[tuple[str, str, Any, str, int]]:
         (action, pattern(message), category, pattern(module), line)
         for action, message, category, module, line in warnings.filters
     ]
+
+
+# ---------------------------------------------------------------------- a rank process
+
+
+def serve(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> None:
+    """Answer one task after the other until the pool closes the pipe."""
+    redirect_output(Path(home) / "log")
+    threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
+    sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests again
+    os.chdir(home)  # files in the working directory go when the pool goes
+    sys.argv = ["rank"]  # pytest's arguments are not the test's
+    torch.set_num_threads(1)
+    look_for_plugins_once()
+    seed_no_absent_devices()
+    gc.freeze()  # objects of torch and Lightning stay: the collector need not look at them again
+    generation = 0
+    while True:
+        try:
+            task: Task = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the pool has closed our pipe, or is gone
+            break
+        os.ftruncate(2, 0)  # the log holds one task
+        if task.generation != generation:
+            # a rank that fails here ends: torch would number its later groups otherwise than its peers do
+            _leave_group()
+            if task.world_size:
+                process_groups.join(task.store, rank, task.world_size, backend="gloo", timeout=GROUP_TIMEOUT)
+            generation = task.generation
+        started = time.monotonic()
+        try:
+            message = pickle.dumps(_call(task))
+        except BaseException as error:  # the test judges it, SystemExit too
+            message = pickle.dumps(_describe(error, rank, time.monotonic() - started))
+        pipe.send_bytes(message)
+    _leave_group()
+
+
+def look_for_plugins_once() -> None:
+    """Let Lightning go through the installed packages once per process. Each Trainer does, which is half the time of a small fit.
+
+    Plugins are loaded here, because the processes of an audit are forks and each would load them again.
+    """
+    from lightning.fabric.utilities import registry as lightning_registry
+
+    registry: Any = lightning_registry
+
+    registry.entry_points = functools.cache(registry.entry_points)
+    for group in ("lightning.fabric.callbacks_factory", "lightning.pytorch.callbacks_factory"):
+        registry.entry_points(group=group)
+
+
+def seed_no_absent_devices() -> None:
+    """Have `torch.manual_seed` pass over kinds of devices that are not here.
+
+    For each it keeps a stack trace, in case the device is used later: that takes a hundred times as long as the seeding.
+    """
+    devices: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
+    for device in devices:
+        if not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+def _write_stacks(asked: Connection) -> None:
+    """Write where each thread is to the log whenever the pool asks.
+
+    No signal could ask: Lightning takes every handler away that Python does not know of when a fit ends, those of faulthandler too.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            asked.recv_bytes()
+            faulthandler.dump_traceback(file=2, all_threads=True)
+            asked.send_bytes(b"")
+
+
+def _leave_group() -> None:
+    if process_groups.is_distributed():
+        process_groups.close(world=True)  # all groups that were made under it too
+        # now, when all ranks leave: a group with an unmet message waits until its peers are gone
+        gc.collect()
+        gc.freeze()  # the rest is modules: the next group's end need not go through them again
+        # DTensor's cache of meshes names groups of this world
+        if "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import debug
+
+            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()  # not in every release
+
+
+def _call(task: Task) -> Any:
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    random.seed(0)
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for action, message, category, module, line in reversed(task.filters):
+                warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+            fn, args, kwargs = pickle.loads(task.call)
+            return fn(*args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+
+
+def _describe(error: BaseException, rank: int, seconds: float) -> RankError:
+    print("".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+    return RankError(
+        rank=rank,
+        type=type(error).__name__,
+        bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in type(error).__mro__),
+        message=str(error),
+        seconds=seconds,
+        traceback="".join(traceback.format_exception(error))[-6000:],
+    )

@@ -509,3 +509,12 @@ class NoTargets(PerRank):
 
 Make = Callable[[], LightningModule]
 PMLWrapper = DistributedLossWrapper
+
+
+class TwoLoaders(Module):
+    """A loss on the batch of each loader, where it has one."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        batches = batch.values() if isinstance(batch, dict) else batch
+        losses = [self.objective(self.encoder(each[0]), each[1]) for each in batches if each is not None]
+        return torch.stack(losses).sum()

@@ -142,12 +142,7 @@ def test_batches_that_cannot_be_joined(what: str) -> None:
 def test_two_loaders_of_which_one_cannot_be_joined() -> None:
     loaders = [even(), DataLoader(Shaped("width"), batch_size=None)]
     with pytest.raises(InputError, match=r"batch\[1\]\[2\][\s\S]*rank 0: \(4, 3\)[\s\S]*in a batch of 4 rows"):
-        audited(TwoLoaders(), loaders, trainer_kwargs=NO_SAMPLER)
-
-
-class TwoLoaders(Module):
-    def training_step(self, batch: Any, index: int) -> Any:
-        return super().training_step(batch[0], index) + super().training_step(batch[1], index)
+        audited(m.TwoLoaders(), loaders, trainer_kwargs=NO_SAMPLER)
 
 
 def test_no_training_step_at_all() -> None:

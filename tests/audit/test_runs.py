@@ -176,15 +176,6 @@ SUPPORTED: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
 }
 
 
-class TwoLoaders(Module):
-    """A loss on the batch of each loader, where it has one."""
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        batches = batch.values() if isinstance(batch, dict) else batch
-        losses = [self.objective(self.encoder(each[0]), each[1]) for each in batches if each is not None]
-        return torch.stack(losses).sum()
-
-
 def large_and_small() -> list[DataLoader[Any]]:
     return [even(8), even(4)]
 
@@ -215,7 +206,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], list[tuple[int, int]]]] = {
 )
 def test_rows_are_counted_for_each_of_two_loaders(name: str, without: tuple[str, ...]) -> None:
     data, expected = LOADERS[name]
-    report = audit(TwoLoaders(), data(), strategy="ddp", without=without, steps=2, **GIVEN)
+    report = audit(m.TwoLoaders(), data(), strategy="ddp", without=without, steps=2, **GIVEN)
     assert report.equal, str(report)
     assert [loss.rows for loss in report.losses] == expected
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lightning.fabric import Fabric
 from rich.console import Console
 
 import lightning_ddp_losses
+from lightning_ddp_losses import AuditReport
+from lightning_ddp_losses.audit.compare import ComparedRow
 from lightning_ddp_losses.cli import configs, doctor, main
 from lightning_ddp_losses.cli.app import COMMANDS, MORE_COMMANDS
 from tests.processes import ROOT
@@ -136,7 +137,8 @@ def test_the_doctor_finds_two_ranks_equal_to_one_process() -> None:
 
 
 def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fabric, "launch", lambda *arguments: 0.5)
+    row = ComparedRow(1, "weight", "encoder", "gradient", error=0.5, verdict="wrong scale")
+    monkeypatch.setattr(doctor, "parity", lambda *given, **options: AuditReport(False, [row], [], [], [], []))
     monkeypatch.setattr(
         importlib.metadata, "requires", lambda name: ["torch>=99", "absent>=1", "other>=2; extra == 'demo'"]
     )
@@ -153,10 +155,10 @@ def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_cannot_start_are_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> float:
+    def fail(*arguments: object, **options: object) -> None:
         raise OSError("no socket")
 
-    monkeypatch.setattr(Fabric, "launch", fail)
+    monkeypatch.setattr(doctor, "parity", fail)
     assert doctor.two_ranks() == ("two ranks", "failed: OSError: no socket", True)
 
 

@@ -66,7 +66,7 @@ def gather_shards(sizes: list[int], repeat: int) -> HeldOut:
     positions[-1] = torch.cat([positions[-1], order[:repeat]])
     rows = HeldOutRows()
     for batch in positions[dist.get_rank()].tensor_split(2):
-        rows.add(embeddings[batch], labels[batch], batch, embeddings[batch].square().mean())
+        rows.add(embeddings[batch], labels[batch], batch, loss=embeddings[batch].square().mean())
     return rows.gather()
 
 

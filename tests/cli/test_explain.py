@@ -16,7 +16,7 @@ from lightning_ddp_losses.audit.context import Diagnosis
 from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.findings import Cause
 from lightning_ddp_losses.cli import main, manual
-from lightning_ddp_losses.cli.explain import find_page, run_explain
+from lightning_ddp_losses.cli.manual import find_page, run_explain
 from lightning_ddp_losses.cli.pages import faults, numbers, recipes, release
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 from tests.processes import ROOT, run_python
@@ -259,7 +259,7 @@ import importlib, pkgutil, sys
 for name in ("pytest", "hypothesis", "transformers", "accelerate", "sentence_transformers"):
     sys.modules[name] = None
 import lightning_ddp_losses
-from lightning_ddp_losses.cli.explain import run_explain
+from lightning_ddp_losses.cli.manual import run_explain
 
 for module in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses."):
     of_others = (".testing", ".__main__", ".hf_trainer", ".sentence_transformers")

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_losses
 from lightning_ddp_losses.cli import manual
-from lightning_ddp_losses.cli.explain import find_page
+from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import RankEnvironment

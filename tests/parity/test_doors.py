@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_ddp_losses import ConfigurationError
-from lightning_ddp_losses.cli.parity import run_parity
+from lightning_ddp_losses.cli import main
 from lightning_ddp_losses.testing import RankFailure, Ranks
 from tests.parity.loops import batches, encoder, regression, summed
 
@@ -50,9 +50,18 @@ def test_the_fixture_runs_functions_on_ranks(ddp_ranks: Callable[[int], Ranks]) 
     ],
 )
 def test_the_command_shows_the_report(
-    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    status: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert run_parity([f"{HERE}{name}" for name in arguments[:3]] + arguments[3:]) == status
+    functions = [f"{HERE}{name}" for name in arguments[:3]]
+    monkeypatch.setattr(sys, "argv", ["ddp-losses", "parity", *functions, *arguments[3:]])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == status
     shown: Any = capsys.readouterr()
     assert words in shown.out + shown.err
 
