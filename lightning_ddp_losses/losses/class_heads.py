@@ -11,7 +11,7 @@ Legend: ``G`` rows, ``D`` embedding size, ``c`` classes of a block, ``K`` weight
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,7 @@ from lightning_ddp_losses.losses.pml_registry import (
     losses_with_head,
     reduction_of,
 )
-from lightning_ddp_losses.losses.products import ProductChoice, refuse_products, unit_rows
-
-Scale: TypeAlias = Tensor | float
-"""What multiplies logits: one number, or one of each row, (n, 1)."""
+from lightning_ddp_losses.losses.products import SMALLEST_LENGTH, unit_rows
 
 # a block of classes must not make a row of D numbers for each pair
 _DISTANCES = [cls for cls, facts in DISTANCES.items() if facts.form != "differences"]
@@ -46,11 +43,11 @@ class Head:
         weight_name: Name of the class weight in the loss.
         class_dim: Dimension of it that counts classes.
         counts_only_anchors: A miner weighs the rows that are anchors, not positives and negatives too.
-        has_row_scale: The scale is a function of the row, and has a gradient. Else it is one number.
+        has_row_scale: Logits are proportional to the length of the row, which ``prepare`` leaves in it.
         drops_improbable_rows: A row has no loss if its probability rounds to zero.
         has_margin: The target's logit is a separate function (``targets``), else the others' plus ``target_offset``.
         per_class: K.
-        is_cosine: Logits are products of scaled rows with weight rows of length one.
+        is_cosine: Logits are one number times products of rows with weight rows of length one.
     """
 
     weight_name = "W"
@@ -77,16 +74,11 @@ class Head:
 
     @property
     def is_one_product(self) -> bool:
-        """Whether logits are one number times products of rows with unit weight rows, which may run on tensor cores."""
+        """Whether logits are one number times cosines, which may run on tensor cores."""
         return self.is_cosine and not self.has_row_scale
 
     @property
-    def normalizes_rows(self) -> bool:
-        """Whether ``prepare`` divides embeddings by their lengths."""
-        return bool(self._loss.distance.normalize_embeddings)
-
-    @property
-    def constant_scale(self) -> float:
+    def scale(self) -> float:
         """Factor of the logits of all rows."""
         return float(self._loss.scale)
 
@@ -98,33 +90,28 @@ class Head:
     @property
     def output_scale(self) -> float:
         """What ``get_logits`` of the loss gives, over the logits of the softmax."""
-        return 1 / self.constant_scale if self._shows_products else 1.0
+        return 1 / self.scale if self._shows_products else 1.0
 
-    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
-        """Return the rows as they enter the product, (G, D), and the factor of their logits, (G, 1) or one number."""
-        return self.prepared_rows(embeddings), self.constant_scale
-
-    def prepared_rows(self, embeddings: Tensor) -> Tensor:
+    def prepare(self, embeddings: Tensor) -> Tensor:
         """Return the rows as they enter the product, (G, D)."""
         distance = self._loss.distance
         if distance.normalize_embeddings and distance.p == 2:
             return unit_rows(embeddings)
         return distance.maybe_normalize(embeddings)  # type: ignore[no-any-return]
 
-    def logits(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
+    def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Compute the logits of a block of classes, no margin in them.
 
         No step may keep its result for backward: the caller overwrites it.
 
         Args:
             rows: (G, D) from ``prepare``.
-            scale: (G, 1) or one number, from ``prepare``.
             weight: (c * K, D).
 
         Returns:
             (G, c).
         """
-        distance = self._loss.distance
+        distance, scale = self._loss.distance, self.scale
         if self._scales_rows:
             rows = rows * scale
         product: Tensor = distance.compute_mat(rows, self.normalized(weight))
@@ -145,21 +132,17 @@ class Head:
             return product
         return product.view(len(product), product.shape[1] // self.per_class, self.per_class).max(2).values
 
-    def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
+    def targets(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Compute the logits of the target classes, with their margin: that of the best center's cosine, times the scale.
 
         Args:
             rows: (n, D) from ``prepare``.
-            scale: (n, 1) or one number.
             weight: (n, K, D), the rows of each target class.
 
         Returns:
             (n,).
         """
-        logit = self.with_margin(self.cosines(rows, weight))
-        if isinstance(scale, Tensor):
-            scale = scale.squeeze(1)
-        return logit * scale
+        return self.with_margin(self.cosines(rows, weight)) * self.scale
 
     def cosines(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Compute the cosine (n,) of each row with each center of its target class. The best one counts."""
@@ -209,9 +192,20 @@ class SphereFaceHead(MarginHead):
 
     has_row_scale = True
 
-    def prepare(self, embeddings: Tensor) -> tuple[Tensor, Scale]:
-        """Return unit rows, and their lengths times the scale."""
-        return self.prepared_rows(embeddings), self.row_norms(embeddings).unsqueeze(1) * self.constant_scale
+    def prepare(self, embeddings: Tensor) -> Tensor:
+        """Return rows of a length whose power, as a factor of their products, is the embedding's length."""
+        lengths, power = self.row_norms(embeddings), self._loss.distance.power
+        if power != 1:
+            lengths = lengths.clamp_min(SMALLEST_LENGTH) ** (1 / power)
+        return super().prepare(embeddings) * lengths.unsqueeze(1)
+
+    def targets(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """Put the margin between rows of length one and the weight rows. Multiply by the lengths of the embeddings."""
+        distance = self._loss.distance
+        lengths: Tensor = distance.get_norm(rows)
+        if distance.power != 1:
+            lengths = lengths**distance.power
+        return super().targets(super().prepare(rows), weight) * lengths
 
     def row_norms(self, embeddings: Tensor) -> Tensor:
         """Return the lengths (G,)."""
@@ -227,15 +221,15 @@ class LargeMarginHead(SphereFaceHead):
         """Return the lengths (G,), by the loss's distance."""
         return self._loss.distance.get_norm(embeddings)  # type: ignore[no-any-return]
 
-    def logits(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
+    def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
         norms: Tensor = self._loss.distance.get_norm(weight)
-        return super().logits(rows, scale, weight) * norms.unsqueeze(0)
+        return super().logits(rows, weight) * norms.unsqueeze(0)
 
-    def targets(self, rows: Tensor, scale: Scale, weight: Tensor) -> Tensor:
+    def targets(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
         norms: Tensor = self._loss.distance.get_norm(weight[:, 0])
-        return super().targets(rows, scale, weight) * norms
+        return super().targets(rows, weight) * norms
 
 
 class NormalizedSoftmaxHead(Head):
@@ -244,7 +238,7 @@ class NormalizedSoftmaxHead(Head):
     _always_normalizes = True
 
     @property
-    def constant_scale(self) -> float:
+    def scale(self) -> float:
         """One over the temperature."""
         return _sign(self._loss.distance) / float(self._loss.temperature)
 
@@ -263,7 +257,7 @@ class ProxyHead(Head):
     _shows_products = True
 
     @property
-    def constant_scale(self) -> float:
+    def scale(self) -> float:
         """PML's ``softmax_scale``."""
         return _sign(self._loss.distance) * float(self._loss.softmax_scale)
 
@@ -277,7 +271,7 @@ class SoftTripleHead(Head):
     _shows_products = True
 
     @property
-    def constant_scale(self) -> float:
+    def scale(self) -> float:
         """PML's ``la``."""
         return float(self._loss.la)
 
@@ -409,21 +403,6 @@ def refuse_options(num_classes: int, chunk_size: int | None, sample_rate: float,
         expected="none together with sample_rate below 1",
         got=f"one, and sample_rate={sample_rate}",
         fix="It would see the sampled classes only; use the optimizer's weight_decay, which the sampled rows get.",
-    )
-
-
-def refuse_products_with(title: str, head: Head, products: ProductChoice) -> None:
-    """Refuse an unknown form of products, and tensor cores for logits that are not one product.
-
-    Raises:
-        ConfigurationError: with the choices.
-    """
-    refuse_products(title, products)
-    expect(
-        products != "bf16" or head.is_one_product,
-        f"{title}: products",
-        expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
-        got=repr(products),
     )
 
 

@@ -31,52 +31,44 @@ from lightning_ddp_losses.distributed.accumulation import current_window, micro_
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
-from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
 from lightning_ddp_losses.losses.call_arguments import GlobalTuples, miner_counts, miner_weights
-from lightning_ddp_losses.losses.class_heads import (
-    head_of,
-    penalty_of,
-    refuse_options,
-    refuse_products_with,
-    refuse_with_replicas,
-)
+from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import collects_counts, partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
 from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
-from lightning_ddp_losses.losses.products import Operand, ProductChoice, ProductForm, choose_form, tile_budget
-from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
-from lightning_ddp_losses.losses.sharded_weight import (
-    LocalClasses,
-    ShardedWeight,
-    empty_loss,
-    full_weight,
-    only_local,
-    positions_in,
-    refuse_joint_draws,
+from lightning_ddp_losses.losses.products import (
+    Operand,
+    ProductChoice,
+    ProductForm,
+    choose_form,
+    refuse_products,
+    tile_budget,
 )
+from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
+from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeight
 
 _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # key in a state dict's metadata
 _CHUNK_BYTES = 2 << 20  # of logits at a time, as a core's cache holds
 _MIN_CHUNK = 16  # classes
+# they look at all classes together
+_JOINT_INITS = (nn.init.orthogonal_, nn.init.eye_, nn.init.dirac_, nn.init.sparse_)
 
 
 class _Undrawn(NamedTuple):
     """A loss without a weight, in place of an instance.
 
     Attributes:
-        template: A loss with all options and the weight of one class.
-        num_classes: C.
+        template: A loss with all options and ``num_classes``, and the weight of one class.
         seed: Seed of the weight that is still to be drawn.
     """
 
     template: Any
-    num_classes: int
     seed: int
 
 
@@ -155,28 +147,33 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         group: Group = None,
     ) -> None:
         inner: Any = loss
-        undrawn = inner if isinstance(inner, _Undrawn) else None
-        if undrawn is not None:
-            inner = undrawn.template
+        seed: int | None = None
+        if isinstance(inner, _Undrawn):
+            inner, seed = inner
         head = head_of(inner)
         penalty = penalty_of(inner, head.per_class)
         refuse_unfit(inner)
         super().__init__()
-        weight = full_weight(inner).detach()
+        weight: Tensor = getattr(inner, head.weight_name).detach()
         full_shape = list(weight.shape)
-        if undrawn is not None:
-            full_shape[head.class_dim] = undrawn.num_classes * head.per_class
+        if seed is not None:
+            full_shape[head.class_dim] = inner.num_classes * head.per_class
             weight = weight.narrow(head.class_dim, 0, 0)
         # the loss without its weight, and this rank's classes of the weight
         self.loss = compat.without_parameter(inner, head.weight_name)
         self._head = head_of(self.loss)
         self._penalty = penalty
-        seed = None if undrawn is None else undrawn.seed
         self._sharded = ShardedWeight(self._title, head, full_shape, seed=seed)
         self.register_parameter(head.weight_name, self._sharded.parameter(weight))
         # options
         refuse_options(self.num_classes, chunk_size, sample_rate, is_regularized=penalty is not None)
-        refuse_products_with(self._title, self._head, products)
+        refuse_products(self._title, products)
+        expect(
+            products != "bf16" or self._head.is_one_product,
+            f"{self._title}: products",
+            expected="'float32' or 'auto', since the logits of this loss are not one number times cosines",
+            got=repr(products),
+        )
         self.products, self.chunk_size = products, chunk_size
         self.set_group(group, self._title, name)
         self._replica_group: Group = None
@@ -226,16 +223,24 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """
         # an instance that has all options and hardly a weight
         try:
-            template = empty_loss(loss_class, num_classes, embedding_size, options)
+            template: Any = loss_class(num_classes=1, embedding_size=embedding_size, **options)
             head_of(template)
         except (TypeError, AttributeError) as error:
             shown = getattr(loss_class, "__name__", loss_class)
             raise ConfigurationError(f"ClassShardedLoss.build({shown}): {error}") from None
-        refuse_joint_draws(template)
+        template.num_classes = num_classes
+        init = getattr(template.weight_init_func, "init_func", template.weight_init_func)
+        expect(
+            init not in _JOINT_INITS,
+            f"ClassShardedLoss.build({type(template).__name__}): weight_init_func",
+            expected="one that draws each class by itself",
+            got=getattr(init, "__name__", repr(init)),
+            fix="Give ClassShardedLoss an instance of the loss, whose weight is sliced.",
+        )
         if seed is None:
             seed = int(torch.randint(1 << 62, ()))
         return cls(
-            _Undrawn(template, num_classes, seed),  # type: ignore[arg-type]
+            _Undrawn(template, seed),  # type: ignore[arg-type]
             chunk_size=chunk_size,
             sample_rate=sample_rate,
             unbiased=unbiased,
@@ -315,9 +320,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             times_named = self._times_named(indices_tuple, indices_tuple.rows)
             named = [indices_tuple.counts_of(times_named, rows_of_ranks, self._title)]
         # 2. each row's loss over the classes of all ranks
-        rows, scale = self._head.prepare(global_embeddings)
+        rows = self._head.prepare(global_embeddings)
         softmax = self._softmax(global_labels, global_embeddings, form)
-        found = softmax.row_losses(rows, scale, self._sharded.rows(self.weight))
+        found = softmax.row_losses(rows, self._sharded.rows(self.weight))
         if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
         # 3. rows of the other parts of the world. Each part has all classes
@@ -360,7 +365,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             **micro_batch_to_match(),
         }
         shard = self._sharded.fingerprint(self.weight)
-        narrow = {"embeddings": NarrowRows.of_cast(embeddings, self._given_dtype)}
+        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, self._given_dtype)}
         batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
         if self._replica_group is None:  # else another part of the world may have some
             self._refuse_no_rows(batch.tensors[0])
@@ -391,21 +396,26 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _softmax(self, labels: Tensor, embeddings: Tensor, form: ProductForm) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
-        shard, per_class = self.shard, self._head.per_class
-        positions, has_all = positions_in(shard, labels), process_groups.world_size(self._group) == 1
-        chunk = self._chunk(len(labels), embeddings.element_size(), embeddings.device)
-        rows = None
+        shard, sampler = self.shard, self._training_sampler()
+        rows, sampled, log_weight, note = None, None, None, None
+        # labels as positions among this rank's classes, or the sampled ones
+        positions = labels - shard.start if shard.start else labels
+        if sampler is not None:
+            sampled, positions, log_weight = sampler.draw_next(positions, shard, embeddings.dtype)
+            note = partial(self._sampled_gradient.add_, weight=self.weight, shard=shard)
+        classes = LocalClasses(
+            positions,
+            shard.classes if sampled is None else len(sampled),
+            self._chunk(len(labels), embeddings.element_size(), embeddings.device),
+            self._head.per_class,
+            sampled,
+            log_weight,
+            has_all=process_groups.world_size(self._group) == 1,
+        )
         if form == "bf16":
-            rows = Operand.prepare(embeddings, form, normalize=self._head.normalizes_rows)
-        group, replicas = self._group, self._replica_group
-        make = partial(ShardedSoftmax, self._head, group=group, replica_group=replicas, embeddings=rows)
-        sampler = self._training_sampler()
-        if sampler is None:
-            return make(LocalClasses(positions, chunk, per_class, has_all=has_all), penalty=self._penalty)
-        sampled = sampler.draw_next(only_local(shard, positions), shard, embeddings.dtype)
-        classes = LocalClasses(sampled.labels, chunk, per_class, sampled.classes, has_all)
-        note = partial(self._sampled_gradient.add_, weight=self.weight, shard=shard)
-        return make(classes, log_weight=sampled.log_weight, on_backward=note)
+            rows = Operand.prepare(embeddings, form, normalize=self.loss.distance.normalize_embeddings)
+        penalty = self._penalty if sampler is None else None
+        return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, note)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class
@@ -603,7 +613,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
-        narrow = {"embeddings": NarrowRows(embeddings, lambda rows: rows.to(dtype))}
+        narrow = {"embeddings": raw_collectives.NarrowRows(embeddings, lambda rows: rows.to(dtype))}
         batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, narrow=narrow, group=self._group)
         rows = batch.tensors[0]
         chunk = self._chunk(len(rows), rows.element_size(), rows.device)

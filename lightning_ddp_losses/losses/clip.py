@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for
+from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp, max_and_sum_exp
-from lightning_ddp_losses.losses.two_towers import BlockProducts, ColumnBlock, Factors, TowerCall, TwoTowerLoss
+from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
 class ClipLoss(TwoTowerLoss):
@@ -175,14 +175,18 @@ class _Clip(torch.autograd.Function):
     def forward(
         ctx: Any, call: TowerCall, smoothing: float, images: Tensor, texts: Tensor, paired: Tensor, scale: Tensor
     ) -> Tensor:
-        own_texts, paired_logits, rows = call.own_texts, paired * scale, len(images)
-        row_lse = RunningLogSumExp.empty(rows, scale)
+        own_texts, paired_logits, whole = call.own_texts, paired * scale, (len(images), call.width)
+        row_lse = RunningLogSumExp(len(images), scale)
+        ctx.kept_logits = None
         mean_column = scale.new_zeros(images.shape[1]) if smoothing else None
 
         def visit(block: ColumnBlock) -> Tensor:
-            column_lse = RunningLogSumExp.empty(block.text_count, scale)
-            for tile, products in BlockProducts(call, block, scale):
-                keeps = call.keep(products, rows)
+            column_lse = RunningLogSumExp(block.text_count, scale)
+            for tile, products in call.tiles(block, scale):
+                # the only tile is not computed twice
+                keeps = call.trained and products.shape == whole and call.compiler is None
+                if keeps:
+                    ctx.kept_logits = products
                 of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
                 row_lse.add_piece(of_rows, tile.rows.start)
                 if of_columns is not None:
@@ -214,6 +218,8 @@ class _Clip(torch.autograd.Function):
         images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column = ctx.saved_tensors
         own_texts = call.own_texts
         sums: list[Any] = [call.zero_sums(call.images)]
+        # a second backward computes it again
+        kept, ctx.kept_logits = ctx.kept_logits, None
         # log-sum-exps, own pair included
         row_lse, column_lses = paired_logits[own_texts] - row_log_probs, paired_logits - column_log_probs
         # both softmaxes at the own pair, less the 1 of the target: a difference of equals where pairs agree well
@@ -223,16 +229,14 @@ class _Clip(torch.autograd.Function):
             sums[0] -= call.images.spread(smoothing * mean_column)
 
         def visit(block: ColumnBlock) -> Tensor | None:
-            column_sums = call.zero_sums(block.columns) if call.columns_trained and block.trained else None
-            column_lse = None
+            column_sums, column_lse = call.column_sums(block), None
             if block.column_stats is not None:
                 negatives = len(block.columns.rows) - block.text_count
                 column_lse = nn.functional.pad(block.column_stats, (0, negatives), value=torch.inf)
-            products = BlockProducts(call, block, scale, kept=call.take_kept())
-            for tile, computed in products:
+            for tile, products in call.tiles(block, scale, kept):
                 texts_lse = column_lse[tile.columns] if column_lse is not None and tile.text_count else None
-                options = row_lse[tile.rows], texts_lse, d_own_pairs[tile.rows], call.splits, products.are_logits
-                terms = call.run(clip_terms, computed, tile.factors, *options)
+                options = row_lse[tile.rows], texts_lse, d_own_pairs[tile.rows], call.splits, kept is not None
+                terms = call.run(clip_terms, products, tile.factors, *options)
                 # back to both towers
                 tile.add_grads_(terms, sums[0], column_sums)
                 del terms  # else it would be there next to the next tile
@@ -243,7 +247,7 @@ class _Clip(torch.autograd.Function):
                 column_sums[texts] -= block.columns.part(texts).spread(pull / call.total)
             return column_sums
 
-        if call.in_ring:
+        if call.ring is not None:
             call.exchange.open()
         counts = call.column_counts if call.columns_trained else None
         sums.append(call.collect(visit, column_lses, counts=counts))
@@ -281,15 +285,15 @@ def _columns_and_value(
     Communication: one gather of 2 G + 1 numbers. In a ring as ``global_quotient``.
     """
     group, world = call.group, process_groups.world_size(call.group)
-    column_lse = RunningLogSumExp(*column_stats.unbind(1))
-    if call.in_ring:  # each rank knows its own texts' part
+    column_lse = RunningLogSumExp(len(column_stats), column_stats)
+    column_lse.add_piece((column_stats[:, 0], column_stats[:, 1]))
+    if call.ring is not None:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
         return log_probs, call.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
-        gathered = packed.new_empty((world, len(packed)))
-        gather(gathered.view(-1), packed, group=group_for(packed, group))
+        gathered = gather_stacked(packed, group)
         column_lse = RunningLogSumExp.merged(*gathered[:, :-1].view(world, -1, 2).unbind(2))
         rows_total = gathered[:, -1].sum()
     log_probs = _own_log_probs(column_lse, paired_logits)

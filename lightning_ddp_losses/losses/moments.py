@@ -263,8 +263,8 @@ def _meet(
     """Return this rank's tensors, the rows of all ranks, and the watch of upstream gradients. Communication: one handshake."""
     watch = UpstreamGradWatch.of(title, group)
     must_match = {"coefficient of the last backward": watch.take(), **options, **micro_batch_to_match()}
-    rows = meet(title, given, must_match, group, at_least=2)
-    return rows.own, sum(rows.counts), watch
+    own, counts = meet(title, given, must_match, group, at_least=2)
+    return own, sum(counts), watch
 
 
 def _centre(rows: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
@@ -279,18 +279,6 @@ def _finish(value: Tensor, watch: UpstreamGradWatch, group: Group) -> Tensor:
     return watched
 
 
-class RowsOfAllRanks(NamedTuple):
-    """Inputs of all ranks.
-
-    Attributes:
-        own: This rank's tensors, (B, D) each, in the dtype of the computation. They need a gradient if any rank's do.
-        counts: B of each rank.
-    """
-
-    own: list[Tensor]
-    counts: list[int]
-
-
 def meet(
     title: str,
     given: Mapping[str, Tensor],
@@ -300,7 +288,7 @@ def meet(
     features: int | None = None,
     parts: int = 1,
     at_least: int = 1,
-) -> RowsOfAllRanks:
+) -> tuple[list[Tensor], list[int]]:
     """Check the rows that the ranks hand in.
 
     Args:
@@ -311,6 +299,9 @@ def meet(
         features: The only D that is allowed. None: any.
         parts: Number of equal parts that B must consist of.
         at_least: Number of rows that all ranks must have together.
+
+    Returns:
+        This rank's tensors, (B, D) each, in the dtype of the computation. They need a gradient if any rank's do. B of each rank.
 
     Raises:
         InputError: on every rank.
@@ -334,8 +325,7 @@ def meet(
     if sum(counts) < at_least:  # every rank knows the counts, so every rank raises
         expected = f"{at_least} or more on all ranks together"
         raise InputError(f"{title}: rows", expected=expected, ranks=counts, collective=True)
-    own = [match_requires_grad(tensor.to(dtype), any(needs_grad)) for tensor in tensors]
-    return RowsOfAllRanks(own, list(counts))
+    return [match_requires_grad(tensor.to(dtype), any(needs_grad)) for tensor in tensors], list(counts)
 
 
 def _check(title: str, given: Mapping[str, Tensor], features: int | None, parts: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +24,6 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses.sharded_weight import rows_of_classes
 
 _ROWS_AT_A_TIME = 4096  # searched at a time for a number that is not zero. The first ones nearly always have it
-
-
-class SampledClasses(NamedTuple):
-    """The classes of one call.
-
-    Attributes:
-        classes: (c',) positions among this rank's classes, ascending.
-        labels: (G,) the labels as positions among the sampled classes, -1 for those of other ranks.
-        log_weight: (c',), added to each class's logit in the sum. None: not wanted.
-    """
-
-    classes: Tensor
-    labels: Tensor
-    log_weight: Tensor | None
 
 
 class ClassSampler(CountedDraws):
@@ -57,20 +43,24 @@ class ClassSampler(CountedDraws):
         self.rate, self.unbiased = rate, unbiased
         self.sampled: Tensor | None = None
 
-    def draw_next(self, labels: Tensor, shard: ClassShard, dtype: torch.dtype) -> SampledClasses:
+    def draw_next(self, labels: Tensor, shard: ClassShard, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw the classes of the next call, from torch's seed, this rank's shard and the number of calls.
 
         Args:
-            labels: (G,) positions among this rank's classes, -1 for others.
+            labels: (G,) positions among this rank's classes: negative, or beyond the last, where another rank has the class.
             shard: This rank's classes.
             dtype: Dtype of the logits.
+
+        Returns:
+            The classes, as positions among this rank's, ascending. The labels as positions among them, -1 for those of other ranks.
+            The logarithm of each class's weight in the sum, 0 for a target, None unless ``unbiased``.
         """
         self.number += 1
         text = f"{torch.initial_seed()} {shard.start} {self.number}"
         seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
         classes, device = shard.classes, labels.device
         # the batch's own classes. Rows of other ranks' classes mark a place behind the last one
-        places = torch.where(labels >= 0, labels, classes)
+        places = torch.where((labels >= 0) & (labels < classes), labels, classes)
         is_target = torch.zeros(classes + 1, dtype=torch.bool, device=device).index_fill_(0, places, True)[:classes]
         targets = is_target.sum()
         # as many as the rate says, and never fewer than the batch's own. On an accelerator the host does not wait for their number
@@ -89,7 +79,7 @@ class ClassSampler(CountedDraws):
             negatives = (wanted - targets).clamp(min=1)
             correction = ((classes - targets).to(dtype) / negatives).log()
             log_weight = torch.where(is_target[sampled], 0.0, correction)
-        return SampledClasses(sampled, place[places], log_weight)
+        return sampled, place[places], log_weight
 
 
 def _random_keys(number: int, seed: int, device: torch.device) -> Tensor:

@@ -377,26 +377,21 @@ class RunningLogSumExp:
     would be nan, which costs two more passes to prevent.
 
     Args:
-        maximum: (n,), the largest entry so far.
-        sum_exp: (n,), the sum of ``exp(entry - maximum)``.
+        rows: n, without entries at first.
+        like: A tensor of their dtype and on their device.
     """
 
-    def __init__(self, maximum: Tensor, sum_exp: Tensor) -> None:
-        self._rows, self._like = len(maximum), maximum
+    def __init__(self, rows: int, like: Tensor) -> None:
+        self._rows, self._like = rows, like
         # by the first of its rows: the pieces of a part of the rows
-        self._pieces: dict[int, list[tuple[Tensor, Tensor]]] = {0: [(maximum, sum_exp)]}
-
-    @classmethod
-    def empty(cls, rows: int, like: Tensor) -> RunningLogSumExp:
-        """Return rows without entries, of the dtype and on the device of ``like``."""
-        made = cls.__new__(cls)
-        made._rows, made._like, made._pieces = rows, like, {}
-        return made
+        self._pieces: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     @classmethod
     def merged(cls, maxima: Tensor, sums: Tensor) -> RunningLogSumExp:
         """Merge k parts of the same rows, (k, n) each, added in their order."""
-        return cls(*_merge_stacked(maxima, sums))
+        made = cls(maxima.shape[1], maxima)
+        made.add_piece(_merge_stacked(maxima, sums))
+        return made
 
     @property
     def maximum(self) -> Tensor:

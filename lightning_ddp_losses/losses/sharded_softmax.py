@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,7 @@ from lightning_ddp_losses.core.autograd_graph import own_graph
 from lightning_ddp_losses.distributed import process_groups, raw_collectives
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, reduce_mean_
-from lightning_ddp_losses.losses.class_heads import Head, Scale
+from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     Operand,
@@ -59,44 +57,6 @@ class RowLosses(NamedTuple):
     angle_sum: Tensor | None
 
 
-class Operands(NamedTuple):
-    """Rows, scale and weight rows that make the logits, or the sums of their gradients over chunks.
-
-    Attributes:
-        rows: (G, D) as ``Head.prepare`` gives them.
-        scale: (G, 1) or one number, from there too. One number has the gradient 0.
-        weight: (c * K, D), this rank's.
-    """
-
-    rows: Tensor
-    scale: Scale
-    weight: Tensor
-
-
-@dataclass(frozen=True)
-class MarginSlope:
-    """PML's margin of the targets, with its graph: backward need not compute it again.
-
-    Attributes:
-        cosines: (n,), of the targets.
-        values: (n,), with the margin.
-    """
-
-    cosines: Tensor
-    values: Tensor
-
-    @classmethod
-    def of(cls, head: Head, cosines: Tensor) -> MarginSlope:
-        """Put the margin of a head between (n,) rows and their own classes."""
-        leaf = cosines.detach().requires_grad_()
-        with own_graph():
-            return cls(leaf, head.with_margin(leaf))
-
-    def vjp(self, grad: Tensor) -> Tensor:
-        """Return the gradient (n,) of the cosines. A second backward may ask again."""
-        return torch.autograd.grad(self.values, self.cosines, grad, retain_graph=True)[0]
-
-
 @dataclass(frozen=True)
 class ShardedSoftmax:
     """Evaluates one call.
@@ -104,7 +64,6 @@ class ShardedSoftmax:
     Attributes:
         head: Computes logits.
         classes: Which of this rank's classes are looked at.
-        log_weight: (c',) added to each class's logit in the sum, 0 for a target (sampling). None: no term.
         penalty: Returns a block of weight rows' summed regulariser terms and their number. None: no regulariser.
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world. None: there are none.
@@ -114,55 +73,51 @@ class ShardedSoftmax:
 
     head: Head
     classes: LocalClasses
-    log_weight: Tensor | None = None
     penalty: Penalty | None = None
     group: Group = None
     replica_group: Group = None
     embeddings: Operand | None = None
     on_backward: Callable[[Tensor, Tensor], None] | None = None
 
-    @property
-    def by_hand(self) -> bool:
-        """Whether logits are products of rows with unit weight rows: with a gradient by hand."""
-        return self.head.is_cosine
-
-    def row_losses(self, rows: Tensor, scale: Scale, weight: Tensor) -> RowLosses:
+    def row_losses(self, rows: Tensor, weight: Tensor) -> RowLosses:
         """Return ``logsumexp_j z_ij - z_iy`` of every row, over the classes of all ranks.
 
         Args:
             rows: (G, D) as ``Head.prepare`` gives them, equal on every rank.
-            scale: (G, 1) or one number, likewise.
             weight: (c * K, D), this rank's.
 
-        Gradient: of ``weight`` the complete one. Of ``rows`` and ``scale`` this rank's part, such that the mean over ranks of the sums over
+        Gradient: of ``weight`` the complete one. Of ``rows`` this rank's part, such that the mean over ranks of the sums over
             ranks is complete. All ranks must back-propagate the same.
 
         Communication: one gather of (3 G + 4) numbers. None in backward but, with replicas, one mean of the weight's gradient over them.
         """
-        return RowLosses(*_SoftmaxFunction.apply(self, rows, scale, weight))  # type: ignore[no-untyped-call]
+        return RowLosses(*_SoftmaxFunction.apply(self, rows, weight))  # type: ignore[no-untyped-call]
 
     def target_logits(
-        self, operands: Operands, targets: LocalTargets, *, with_slope: bool
-    ) -> tuple[Tensor, MarginSlope | None]:
+        self, rows: Tensor, weight: Tensor, targets: LocalTargets, *, with_slope: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Compute the logits (G,) of the targets on this rank, with their margin. 0 where another rank has the class.
 
         Args:
-            operands: Their factors.
+            rows: (G, D).
+            weight: (c * K, D).
             targets: Which rows.
             with_slope: There will be a backward.
 
         Returns:
-            The logits, and the margin if that is all that tells a target from other logits: its gradient then goes their way.
+            The logits. The targets' cosines (n,) and, with its graph, PML's margin of them, if that is all that tells a target from other
+            logits: its gradient then goes their way.
         """
-        rows, scale, weight = operands
         if targets.are_none:
             return rows.new_zeros(len(rows)), None
-        picked = weight[targets.weight_rows()].view(-1, self.head.per_class, rows.shape[1])
-        if with_slope and self.by_hand and self.embeddings is None and not isinstance(scale, Tensor):
-            slope = MarginSlope.of(self.head, self.head.cosines(targets.of(rows), picked))
-            return targets.spread(slope.values.detach() * scale), slope
-        picked_scale = targets.of(scale) if isinstance(scale, Tensor) else scale
-        return targets.spread(self.head.targets(targets.of(rows), picked_scale, picked)), None
+        head, own_rows = self.head, targets.of(rows)
+        picked = weight[targets.weight_rows()].view(-1, head.per_class, rows.shape[1])
+        if not with_slope or not head.is_one_product or self.embeddings is not None:
+            return targets.spread(head.targets(own_rows, picked)), None
+        cosines = head.cosines(own_rows, picked).detach().requires_grad_()
+        with own_graph():
+            margins = head.with_margin(cosines)
+        return targets.spread(margins.detach() * head.scale), (cosines, margins)
 
 
 class _Cosines:
@@ -171,38 +126,30 @@ class _Cosines:
     Args:
         call: The call.
         rows: (G, D) as ``Head.prepare`` gives them.
-        scale: (G, 1) or one number.
         weight: (c * K, D).
         kept: Weight rows in the form of products, and their lengths, from forward. None: they are made.
 
     Attributes:
         weight: (c * K, D), weight rows that chunks are made from.
         lengths: (c * K,), their lengths.
-        scale: Factor of the products: one number.
+        left: The rows in the form of products.
+        scale: Factor of the products.
     """
 
     def __init__(
-        self, call: ShardedSoftmax, rows: Tensor, scale: Scale, weight: Tensor, kept: tuple[Tensor, Tensor] | None
+        self, call: ShardedSoftmax, rows: Tensor, weight: Tensor, kept: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        self.call, self.scale = call, 1.0 if isinstance(scale, Tensor) else scale
         self.is_bf16 = call.embeddings is not None
+        self.left = Operand(rows) if call.embeddings is None else call.embeddings
         if kept is None:
             kept = weight.to(torch.bfloat16) if self.is_bf16 else weight, lengths_of(weight)
         self.weight, self.lengths = kept
-        if call.embeddings is not None:
-            self.left = call.embeddings
-        else:
-            self.left = Operand(rows * scale if isinstance(scale, Tensor) else rows)
-        self.row_factors = self.left.factors
+        self.scale, self.row_factors = call.head.scale, self.left.factors
 
-    def operand(self, start: int, stop: int, block: Tensor) -> Operand:
-        """Prepare the weight rows of a chunk."""
-        lengths = self.lengths[self.call.classes.weight_rows(start, stop)]
+    def operand(self, place: Any, block: Tensor) -> Operand:
+        """Prepare the weight rows of a chunk, which have this place in the weight."""
+        lengths = self.lengths[place]
         return Operand(block if self.is_bf16 else block / lengths.unsqueeze(1), lengths)
-
-    def chunk_logits(self, start: int, stop: int, block: Tensor) -> Tensor:
-        """Return the logits (G, C) of a chunk."""
-        return self.logits(self.operand(start, stop, block))
 
     def logits(self, block: Operand) -> Tensor:
         """Return the logits (G, C) of a prepared chunk."""
@@ -213,48 +160,43 @@ class _Cosines:
         return add_factors_(found, self.row_factors, block.factors)
 
 
-def _head_logits(head: Head, rows: Tensor, scale: Scale, start: int, stop: int, block: Tensor) -> Tensor:
-    return head.logits(rows, scale, block)
-
-
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: ShardedSoftmax, rows: Tensor, scale: Scale, weight: Tensor
+        ctx: Any, call: ShardedSoftmax, rows: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         head, classes = call.head, call.classes
-        targets = classes.local_targets(weight, listed=head.collects_angles)
-        operands = Operands(rows, scale, weight)
+        targets = classes.local_targets(listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
-        slope: MarginSlope | None = None
+        ctx.slope = None
         if head.has_margin:
-            target, slope = call.target_logits(operands, targets, with_slope=any(ctx.needs_input_grad))
+            with_slope = any(ctx.needs_input_grad)
+            target, ctx.slope = call.target_logits(rows, weight, targets, with_slope=with_slope)
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
-        local_lse = RunningLogSumExp.empty(len(rows), rows)
+        local_lse = RunningLogSumExp(len(rows), rows)
         penalty: Number = 0.0
         divisor: Number = 0.0
-        cosines = _Cosines(call, rows, scale, weight, None) if call.by_hand else None
-        logits_of = partial(_head_logits, head, rows, scale) if cosines is None else cosines.chunk_logits
+        cosines = _Cosines(call, rows, weight) if head.is_cosine else None
         ctx.kept_logits = None
         for start, stop, block in classes.chunks(weight if cosines is None else cosines.weight):
-            logits = logits_of(start, stop, block)
-            inside = targets.in_chunk(start, stop)
+            place, inside = classes.weight_rows(start, stop), targets.in_chunk(start, stop)
+            logits = head.logits(rows, block) if cosines is None else cosines.logits(cosines.operand(place, block))
             if head.has_margin:
                 inside.put_(logits, target)
             else:
                 inside.add_(logits, head.target_offset)
                 target = inside.entries_or(target, logits)
-            if call.log_weight is not None:
-                logits += call.log_weight[start:stop]
+            if classes.log_weight is not None:
+                logits += classes.log_weight[start:stop]
             # so few classes are not computed twice
-            keeps = cosines is not None and stop - start == targets.number and any(ctx.needs_input_grad)
+            keeps = cosines is not None and stop - start == classes.number and any(ctx.needs_input_grad)
             if keeps:
                 ctx.kept_logits = logits
             local_lse.accumulate_(logits, keep=keeps)
             if call.penalty is not None:
-                terms, number = call.penalty(weight[classes.weight_rows(start, stop)])
+                terms, number = call.penalty(weight[place])
                 penalty, divisor = penalty + terms, divisor + number
         # 3. the same over the classes of all ranks
         numbers = [penalty, divisor, targets.count(), head.angle_sum(targets.rows)]
@@ -263,11 +205,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         # 4. the loss: relative to the maximum, so that one far below its logits keeps its digits
         above_maximum = global_lse.above_maximum()
         losses = (global_lse.maximum - target) + above_maximum
-        ctx.call, ctx.targets, ctx.slope = call, targets, slope
+        ctx.call, ctx.targets = call, targets
         ctx.cosines = None if cosines is None else (cosines.weight, cosines.lengths)
-        # a scale of each row is a tensor, which has a gradient
-        ctx.scale, row_scale = (None, [scale]) if isinstance(scale, Tensor) else (scale, [])
-        ctx.save_for_backward(rows, weight, global_lse.maximum + above_maximum, losses, *row_scale)
+        ctx.save_for_backward(rows, weight, global_lse.maximum + above_maximum, losses)
         if isinstance(target_count, Tensor):
             # a row of a missing class gets none: to raise here would wait for the device
             losses = torch.where(target_count == len(rows), losses, torch.nan)
@@ -285,133 +225,124 @@ class _SoftmaxFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, grad_penalty: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         call: ShardedSoftmax = ctx.call
         classes, head, targets = call.classes, call.head, ctx.targets
-        rows, weight, lse, losses, *row_scale = ctx.saved_tensors
-        _, wants_rows, wants_scale, wants_weight = ctx.needs_input_grad
-        # 1. chunks write their rows of the weight's gradient, all of them without sampling
-        empty = torch.empty_like if classes.sampled is None else torch.zeros_like
-        grad_scale = torch.zeros_like(row_scale[0]) if row_scale else 0.0
-        # those of the rows are overwritten by the first chunk of cosines, if there is one
-        empty_rows = torch.empty_like if call.by_hand and classes.number(weight) else torch.zeros_like
-        grads = Operands(empty_rows(rows), grad_scale, empty(weight))
-        # 2. the targets' own part, through their margin: the probability less 1
+        rows, weight, lse, losses = ctx.saved_tensors
+        _, wants_rows, wants_weight = ctx.needs_input_grad
+        # 1. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
         if head.has_margin and not targets.are_none:
             target_share = torch.expm1(-losses)
             if ctx.slope is None:
                 grad_target = grad * target_share
             else:
-                at_targets = targets.spread(ctx.slope.vjp(targets.of(target_share)))
+                # a second backward may ask again
+                cosines, margins = ctx.slope
+                own_share = targets.of(target_share)
+                at_targets = targets.spread(torch.autograd.grad(margins, cosines, own_share, retain_graph=True)[0])
+        # 2. chunks write their rows of the weight's gradient, all of them without sampling. The first chunk of cosines overwrites the rows'
+        grad_rows = (torch.empty_like if head.is_cosine and classes.number else torch.zeros_like)(rows)
+        grad_weight = (torch.empty_like if classes.sampled is None else torch.zeros_like)(weight)
+        step = _Backward(call, rows, weight, targets, lse, at_targets, grad, grad_penalty, grad_rows, grad_weight)
         # 3. through the logits of all classes
-        scale = row_scale[0] if row_scale else ctx.scale
-        operands = Operands(rows, scale, weight)
-        step = _Backward(call, operands, targets, lse, at_targets, grad, grad_penalty)
-        if call.by_hand:
+        if head.is_cosine:
             kept, ctx.kept_logits = ctx.kept_logits, None
-            step.add_product_grads_(grads, _Cosines(call, rows, scale, weight, ctx.cosines), kept)
+            step.add_products_(_Cosines(call, rows, weight, ctx.cosines), kept)
         else:
-            step.add_chunk_grads_(grads)
+            step.add_chunks_()
         # 4. through the targets' logits, where their margin has not gone the way of the others
         if grad_target is not None:
-            step.add_target_grads_(grads, grad_target)
+            step.add_targets_(grad_target)
         # 5. replicas saw other rows
         if call.replica_group is not None and wants_weight:
-            reduce_mean_(grads.weight, group=call.replica_group)
+            raw_collectives.reduce_mean_(grad_weight, group=call.replica_group)
         if call.on_backward is not None and classes.sampled is not None:
-            call.on_backward(classes.sampled, grads.weight)
+            call.on_backward(classes.sampled, grad_weight)
         # 6. DDP takes the mean over ranks of what goes on to the encoder
-        grad_rows = for_mean_over_ranks(grads.rows, call.group) if wants_rows else None
-        scale_grad = None
-        if isinstance(grad_scale, Tensor) and wants_scale:
-            scale_grad = for_mean_over_ranks(grad_scale, call.group)
-        return None, grad_rows, scale_grad, grads.weight if wants_weight else None
+        rows_grad = for_mean_over_ranks(grad_rows, call.group) if wants_rows else None
+        return None, rows_grad, grad_weight if wants_weight else None
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """One backward: from the gradients of the losses to those of rows, scale and weight, which every step adds to.
+    """One backward: from the gradients of the losses to those of rows and weight, which every step adds to.
 
     Attributes:
         call: What forward evaluated.
-        operands: Factors of the logits.
+        rows: (G, D).
+        weight: (c * K, D).
         targets: The rows with a class on this rank.
         lse: (G,), each row's log-sum-exp over the classes of all ranks.
         at_targets: (G,), the targets' share of the gradient of the logits, through their margin. None: it takes a separate way.
         grad: (G,), of the losses.
         grad_penalty: 0-dim, of the regulariser's terms. None: there is no regulariser.
+        grad_rows: (G, D), the result.
+        grad_weight: (c * K, D), the result.
     """
 
     call: ShardedSoftmax
-    operands: Operands
+    rows: Tensor
+    weight: Tensor
     targets: LocalTargets
     lse: Tensor
     at_targets: Tensor | None
     grad: Tensor
     grad_penalty: Tensor | None
+    grad_rows: Tensor
+    grad_weight: Tensor
 
-    def add_chunk_grads_(self, grads: Operands) -> None:
+    def add_chunks_(self) -> None:
         """Add the gradients through the logits of all classes: for any head, by autograd on each chunk."""
-        head, (rows, scale, weight) = self.call.head, self.operands
-        for start, stop, block in self.call.classes.chunks(weight):
+        classes = self.call.classes
+        for start, stop, block in classes.chunks(self.weight):
 
             def grad_of(logits: Tensor, start: int = start, stop: int = stop) -> Tensor:
                 # in the logits' memory, which is free: no step of a head keeps its result for backward
                 return self._softmax_(logits, start, stop).mul_(self.grad.unsqueeze(1))
 
-            found = _vjp(head.logits, Operands(rows, scale, block), grad_of)
-            grads.rows.add_(found.rows)
-            if isinstance(grads.scale, Tensor):
-                grads.scale.add_(found.scale)
-            self._put_block_(grads, start, stop, block, found.weight)
+            found_rows, found_block = _vjp(self.call.head.logits, self.rows, block, grad_of)
+            self.grad_rows.add_(found_rows)
+            self._put_block_(classes.weight_rows(start, stop), found_block)
 
-    def add_product_grads_(self, grads: Operands, cosines: _Cosines, kept: Tensor | None) -> None:
-        """Add the same for cosines, by hand: half the passes over memory.
+    def add_products_(self, cosines: _Cosines, kept: Tensor | None) -> None:
+        """Add the same for cosines, by hand: half the passes over memory. The gradient of the rows is overwritten.
 
         Args:
-            grads: Sums of the gradients. Those of the rows are overwritten.
             cosines: Computes the logits.
             kept: Logits of the only chunk, from forward. Overwritten. None: they are computed again.
         """
-        call, (rows, scale, weight) = self.call, self.operands
-        factors, is_bf16, left = self.grad, cosines.is_bf16, cosines.left
+        classes, factors, is_bf16, left = self.call.classes, self.grad, cosines.is_bf16, cosines.left
         if cosines.row_factors is not None:
             factors = factors * cosines.row_factors
         # the gradient of the losses is a factor of float32 rows. Rows of bf16 stay as they are, it is one of their products
         weighted = left.rows if is_bf16 else left.rows * factors.unsqueeze(1)
-        for start, stop, block in call.classes.chunks(cosines.weight):
+        for start, stop, block in classes.chunks(cosines.weight):
             # logits and softmax of the chunk
-            right = cosines.operand(start, stop, block)
-            place = call.classes.weight_rows(start, stop)
+            place = classes.weight_rows(start, stop)
+            right = cosines.operand(place, block)
             share = self._softmax_(cosines.logits(right) if kept is None else kept, start, stop, kept is not None)
             if is_bf16:
                 share = split(add_factors_(share, factors, right.factors), splits("bf16", share.device))
             # to the rows
-            add_to_left_(grads.rows, share, right.rows, scale=cosines.scale, overwrite=not start)
+            add_to_left_(self.grad_rows, share, right.rows, scale=cosines.scale, overwrite=not start)
             # to the weight rows, in the memory that they keep if no term is added to them
-            stays = isinstance(place, slice) and call.penalty is None
-            out = grads.weight[place] if stays else torch.empty_like(right.rows, dtype=weight.dtype)
+            stays = isinstance(place, slice) and self.call.penalty is None
+            out = self.grad_weight[place] if stays else torch.empty_like(right.rows, dtype=self.weight.dtype)
             add_to_right_(out, share, weighted, scale=cosines.scale, overwrite=True)
             right.vjp(out, out)
             if not stays:
-                self._put_block_(grads, start, stop, weight[place], out)
+                self._put_block_(place, out)
         if not is_bf16:
-            grads.rows.mul_(self.grad.unsqueeze(1))
+            self.grad_rows.mul_(self.grad.unsqueeze(1))
         elif left.lengths is not None:
-            grads.rows.mul_(left.lengths.unsqueeze(1))
-        if isinstance(grads.scale, Tensor) and isinstance(scale, Tensor):
-            grads.scale.add_((grads.rows * rows).sum(1, keepdim=True))
-            grads.rows.mul_(scale)
+            self.grad_rows.mul_(left.lengths.unsqueeze(1))
 
-    def add_target_grads_(self, grads: Operands, grad_target: Tensor) -> None:
+    def add_targets_(self, grad_target: Tensor) -> None:
         """Add the gradients through the targets' logits, margin included, for the rows with a class on this rank."""
-        head, targets, (rows, scale, weight) = self.call.head, self.targets, self.operands
+        head, targets = self.call.head, self.targets
         index, grad = targets.weight_rows(), targets.silence(targets.of(grad_target))
-        picked = weight[index].view(-1, head.per_class, rows.shape[1])
-        picked_scale = targets.of(scale) if isinstance(scale, Tensor) else scale
-        found = _vjp(head.targets, Operands(targets.of(rows), picked_scale, picked), lambda _: grad)
-        targets.add_to_(grads.rows, found.rows)
-        if isinstance(grads.scale, Tensor) and isinstance(found.scale, Tensor):
-            targets.add_to_(grads.scale, found.scale)
-        grads.weight.index_add_(0, index, targets.silence(found.weight).reshape(-1, rows.shape[1]))
+        picked = self.weight[index].view(-1, head.per_class, self.rows.shape[1])
+        found_rows, found_weight = _vjp(head.targets, targets.of(self.rows), picked, lambda _: grad)
+        targets.add_to_(self.grad_rows, found_rows)
+        self.grad_weight.index_add_(0, index, targets.silence(found_weight).reshape(-1, self.rows.shape[1]))
 
     def _softmax_(self, logits: Tensor, start: int, stop: int, are_complete: bool = False) -> Tensor:
         """Turn the logits of a chunk into the loss's gradient of them: the softmax, less 1 at the targets.
@@ -424,11 +355,11 @@ class _Backward:
             stop: Its end.
             are_complete: True if the targets' offset and the weights of sampled classes are in the logits already.
         """
-        head, inside = self.call.head, self.targets.in_chunk(start, stop)
+        head, inside, log_weight = self.call.head, self.targets.in_chunk(start, stop), self.call.classes.log_weight
         if not head.has_margin and not are_complete:
             inside.add_(logits, head.target_offset)
-        if self.call.log_weight is not None and not are_complete:
-            logits += self.call.log_weight[start:stop]
+        if log_weight is not None and not are_complete:
+            logits += log_weight[start:stop]
         logits.sub_(self.lse.unsqueeze(1)).exp_()
         if not head.has_margin:
             inside.add_(logits, -1.0)
@@ -438,31 +369,31 @@ class _Backward:
             inside.put_(logits, self.at_targets)
         return logits
 
-    def _put_block_(self, grads: Operands, start: int, stop: int, block: Tensor, grad_block: Tensor) -> None:
+    def _put_block_(self, place: Any, grad_block: Tensor) -> None:
         """Write the gradient of a block of weight rows, that of the regulariser added."""
-        penalty, place = self.call.penalty, self.call.classes.weight_rows(start, stop)
-        if penalty is not None:
-            leaf = block.detach().requires_grad_()
+        if self.call.penalty is not None:
+            leaf = self.weight[place].detach().requires_grad_()
             with own_graph():
-                value, _ = penalty(leaf)
+                value, _ = self.call.penalty(leaf)
             grad_block = grad_block + torch.autograd.grad(value, leaf, self.grad_penalty)[0]
-        grads.weight[place] = grad_block
+        self.grad_weight[place] = grad_block
 
 
-def _vjp(logits_of: Callable[..., Tensor], operands: Operands, grad_of: Callable[[Tensor], Tensor]) -> Operands:
-    """Return the gradients of the operands of logits, by autograd.
+def _vjp(
+    logits_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weight: Tensor, grad_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of rows and weight rows by autograd.
 
     Args:
-        logits_of: Computes logits from the operands.
-        operands: Rows, scale and weight rows.
+        logits_of: Computes logits from both.
+        rows: (n, D).
+        weight: Weight rows.
         grad_of: Returns the gradient of the logits, which it may overwrite.
     """
-    leaves = [value.detach().requires_grad_() if isinstance(value, Tensor) else value for value in operands]
+    leaves = rows.detach().requires_grad_(), weight.detach().requires_grad_()
     with own_graph():
         logits = logits_of(*leaves)
-    trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    rows, *scale, weight = torch.autograd.grad(logits, trained, grad_of(logits.detach()))
-    return Operands(rows, scale[0] if scale else 0.0, weight)
+    return torch.autograd.grad(logits, leaves, grad_of(logits.detach()))
 
 
 def _as_tensor(value: Number, like: Tensor) -> Tensor:
@@ -474,17 +405,16 @@ def _combine_ranks(
     lse: RunningLogSumExp, target: Tensor, numbers: list[Number], group: Group
 ) -> tuple[RunningLogSumExp, Tensor, list[Number]]:
     """Return the statistics over the classes of all ranks, and the sums of the numbers, in rank order: the same on every rank."""
-    world, rows = process_groups.world_size(group), len(target)
-    if world == 1:
+    rows = len(target)
+    if process_groups.world_size(group) == 1:
         return lse, target, numbers
     extra = target.new_zeros(len(numbers))
     for index, value in enumerate(numbers):
         if isinstance(value, Tensor) or value:
             extra[index] = value
     local = torch.cat([lse.maximum, lse.sum_exp, target, extra])
-    gathered = local.new_empty((world, len(local)))
-    gather(gathered.view(-1), local, group=group_for(local, group))
-    maxima, sum_exps, targets, extras = torch.split(gathered, [rows, rows, rows, len(extra)], dim=1)
+    sizes = [rows, rows, rows, len(extra)]
+    maxima, sum_exps, targets, extras = torch.split(raw_collectives.gather_stacked(local, group), sizes, dim=1)
     return RunningLogSumExp.merged(maxima, sum_exps), targets.sum(0), list(extras.sum(0).unbind())
 
 
@@ -550,13 +480,12 @@ class ClassLogits:
 
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield the first class and the logits, as the loss shows them, of each chunk of this rank's classes."""
-        rows, scale = self.head.prepare(self.embeddings)
-        no_labels = torch.full((len(rows),), -1, device=rows.device)
-        classes = LocalClasses(no_labels, self.chunk, self.head.per_class)
-        for start, _, block in classes.chunks(self.weight):
+        head, shard, rows = self.head, self.sharded.shard, self.head.prepare(self.embeddings)
+        for start in range(0, shard.classes, self.chunk):
+            block = self.weight[start * head.per_class : (start + self.chunk) * head.per_class]
             with precision.full_precision(rows.dtype, [rows.device.type]):
-                logits = self.head.logits(rows, scale, block.to(rows.dtype)) * self.head.output_scale
-            yield self.sharded.shard.start + start, logits
+                logits = head.logits(rows, block.to(rows.dtype)) * head.output_scale
+            yield shard.start + start, logits
 
     def _to_own_rows(self, columns: Tensor, widths: Sequence[int]) -> Tensor:
         """Give each rank the rows that are its own, the columns of all ranks side by side.

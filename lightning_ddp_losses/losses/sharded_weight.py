@@ -30,10 +30,9 @@ from lightning_ddp_losses.distributed import handshake, process_groups, raw_coll
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
-from lightning_ddp_losses.losses.class_heads import Head, head_of
+from lightning_ddp_losses.losses.class_heads import Head
 
 BLOCK = 4096  # classes. Another number gives other weights for a seed
-_JOINT_INITS = (torch.nn.init.orthogonal_, torch.nn.init.eye_, torch.nn.init.dirac_, torch.nn.init.sparse_)
 
 
 class ShardedWeight:
@@ -229,13 +228,6 @@ class ShardedWeight:
             )
 
 
-def full_weight(loss: Any) -> Tensor:
-    """Return the weight of an instance, all classes of it."""
-    weight = getattr(loss, head_of(loss).weight_name)
-    assert isinstance(weight, Tensor)
-    return weight
-
-
 def rows_of_classes(classes: Tensor, per_class: int) -> Tensor:
     """Return the indices (n * K,) of the weight rows of n classes."""
     if per_class == 1:
@@ -277,29 +269,6 @@ class _ClassBlock(torch.Tensor):
         return self.full_shape[dim]
 
 
-def empty_loss(cls: type[Any], num_classes: int, embedding_size: int, options: dict[str, Any]) -> Any:
-    """Return an instance of a loss class that says ``num_classes`` and holds the weight of one class."""
-    loss = cls(num_classes=1, embedding_size=embedding_size, **options)
-    loss.num_classes = num_classes
-    return loss
-
-
-def refuse_joint_draws(loss: Any) -> None:
-    """Refuse an initialisation that looks at all classes together.
-
-    Raises:
-        ConfigurationError: naming it.
-    """
-    init = getattr(loss.weight_init_func, "init_func", loss.weight_init_func)
-    expect(
-        init not in _JOINT_INITS,
-        f"ClassShardedLoss.build({type(loss).__name__}): weight_init_func",
-        expected="one that draws each class by itself",
-        got=getattr(init, "__name__", repr(init)),
-        fix="Give ClassShardedLoss an instance of the loss, whose weight is sliced.",
-    )
-
-
 def draw_(
     weight: Tensor, shard: ClassShard, init: Callable[[Tensor], Any], seed: int, full_shape: tuple[int, ...]
 ) -> None:
@@ -335,43 +304,32 @@ def draw_(
 # ---------------------------------------------------------------------- which classes a call looks at, and where targets are among them
 
 
-def positions_in(shard: ClassShard, labels: Tensor) -> Tensor:
-    """Return labels as positions among the classes of a shard: negative, or beyond the last, where another rank has the class."""
-    return labels - shard.start if shard.start else labels
-
-
-def only_local(shard: ClassShard, positions: Tensor) -> Tensor:
-    """Return positions among the classes of a shard, -1 where another rank has the class."""
-    return torch.where((positions >= 0) & (positions < shard.classes), positions, -1)
-
-
 @dataclass(frozen=True)
 class LocalClasses:
     """Classes of this rank that a call looks at, and their rows in the weight.
 
     Attributes:
         labels: (G,) each row's class as a position among the classes looked at. Negative or beyond the last if another rank has it.
+        number: Number of classes looked at.
         chunk: Number of classes with logits alive at a time.
         per_class: K.
-        sampled: (c',) the classes looked at, as positions among this rank's. None: all of them.
+        sampled: (c',) the classes looked at, as positions among this rank's, ascending. None: all of them.
+        log_weight: (c',) added to each class's logit in the sum, 0 for a target. None: no term.
         has_all: True if no other rank has classes: every row's is here.
     """
 
     labels: Tensor
+    number: int
     chunk: int
     per_class: int
     sampled: Tensor | None = None
+    log_weight: Tensor | None = None
     has_all: bool = False
-
-    def number(self, weight: Tensor) -> int:
-        """Return how many classes are looked at."""
-        return len(weight) // self.per_class if self.sampled is None else len(self.sampled)
 
     def chunks(self, weight: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield the first and one past the last class of each chunk, and their weight rows (classes * K, D)."""
-        total = self.number(weight)
-        for start in range(0, total, self.chunk):
-            stop = min(start + self.chunk, total)
+        for start in range(0, self.number, self.chunk):
+            stop = min(start + self.chunk, self.number)
             yield start, stop, weight[self.weight_rows(start, stop)]
 
     def weight_rows(self, start: int, stop: int) -> Any:
@@ -380,28 +338,21 @@ class LocalClasses:
             return slice(start * self.per_class, stop * self.per_class)
         return rows_of_classes(self.sampled[start:stop], self.per_class)
 
-    def local_targets(self, weight: Tensor, *, listed: bool) -> LocalTargets:
-        """Find the rows with their class on this rank.
-
-        Args:
-            weight: (c * K, D), this rank's.
-            listed: True if they must be listed, so that the other rows are not computed.
-        """
-        number = self.number(weight)
+    def local_targets(self, *, listed: bool) -> LocalTargets:
+        """Find the rows with their class on this rank. ``listed``: list them, so that the other rows are not computed."""
         if self.has_all:
-            return LocalTargets(self, number, Targets(None, self.labels.unsqueeze(1)), None)
-        # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
-        if not number:
-            nothing = torch.empty(0, dtype=torch.int64, device=self.labels.device)
-            is_inside = torch.zeros_like(self.labels, dtype=torch.bool)
-            return LocalTargets(self, number, Targets(is_inside, self.labels.unsqueeze(1)), nothing)
+            return LocalTargets(self, Targets(None, self.labels.unsqueeze(1)), None)
         # targets of other ranks are moved by the clamp
-        columns = self.labels.clamp(0, number - 1)
+        columns = self.labels.clamp(0, max(self.number - 1, 0))
         is_inside = columns == self.labels
-        targets = Targets(is_inside, columns.unsqueeze(1))
-        if waits_to_list(self.labels) and not listed:
-            return LocalTargets(self, number, targets, None)
-        return LocalTargets(self, number, targets, is_inside.nonzero().squeeze(1))
+        rows = None
+        if (
+            not self.number
+        ):  # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
+            rows = torch.empty(0, dtype=torch.int64, device=self.labels.device)
+        elif listed or not waits_to_list(self.labels):
+            rows = is_inside.nonzero().squeeze(1)
+        return LocalTargets(self, Targets(is_inside, columns.unsqueeze(1)), rows)
 
 
 @dataclass(frozen=True)
@@ -456,13 +407,11 @@ class LocalTargets:
 
     Attributes:
         classes: Among which.
-        number: Number of these classes.
         targets: Places of the rows' targets among all of them.
         listed: (n,), their places. None: all G rows are computed, and those of other ranks count 0.
     """
 
     classes: LocalClasses
-    number: int
     targets: Targets
     listed: Tensor | None
 
@@ -482,7 +431,7 @@ class LocalTargets:
 
     def in_chunk(self, start: int, stop: int) -> Targets:
         """Return the targets that lie in a chunk."""
-        if stop - start == self.number:
+        if stop - start == self.classes.number:
             return self.targets
         is_inside, columns = self._places
         if stop - start < self.classes.chunk:  # the last chunk, where those of others may lie beyond
@@ -496,7 +445,7 @@ class LocalTargets:
         chunks = labels.div(self.classes.chunk, rounding_mode="floor")
         if are_here is not None:
             chunks = torch.where(are_here, chunks, -1)
-        number = -(-self.number // self.classes.chunk)
+        number = -(-self.classes.number // self.classes.chunk)
         is_inside = chunks == torch.arange(number, device=chunks.device).unsqueeze(1)
         return is_inside, labels.remainder(self.classes.chunk).unsqueeze(1)
 

@@ -17,7 +17,7 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.products import ProductChoice, total_of
-from lightning_ddp_losses.losses.two_towers import BlockProducts, ColumnBlock, Factors, TowerCall, TwoTowerLoss
+from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -156,7 +156,7 @@ class _PairSum(torch.autograd.Function):
         call: TowerCall = ctx.call
         images, texts, scale, bias = ctx.saved_tensors
         if not ctx.sums:  # a second backward
-            if call.in_ring:
+            if call.ring is not None:
                 call.exchange.open()
             _, ctx.sums, _ = _visit_tiles(call, scale, bias, with_grads=True)
         d_images, d_texts, d_scale = call.gradients(ctx.sums, grad * scale, images, texts)
@@ -171,10 +171,8 @@ def _visit_tiles(
     image_sums = call.zero_sums(call.images) if with_grads else None
 
     def visit(block: ColumnBlock) -> Tensor | None:
-        column_sums = None
-        if with_grads and call.columns_trained and block.trained:
-            column_sums = call.zero_sums(block.columns)
-        for tile, products in BlockProducts(call, block, scale):
+        column_sums = call.column_sums(block) if with_grads else None
+        for tile, products in call.tiles(block, scale):
             found, d_bias, terms = call.run(siglip_tile, products, tile.factors, bias, with_grads, call.splits)
             losses.append(found)
             if image_sums is not None:

@@ -28,7 +28,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
-from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, aligned, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import aligned, gather_batch
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import (
     NARROW_DTYPES,
@@ -195,59 +195,6 @@ def tiles_of(rows: int, columns: int, entries: int) -> Iterator[tuple[slice, sli
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
 
 
-class BlockProducts:
-    """Products of this rank's images and the columns of one block, a tile at a time.
-
-    Args:
-        call: The call.
-        block: The block.
-        scale: Factor of the products, 0-dim.
-        kept: Logits of the only tile, in place of its products. None: products are computed.
-    """
-
-    def __init__(self, call: TowerCall, block: ColumnBlock, scale: Tensor, *, kept: Tensor | None = None) -> None:
-        self._call, self._block, self._scale, self._kept = call, block, scale, kept
-
-    @property
-    def are_logits(self) -> bool:
-        """Whether forward has made logits of them."""
-        return self._kept is not None
-
-    def __iter__(self) -> Iterator[tuple[ProductTile, Tensor]]:
-        """Yield the tiles and their products. All use the same memory, which the caller may overwrite."""
-        images, columns, scale = self._call.images, self._block.columns, self._scale
-        of_rows, of_columns = images.factors, columns.factors
-        scale_of_tiles = None if self._call.form == "float32" else scale
-        buffer, entries = scale.new_empty(0), self._call.tile_bytes // scale.element_size()
-        for rows, place in tiles_of(len(images.rows), len(columns.rows), entries):
-            left, right = images.rows[rows], columns.rows[place]
-            if place.start == 0:  # neighbours share them
-                scaled = left if scale_of_tiles is not None else left * scale
-            row_factors = None if of_rows is None else of_rows[rows]
-            column_factors = None if of_columns is None else of_columns[place]
-            factors = Factors(scale_of_tiles, row_factors, column_factors, self._own(rows, place))
-            products = self._kept
-            if products is None:
-                size = len(left) * len(right)
-                if len(buffer) < size:
-                    buffer = scale.new_empty(size)
-                products = product(scaled, right, out=buffer[:size].view(len(left), len(right)))
-            text_count = max(0, min(place.stop, self._block.text_count) - place.start)
-            yield ProductTile(rows, place, text_count, factors, left, right), products
-
-    def _own(self, rows: slice, columns: slice) -> OwnPairs | Tensor:
-        shift, count = self._block.first_own, rows.stop - rows.start
-        if self._call.compiler is not None:
-            first = -count if shift is None else rows.start + shift - columns.start
-            return torch.arange(first, first + count, device=self._scale.device).unsqueeze(1)
-        if shift is None:
-            return OwnPairs(slice(0, 0), slice(0, 0))
-        low = max(rows.start + shift, columns.start)
-        high = max(low, min(rows.stop + shift, columns.stop))
-        own_rows = slice(low - shift - rows.start, high - shift - rows.start)
-        return OwnPairs(own_rows, slice(low - columns.start, high - columns.start))
-
-
 # ---------------------------------------------------------------------- columns in blocks
 
 Visit = Callable[[ColumnBlock], Tensor | None]
@@ -263,6 +210,7 @@ class TowerCall:
         tile_bytes: Most bytes of products at a time.
         text_counts: Rows of each rank that have a paired image.
         extra_counts: Rows of each rank that are only negatives.
+        column_counts: Columns of each rank: both.
         group: Process group.
         exchange: Handshake of the ranks in backward.
         images: This rank's.
@@ -274,13 +222,13 @@ class TowerCall:
         trained: True if anything needs a gradient, on any rank.
         columns_trained: True if the second tower does.
         compiler: Compiles the functions of tiles. None: they are not compiled.
-        kept: The only tile of forward, for one backward.
     """
 
     form: ProductForm
     tile_bytes: int
     text_counts: Sequence[int]
     extra_counts: Sequence[int]
+    column_counts: Sequence[int]
     group: Group
     exchange: BackwardExchange
     images: Operand
@@ -292,12 +240,6 @@ class TowerCall:
     trained: bool
     columns_trained: bool
     compiler: TileCompiler | None
-    kept: Tensor | None = None
-
-    @property
-    def in_ring(self) -> bool:
-        """Whether the columns of one rank are here at a time."""
-        return self.ring is not None
 
     @property
     def splits(self) -> bool:
@@ -312,18 +254,13 @@ class TowerCall:
     @property
     def width(self) -> int:
         """M."""
-        return self.total + sum(self.extra_counts) + (0 if self.queue is None else len(self.queue.rows))
-
-    @property
-    def column_counts(self) -> list[int]:
-        """Columns of each rank."""
-        return [texts + extras for texts, extras in zip(self.text_counts, self.extra_counts, strict=True)]
+        return sum(self.column_counts) + (0 if self.queue is None else len(self.queue.rows))
 
     @property
     def own_texts(self) -> slice:
         """This rank's texts among those with statistics on this rank."""
         rank = process_groups.rank(self.group)
-        first = 0 if self.in_ring else sum(self.text_counts[:rank])
+        first = sum(self.text_counts[:rank]) if self.ring is None else 0
         return slice(first, first + self.text_counts[rank])
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -335,17 +272,54 @@ class TowerCall:
         dtype = torch.promote_types(rows.rows.dtype, torch.float32)
         return torch.zeros(rows.rows.shape, dtype=dtype, device=rows.rows.device)
 
-    def keep(self, tile: Tensor, images: int) -> bool:
-        """Keep the products of a tile for backward if it is the only one. Return whether its logits may not be overwritten."""
-        if not self.trained or tile.shape != (images, self.width) or self.compiler is not None:
-            return False
-        self.kept = tile
-        return True
+    def column_sums(self, block: ColumnBlock) -> Tensor | None:
+        """Return sums (n, D) of the columns of a block, zeros at first. None: they need no gradient."""
+        return self.zero_sums(block.columns) if self.columns_trained and block.trained else None
 
-    def take_kept(self) -> Tensor | None:
-        """Return the kept tile, once: a second backward computes it again."""
-        kept, self.kept = self.kept, None
-        return kept
+    def tiles(
+        self, block: ColumnBlock, scale: Tensor, kept: Tensor | None = None
+    ) -> Iterator[tuple[ProductTile, Tensor]]:
+        """Yield tiles of this rank's images and the columns of a block, with their products.
+
+        All products use the same memory, which the caller may overwrite.
+
+        Args:
+            block: The block.
+            scale: Factor of the products, 0-dim.
+            kept: Logits of the only tile, in place of its products. None: products are computed.
+        """
+        images, columns = self.images, block.columns
+        of_rows, of_columns = images.factors, columns.factors
+        scale_of_tiles = None if self.form == "float32" else scale
+        buffer, entries = scale.new_empty(0), self.tile_bytes // scale.element_size()
+        for rows, place in tiles_of(len(images.rows), len(columns.rows), entries):
+            left, right = images.rows[rows], columns.rows[place]
+            if place.start == 0:  # neighbours share them
+                scaled = left if scale_of_tiles is not None else left * scale
+            row_factors = None if of_rows is None else of_rows[rows]
+            column_factors = None if of_columns is None else of_columns[place]
+            factors = Factors(scale_of_tiles, row_factors, column_factors, self._own(block.first_own, rows, place))
+            products = kept
+            if products is None:
+                size = len(left) * len(right)
+                if len(buffer) < size:
+                    buffer = scale.new_empty(size)
+                products = product(scaled, right, out=buffer[:size].view(len(left), len(right)))
+            text_count = max(0, min(place.stop, block.text_count) - place.start)
+            yield ProductTile(rows, place, text_count, factors, left, right), products
+
+    def _own(self, shift: int | None, rows: slice, columns: slice) -> OwnPairs | Tensor:
+        """Return the own pairs of a tile. ``shift``: column of the first image's own text in the block."""
+        count = rows.stop - rows.start
+        if self.compiler is not None:
+            first = -count if shift is None else rows.start + shift - columns.start
+            return torch.arange(first, first + count, device=self.images.rows.device).unsqueeze(1)
+        if shift is None:
+            return OwnPairs(slice(0, 0), slice(0, 0))
+        low = max(rows.start + shift, columns.start)
+        high = max(low, min(rows.stop + shift, columns.stop))
+        own_rows = slice(low - shift - rows.start, high - shift - rows.start)
+        return OwnPairs(own_rows, slice(low - columns.start, high - columns.start))
 
     def collect(
         self,
@@ -368,11 +342,16 @@ class TowerCall:
         if self.ring is None:
             found = visit(ColumnBlock(self.columns, self.total, self.own_texts.start, column_stats))
         else:
-            rows = self.ring
+            rows, own_rank = self.ring, process_groups.rank(self.group)
             message, sizes = self._message(rows, column_stats)
 
             def visit_received(source: int, received: Tensor) -> Tensor | None:
-                return visit(self._received_block(source, received, rows, with_stats=column_stats is not None))
+                size, columns = rows.sizes()[source], self.own
+                first_own = 0 if source == own_rank else None
+                if first_own is None:
+                    columns = self.prepare(rows.received(source, received[:size]))
+                stats = None if column_stats is None else received[aligned(size) :].view(column_stats.dtype)
+                return visit(ColumnBlock(columns, self.text_counts[source], first_own, stats))
 
             found = ring_round_trip(message, sizes, visit_received, join, counts, self.group)
         if self.queue is not None:
@@ -385,7 +364,7 @@ class TowerCall:
         """Return the gradients of this rank's rows of both towers, and of the scale but for the upstream gradient.
 
         Args:
-            sums: (B, D) of the images and (m, D) of the columns, from ``BlockProducts.add_grads_`` and ``collect``. The latter None if the
+            sums: (B, D) of the images and (m, D) of the columns, from ``ProductTile.add_grads_`` and ``collect``. The latter None if the
                 second tower needs no gradient. The list is emptied, so that their memory is free as soon as they are used.
             factor: Upstream gradient times scale, 0-dim.
             images: (B, D), as the caller gave them.
@@ -401,7 +380,7 @@ class TowerCall:
         column_sums = sums.pop()
         if column_sums is None:
             return grad_images, None, along
-        if not self.in_ring and process_groups.world_size(self.group) > 1:
+        if self.ring is None and process_groups.world_size(self.group) > 1:
             parts, counts = [column_sums[: self.total]], [[*self.text_counts]]
             if any(self.extra_counts):
                 parts.append(column_sums[self.total :])
@@ -433,13 +412,6 @@ class TowerCall:
         item = column_stats.element_size()
         sizes = [start + texts * item for start, texts in zip(starts, self.text_counts, strict=True)]
         return torch.cat([message, gap, as_bytes(column_stats)]), sizes
-
-    def _received_block(self, source: int, message: Tensor, rows: RowsOfARing, *, with_stats: bool) -> ColumnBlock:
-        """Return the columns of a rank, from its message."""
-        is_own, size = source == process_groups.rank(self.group), rows.sizes()[source]
-        stats = message[aligned(size) :].view(rows.own.dtype) if with_stats else None
-        columns = self.own if is_own else self.prepare(rows.received(source, message[:size]))
-        return ColumnBlock(columns, self.text_counts[source], 0 if is_own else None, stats)
 
 
 # ---------------------------------------------------------------------- the call
@@ -539,9 +511,17 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         dtype = precision.compute_dtype([*tensors.parameters, *tensors.given])
         if dtype == torch.float64:
             form = "float32"
-        must_match: dict[str, object] = {name: _kind_of_number(number) for name, number in numbers.items()}
-        must_match["weights"] = self._weights.take(self.parameters(), self._group)
-        must_match["queue"] = "none" if rows[3] is None else _described(rows[3])
+        must_match = {
+            "which": self._instance,
+            "gather": self.gather,
+            "options": self.extra_repr(),
+            **{name: _kind_of_number(number) for name, number in numbers.items()},
+            "weights": self._weights.take(self.parameters(), self._group),
+            "queue": "none" if rows[3] is None else _described(rows[3]),
+            "coefficient of the last backward": self._upstream_grads.take(),
+        }
+        if self._compiler is not None:
+            must_match["compile_tiles"] = True
         # rows are not cast: those of bfloat16 are multiplied as they are
         forward = partial(self._forward, rows, form, dtype, must_match)
         value: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
@@ -575,24 +555,30 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         trained = [images, own_rows, *self.parameters(), *given.values()]
         is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
         flags = bytes([is_trained, torch.is_grad_enabled() and own_rows.requires_grad, form == "bf16"])
-        batch = self._gather_columns(second_tower, dtype, [] if in_ring else paired, must_match, flags)
+        sent = {name: _to_travel(tensor, dtype) for name, tensor in second_tower.items()}
+        narrow = {name: NarrowRows(tensor.detach(), _as_it_is) for name, tensor in second_tower.items()}
+        counted = [*sent] if in_ring else []
+        if paired and not in_ring:
+            sent["products with their own text"] = paired[0]
+        title = type(self).__name__
+        batch = gather_batch(title, sent, must_match, extra=flags, counted=counted, narrow=narrow, group=self._group)
+        del sent, narrow  # copies in the dtype of the computation
         text_counts = batch.counts[0]
         extra_counts = batch.counts[1] if extra is not None else [0] * len(text_counts)
         if sum(text_counts) == 0:
-            title = f"{type(self).__name__}: rows"
-            raise InputError(title, expected="at least one on some rank", got="none", collective=True)
-        any_trained, columns_trained = (any(sent[place] for sent in batch.extras) for place in range(2))
-        if form == "bf16" and not all(sent[2] for sent in batch.extras):  # float32 rows of another rank
+            raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
+        any_trained, columns_trained = (any(flag[place] for flag in batch.extras) for place in range(2))
+        if form == "bf16" and not all(flag[2] for flag in batch.extras):  # float32 rows of another rank
             form = "float32"
             own, prepared_images = prepare(own_rows), prepare(images)
-        warn_of_tf32(type(self).__name__, form, prepared_images.rows)
+        warn_of_tf32(title, form, prepared_images.rows)
         # 3. the columns: gathered, or this rank's own
+        column_counts = [sum(rows) for rows in zip(text_counts, extra_counts, strict=True)]
         columns, ring = own, None
         if in_ring and len(text_counts) > 1:
             travelling = NarrowRows(own_rows.detach(), _as_it_is)
-            counts = [sum(rows) for rows in zip(text_counts, extra_counts, strict=True)]
             wide = _to_travel(own_rows, dtype)
-            ring = RowsOfARing(wide, travelling, batch.narrow_dtypes[0], counts, self._group)
+            ring = RowsOfARing(wide, travelling, batch.narrow_dtypes[0], column_counts, self._group)
         elif len(text_counts) > 1:
             columns = prepare(concatenated(batch.tensors[: len(second_tower)]))
             paired = batch.tensors[len(second_tower) :]
@@ -601,8 +587,9 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             self.tile_bytes or tile_budget(images.device, _HOST_TILE_BYTES, TOWER_BYTES),
             text_counts,
             extra_counts,
+            column_counts,
             self._group,
-            BackwardExchange(type(self).__name__, self._group),
+            BackwardExchange(title, self._group),
             prepared_images,
             own,
             columns,
@@ -620,33 +607,6 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if self._compiler is not None:
             self._rehearse(self._compiler, call, numbers)
         return self._evaluate(call, images, own_rows, *paired, *numbers)
-
-    def _gather_columns(
-        self,
-        second_tower: dict[str, Tensor],
-        dtype: torch.dtype,
-        paired: list[Tensor],
-        must_match: dict[str, object],
-        flags: bytes,
-    ) -> GatheredBatch:
-        """Compare the ranks. Gather the rows of the second tower as the caller gave them, unless they go round a ring."""
-        sent = {name: _to_travel(tensor, dtype) for name, tensor in second_tower.items()}
-        counted = [*sent] if self.gather == "ring" else []
-        if paired:
-            sent["products with their own text"] = paired[0]
-        must_match = {
-            "which": self._instance,
-            "gather": self.gather,
-            "options": self.extra_repr(),
-            **must_match,
-            "coefficient of the last backward": self._upstream_grads.take(),
-        }
-        if self._compiler is not None:
-            must_match["compile_tiles"] = True
-        narrow = {name: NarrowRows(tensor.detach(), _as_it_is) for name, tensor in second_tower.items()}
-        return gather_batch(
-            type(self).__name__, sent, must_match, extra=flags, counted=counted, narrow=narrow, group=self._group
-        )
 
     def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
         """Compute the global loss.

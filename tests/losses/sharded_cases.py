@@ -84,6 +84,7 @@ CASES: dict[str, Case] = {
     "CosFaceLoss, class weights": Case("CosFaceLoss", {"reducer": reducers.ClassWeightedReducer(_WEIGHTS)}),
     "CosFaceLoss, per anchor": Case("CosFaceLoss", {"reducer": reducers.PerAnchorReducer()}),
     "CosFaceLoss, power": Case("CosFaceLoss", {"distance": distances.CosineSimilarity(power=3), "scale": 8}),
+    "SphereFaceLoss, power": Case("SphereFaceLoss", {"distance": distances.CosineSimilarity(power=3)}),
     "LargeMarginSoftmaxLoss, margin 2": Case("LargeMarginSoftmaxLoss", {"margin": 2, "scale": 3}),
     "NormalizedSoftmaxLoss, not normalised": Case(
         "NormalizedSoftmaxLoss", {"distance": distances.DotProductSimilarity(normalize_embeddings=False)}

@@ -409,7 +409,7 @@ def log_sum_exp(running: RunningLogSumExp) -> Tensor:
 @pytest.mark.parametrize("size", [1.0, 1e4])
 @pytest.mark.parametrize("width", [1, 5, COLUMNS])
 def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int) -> None:
-    values, running = entries(dtype, size), RunningLogSumExp.empty(FEW, torch.zeros((), dtype=dtype))
+    values, running = entries(dtype, size), RunningLogSumExp(FEW, torch.zeros((), dtype=dtype))
     running.accumulate_(values[:, :0].clone())
     for piece in values.split(width, 1):
         for start, stop in ((0, 2), (2, FEW)):
@@ -419,7 +419,7 @@ def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int) -> No
 
 
 def test_rows_without_entries_have_a_sum_of_nothing() -> None:
-    running = RunningLogSumExp.empty(FEW, torch.zeros(()))
+    running = RunningLogSumExp(FEW, torch.zeros(()))
     assert not running.sum_exp.any()
     assert running.maximum.isfinite().all()
 
@@ -427,7 +427,7 @@ def test_rows_without_entries_have_a_sum_of_nothing() -> None:
 def test_merged_parts_are_the_whole() -> None:
     values, parts = entries(torch.float64), []
     for piece in values.split(5, 1):
-        parts.append(RunningLogSumExp.empty(FEW, values))
+        parts.append(RunningLogSumExp(FEW, values))
         parts[-1].accumulate_(piece.clone())
     merged = RunningLogSumExp.merged(
         torch.stack([part.maximum for part in parts]), torch.stack([part.sum_exp for part in parts])
@@ -436,7 +436,7 @@ def test_merged_parts_are_the_whole() -> None:
 
 
 def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -> None:
-    running = RunningLogSumExp.empty(1, torch.zeros(()))
+    running = RunningLogSumExp(1, torch.zeros(()))
     running.accumulate_(torch.tensor([[0.0, -1000.0]]))
     running.accumulate_(torch.tensor([[500.0, 100.0]]))
     assert running.above_maximum().item() == 0.0
@@ -445,7 +445,7 @@ def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_pieces_that_are_kept(pieces: int) -> None:
     values = entries(torch.float64)
-    before, running = values.clone(), RunningLogSumExp.empty(FEW, values)
+    before, running = values.clone(), RunningLogSumExp(FEW, values)
     for piece in values.chunk(pieces, 1):
         running.accumulate_(piece, keep=True)
     torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1), rtol=1e-12, atol=0)
@@ -454,6 +454,6 @@ def test_pieces_that_are_kept(pieces: int) -> None:
 
 def test_relative_to_an_entry_that_outweighs_all() -> None:
     """What is added to the difference does not round it."""
-    running = RunningLogSumExp.empty(1, torch.zeros(()))
+    running = RunningLogSumExp(1, torch.zeros(()))
     running.accumulate_(torch.tensor([[100.0, 80.0]]))
     assert float(running.relative_to(torch.tensor([99.5]))) == 0.5
