@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Action, Settings, validated_actions
 from lightning_ddp_losses.callbacks.row_exchange import Check
 from lightning_ddp_losses.callbacks.runner import CheckRunner
@@ -131,25 +131,6 @@ class RankCheck(Check, CheckCallback):
 
     def _forget(self) -> None:
         """Reset the state of one fit. Called by the constructor and at the start of a fit."""
-
-
-class LocalCheck(RankCheck):
-    """A check with findings that one rank makes by itself, with ``self.local.add``. Its row begins with ``self.local.row()``.
-
-    Attributes:
-        local: Findings of this rank at this stage. ``measure`` empties it first.
-    """
-
-    def _forget(self) -> None:
-        self.local = LocalFindings(self.faults)
-
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return the texts of this rank's findings."""
-        return self.local.describe(finding)
-
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Combine the texts of all ranks."""
-        return self.local.explain(finding, texts)
 
 
 DEFAULT_CHECKS: list[type[RankCheck]] = []

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.callbacks import batch_reader
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
@@ -145,7 +145,7 @@ class PositivePairs:
 
 
 class BatchStepRow(NamedTuple):
-    """Numbers that travel before backward, after the hash of this rank's findings.
+    """Numbers that travel before backward.
 
     Attributes:
         end: Index of the batch, shifted left by one. The low bit marks the last one of the epoch.
@@ -184,7 +184,7 @@ class BatchEpochRow(NamedTuple):
     gathers: int
 
 
-class BatchCheck(LocalCheck, default=True):
+class BatchCheck(RankCheck, default=True):
     """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs, whole windows.
 
     Covers F28, F29, F31, F33, F36, F54, F62, F67-F72, F83, F84, F85.
@@ -284,9 +284,7 @@ class BatchCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Return a hash of this rank's findings, and the numbers of the stage."""
-        self.local.found = []
-        row: list[int] = []
+        """Look for findings of this rank, and return the numbers of the stage."""
         if stage == CheckStage.TRAIN_START:
             self._find_local_losses(trainer, module)
         elif stage == CheckStage.VALIDATION_START:
@@ -299,15 +297,15 @@ class BatchCheck(LocalCheck, default=True):
             if record is not None and self.runner.checkpoint is not None:
                 self.runner.checkpoint[KEY] = record._asdict()
         elif stage == CheckStage.BEFORE_BACKWARD:
-            row = [*self._step_row(trainer)]
+            return [*self._step_row(trainer)]
         else:
             if stage == CheckStage.EPOCH_START:
                 self._find_reshuffled(trainer)
                 batches = trainer.num_training_batches
                 if batches <= batches_until_max_steps(trainer) and math.isfinite(batches):
                     self._find_short_window(trainer, int(batches))
-            row = [*_epoch_row(trainer, module), *self._batches.counts]
-        return [self.local.row(), *row]
+            return [*_epoch_row(trainer, module), *self._batches.counts]
+        return []
 
     def _step_row(self, trainer: Trainer) -> BatchStepRow:
         loaders = batch_reader.data_loaders(trainer)
@@ -341,14 +339,14 @@ class BatchCheck(LocalCheck, default=True):
         """Look for a last window of fewer batches, which Lightning divides by the number of a full one."""
         full = trainer.accumulate_grad_batches
         if batches % full and trainer.lightning_module.automatic_optimization and is_divided(trainer):
-            self.local.add("F84", name="last window", number=batches % full, full=full)
+            self.add("F84", name="last window", number=batches % full, full=full)
 
     def _find_replayed_order(self, trainer: Trainer) -> None:
         """Look, once, for an order that workers drew before Lightning set the epoch of a resumed run."""
         late, self._late_epochs = self._late_epochs, []
         for iterator, name, drawn, epoch in late:
             if iterator is _iterator_of(trainer):  # a new one would have drawn again
-                self.local.add("F85", name=name, epoch=epoch, drawn=drawn)
+                self.add("F85", name=name, epoch=epoch, drawn=drawn)
 
     def _find_stale_samplers(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> None:
         """Look for samplers that shuffle by epoch and have the epoch of an earlier one."""
@@ -364,7 +362,7 @@ class BatchCheck(LocalCheck, default=True):
         for path, sampler in samplers.items():
             is_stale = before.get(path) == int(sampler.epoch)
             if is_stale and (has_same_first or isinstance(sampler, DistributedSampler)):
-                self.local.add("F70", name=path, sampler=type(sampler).__name__)
+                self.add("F70", name=path, sampler=type(sampler).__name__)
                 return
 
     def _find_missing_pairs(self) -> None:
@@ -375,7 +373,7 @@ class BatchCheck(LocalCheck, default=True):
             steps = self._steps_without_pairs.get(name, 0) + 1 if without else 0
             self._steps_without_pairs[name] = steps
             if steps == _STEPS_WITHOUT_PAIRS:
-                self.local.add("F31", "labels", name=name, steps=steps)
+                self.add("F31", "labels", name=name, steps=steps)
 
     def _find_local_losses(self, trainer: Trainer, module: LightningModule) -> None:
         """Find losses that compare the rows of this rank only, and accumulation, which gives them no more negatives."""
@@ -384,39 +382,37 @@ class BatchCheck(LocalCheck, default=True):
         of_one_rank = list(local_contrastive_losses(module))
         names = ", ".join(f"`{name}`" for name in of_one_rank)
         if names:
-            self.local.add("F29", name=names)
+            self.add("F29", name=names)
         # a loss over all ranks still sees one batch at a time
         names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
         if names and trainer.accumulate_grad_batches > 1:
-            self.local.add("F33", name=names, batches=trainer.accumulate_grad_batches)
+            self.add("F33", name=names, batches=trainer.accumulate_grad_batches)
 
     def _find_repeated_rows(self, trainer: Trainer) -> None:
         """Find held-out rows that padding repeats."""
         for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
             rows = repeated_rows(loader)
             if rows:
-                self.local.add("F54", name=f"validation loader {index}", rows=rows)
+                self.add("F54", name=f"validation loader {index}", rows=rows)
 
     def _find_reshuffled(self, trainer: Trainer) -> None:
         """Find batches that belong together and that Lightning shuffles."""
         for loader in batch_reader.data_loaders(trainer):
             name = batch_reader.sampler_shuffled_by_lightning(loader)
             if name:
-                self.local.add("F68", name=name)
+                self.add("F68", name=name)
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare the ranks' data."""
-        found = self.local.judge([row[0] for row in table])
-        rest = [row[1:] for row in table]
         if stage == CheckStage.BEFORE_BACKWARD:
-            return found + self._judge_step([BatchStepRow(*row) for row in rest], trainer)
+            return self._judge_step([BatchStepRow(*row) for row in table], trainer)
         if stage in (CheckStage.EPOCH_START, CheckStage.TRAIN_END):
-            self._imbalance = label_imbalance([row[-BUCKETS:] for row in rest])
+            self._imbalance = label_imbalance([row[-BUCKETS:] for row in table])
             if stage == CheckStage.EPOCH_START:
-                found += _judge_sizes([BatchEpochRow(*row[:-BUCKETS]) for row in rest], trainer, module)
-        return found
+                return _judge_sizes([BatchEpochRow(*row[:-BUCKETS]) for row in table], trainer, module)
+        return []
 
     def _judge_step(self, rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
         self._global_rows, self._accumulated = tuple(row.rows for row in rows), trainer.accumulate_grad_batches

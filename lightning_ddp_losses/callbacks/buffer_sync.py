@@ -6,7 +6,6 @@ The check follows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
 from lightning_ddp_losses.callbacks.ddp_state import learning_rate
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
@@ -199,9 +198,8 @@ def _roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [("", module), *unregistered_modules(module, {})]
 
 
-def compare_states(finding: Finding, texts: Sequence[str]) -> Finding:
-    """Describe a state that differs between ranks, from their ``StateKind`` as JSON."""
-    kinds = [StateKind(*(json.loads(text) or [0])) for text in texts]
+def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
+    """Describe a state that differs between ranks, from its kind on each."""
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
         updates = tuple(f"{number} updates" for number in numbers)
@@ -227,7 +225,7 @@ class ForwardRow(NamedTuple):
     step: int
 
 
-class BufferSyncCheck(LocalCheck, default=True):
+class BufferSyncCheck(RankCheck, default=True):
     """Batch norm's statistics, memory queues and metric states are equal on all ranks.
 
     Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
@@ -261,7 +259,6 @@ class BufferSyncCheck(LocalCheck, default=True):
         self.tolerance = tolerance
 
     def _forget(self) -> None:
-        super()._forget()
         self._handles: list[Any] = []
         self._slots: list[BufferSlot] | None = None
         self._buffers: dict[str, Tensor] = {}
@@ -318,7 +315,7 @@ class BufferSyncCheck(LocalCheck, default=True):
         """Return fingerprints of buffers or states, or channels of batch norm."""
         if stage == CheckStage.TRAIN_START:
             self._find_unconverted(trainer, module)
-            return [self.local.row()]
+            return []
         if stage == CheckStage.BEFORE_BACKWARD:
             return self._forward_row()
         if stage == CheckStage.AFTER_STEP:
@@ -365,20 +362,19 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     def _find_unconverted(self, trainer: Trainer, module: LightningModule) -> None:
         """Find plain batch norm although the trainer synchronises it."""
-        self.local.found = []
         if not compat.has_layer_sync(trainer.strategy):
             return
         # also in unregistered modules, which the conversion does not find
         for path, outer in _roots(module):
             for name in plain_norms(outer):
-                self.local.add("F60", name=f"{path}.{name}".strip("."))
+                self.add("F60", name=f"{path}.{name}".strip("."))
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare buffers, metric states or statistics of the ranks."""
         if stage == CheckStage.TRAIN_START:
-            return self.local.judge([row[0] for row in table])
+            return []
         if stage == CheckStage.BEFORE_BACKWARD:
             return _two_forwards([ForwardRow(*row) for row in table])
         if stage == CheckStage.AFTER_STEP:
@@ -399,21 +395,17 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return this rank's fingerprints, states or local findings."""
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
+        """Return this rank's fingerprints, or the kind of a state."""
         if finding.name == "buffers":
-            return json.dumps({name: sent.read() for name, sent in self._judged.items()})
-        if finding.fault == "F52":
-            return json.dumps(self._states.get(finding.name))
-        return super().describe(finding, trainer, module)
+            return {name: sent.read() for name, sent in self._judged.items()}
+        return self._states.get(finding.name, StateKind(0)) if finding.fault == "F52" else None
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the buffers or states."""
         if finding.name == "buffers":
-            return _name_buffers(finding, [json.loads(text) for text in texts])
-        if finding.fault == "F52":
-            return [compare_states(finding, texts)]
-        return super().explain(finding, texts)
+            return _name_buffers(finding, texts)
+        return [compare_states(finding, [StateKind(*text) for text in texts])]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""
