@@ -103,7 +103,7 @@ class RankCheck(Check, CheckCallback):
         ...         return [Finding("F36", "epoch", "equal on all ranks", odd_ranks(epochs), values=tuple(epochs))]
     """
 
-    _joined: CheckRunner | None = None
+    runner: CheckRunner
 
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
         """Register a subclass. With ``default=True``, ``DDPChecks()`` runs it."""
@@ -117,16 +117,11 @@ class RankCheck(Check, CheckCallback):
         self.action = validated_actions(action, type(self).__name__)
         self._forget()
 
-    @property
-    def runner(self) -> CheckRunner:
-        """The runner of the fit."""
-        assert self._joined is not None
-        return self._joined
-
     def join(self, runner: CheckRunner | None) -> None:
         """Join a run with a fresh state, or leave it."""
-        self._joined = runner
+        vars(self).pop("runner", None)
         if runner is not None:
+            self.runner = runner
             self._forget()
 
     def _forget(self) -> None:

@@ -223,7 +223,6 @@ class BatchCheck(RankCheck, default=True):
         self._saved: EpochRecord | None = None  # of a checkpoint, which is loaded before training starts
         self._early_samplers: list[Any] = []
         self._late_epochs: list[tuple[object, str, int, int]] = []
-        self._batch_idx = 0
         # this rank's data
         self._sampler_epochs: dict[int, dict[str, int]] = {}
         self._steps_without_pairs: dict[str, int] = {}
@@ -267,7 +266,6 @@ class BatchCheck(RankCheck, default=True):
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
-        self._batch_idx = batch_idx
         read = self._batches
         read.see(batch, batch_idx)
         # the first one after a resume in the middle of an epoch
@@ -310,7 +308,8 @@ class BatchCheck(RankCheck, default=True):
     def _step_row(self, trainer: Trainer) -> BatchStepRow:
         loaders = batch_reader.data_loaders(trainer)
         # samplers are asked once per epoch
-        if self._batch_idx == 0:
+        batch_idx = trainer.fit_loop.batch_idx
+        if batch_idx == 0:
             self._order = batch_reader.drawn_order(loaders[0]) if loaders else 0
             self._find_stale_samplers(trainer, loaders)
         self._find_replayed_order(trainer)
@@ -320,12 +319,12 @@ class BatchCheck(RankCheck, default=True):
             random_state = hash_text(repr(torch.get_rng_state().tolist()))
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_last:
-            self._find_short_window(trainer, self._batch_idx + 1)
+            self._find_short_window(trainer, batch_idx + 1)
         is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
         began_again, self._began_again = self._began_again, False
         read = self._batches
         return BatchStepRow(
-            end=self._batch_idx << 1 | bool(is_last),
+            end=batch_idx << 1 | bool(is_last),
             rows=read.samples,
             content=read.content,
             distinct=read.distinct << 1 | is_iterable,

@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
-from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
 from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
@@ -381,7 +380,8 @@ class BufferSyncCheck(RankCheck, default=True):
             return differing([tuple(row) for row in table], "F64", "unnamed", name="buffers")
         if stage in _METRIC_STAGES:
             return self._judge_states(table)
-        return _judge_norms(table, self.tolerance, learning_rate(trainer))
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return _judge_norms(table, self.tolerance, float(rates[0]) if rates else 0.0)
 
     def _judge_states(self, table: list[list[int]]) -> list[Finding]:
         names, *columns = zip(*table, strict=True)
@@ -440,15 +440,10 @@ def _judge_norms(table: Rows, tolerance: float, rate: float) -> list[Finding]:
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
     """Name each buffer that differs, with the fault of its kind."""
-    names: dict[str, None] = {}
-    for of_rank in fingerprints_by_rank:
-        names |= dict.fromkeys(of_rank)
     found = []
-    for name in names:
+    for name, values in differing_columns(fingerprints_by_rank).items():
         # by rank: rows in their order, rows in any order, whether it is a queue
-        column = [tuple(of_rank.get(name, (0, 0, False))) for of_rank in fingerprints_by_rank]
-        if len(set(column)) == 1:
-            continue
+        column = [tuple(value or (0, 0, False)) for value in values]
         is_queue = any(is_queue for _, _, is_queue in column)
         unordered = {rows for _, rows, _ in column}
         if is_queue and len(unordered) == 1:

@@ -12,7 +12,7 @@ in the same order, so every rank forms the same groups.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -209,6 +209,13 @@ def differing(
     return [Finding.of(fault, case, ranks=odd_ranks(column), name=name, values=tuple(values))]
 
 
+def differing_columns(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the names with values that differ between ranks, and the value of every rank. None for a rank without one."""
+    names = dict.fromkeys(name for values in by_rank for name in values)
+    columns = {name: [values.get(name) for values in by_rank] for name in names}
+    return {name: column for name, column in columns.items() if any(value != column[0] for value in column)}
+
+
 def shown_names(names: Sequence[str]) -> str:
     """List the first names for a message, and the number of further ones."""
     return listed([f"`{name}`" for name in names], MOST_NAMES)
@@ -226,8 +233,8 @@ def findings_of_texts(texts_by_rank: Sequence[list[list[str]]]) -> list[Finding]
         for fields in texts:
             ranks_of.setdefault(tuple(fields), []).append(rank)
     found: list[Finding] = []
-    for fields, ranks in ranks_of.items():
-        named: dict[str, Any] = dict(zip(_TEXT_FIELDS, fields, strict=True))
+    for shared, ranks in ranks_of.items():
+        named: dict[str, Any] = dict(zip(_TEXT_FIELDS, shared, strict=True))
         found.append(Finding(**named, ranks=tuple(ranks)))
     return found
 

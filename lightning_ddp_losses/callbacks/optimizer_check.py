@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,11 +17,10 @@ from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differin
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, shown_names
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, nests
 from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
-
-_MAX_DEPTH = 3  # lists inside lists that are searched for parameters
 
 
 class SettingsRow(NamedTuple):
@@ -218,18 +217,10 @@ def _state_tensors(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
             yield value
 
 
-def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters in plain attributes of the module: lists, dicts, modules inside those."""
-    queue: list[tuple[str, Any, int]] = []
+def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield parameters in places where the module does not register them, by path: in modules there, and tensors in its attributes."""
+    for path, inner in unregistered_modules(module, {}):
+        yield from ((f"{path}.{name}", parameter) for name, parameter in inner.named_parameters())
     for key, value in vars(module).items():
         if not key.startswith("_"):
-            queue.append((f"self.{key}", value, 0))
-    for path, value, depth in queue:
-        if isinstance(value, nn.Module):
-            yield from ((f"{path}.{name}", parameter) for name, parameter in value.named_parameters())
-        elif isinstance(value, Tensor):
-            yield path, value
-        elif isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
-            queue += [(f"{path}[{i}]", item, depth + 1) for i, item in enumerate(value)]
-        elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            queue += [(f"{path}[{key!r}]", item, depth + 1) for key, item in value.items()]
+            yield from nests.leaves(value, f"self.{key}")

@@ -538,7 +538,7 @@ class RowExchange:
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
-        self.report.add([finding for _, finding in found], [check.action for check, _ in found], self._trainer)
+        self.report.add([(finding, check.action) for check, finding in found], self._trainer)
 
 
 def placed(check: Check, findings: Sequence[Finding], step: int, place: str) -> list[tuple[Check, Finding]]:
