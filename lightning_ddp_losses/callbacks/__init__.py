@@ -32,7 +32,7 @@ To add a check:
    keep yours small. Ours are ``NamedTuple``, so that ``judge`` reads them by name. ``judge`` gets the table (W, n), a tensor or a list of
    such lists, and returns findings. It decides from the table alone (and from values that are the same on every rank), so that every rank
    has the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has ``step``, ``synchronising``, ``backwards``,
-   ``stepping``, ``checkpoint`` and ``shared``.
+   ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
 2. A row after a step is judged at the next step, the first one at once (``runner``). ``measure`` is not called in between, so that
    ``describe`` finds the values that ``measure`` has kept. If a finding needs more than the row holds, ``describe`` returns a text of this
    rank (or another value that JSON has), ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest

@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import RankCheck
@@ -47,38 +46,31 @@ _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 # ---------------------------------------------------------------------- losses that compare samples
 
 
-def local_contrastive_losses(module: nn.Module) -> dict[str, nn.Module]:
-    """Return pytorch-metric-learning's losses on tuples, by path, that neither gather nor lie inside a loss that does."""
-    found: dict[str, nn.Module] = {}
+def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+    """Return the losses that compare rows of this rank alone, by path, and the paths of those that compare the rows of all ranks.
+
+    The first are pytorch-metric-learning's losses on tuples that neither gather nor lie inside a loss that does. The second are two towers,
+    and gathering wrappers around a loss on tuples.
+    """
+    local: dict[str, nn.Module] = {}
+    of_all_ranks: list[str] = []
     covered: tuple[str, ...] = ()  # paths with submodules that are skipped
     for name, inner in module.named_modules():
         if name.startswith(covered):
             continue
         class_names = {cls.__name__ for cls in type(inner).__mro__}
-        if class_names & _GATHERS:
-            if name:
-                covered += (f"{name}.",)
+        is_gathering = not class_names.isdisjoint(_GATHERS)
+        if is_gathering:
+            # a memory holds the rows of other batches
+            compares = any(contrastive_losses(child)[0] for child in inner.children())
+            of_all_ranks += [name] * (compares and "CrossBatchMemory" not in class_names)
+        elif "TwoTowerLoss" in class_names:
+            of_all_ranks.append(name)
         elif _is_from(inner, "losses") and "BaseMetricLossFunction" in class_names and not _has_proxies(inner):
-            found[name] = inner
+            local[name] = inner
+        if name and (is_gathering or name in local or name in of_all_ranks):
             covered += (f"{name}.",)
-    return found
-
-
-def global_contrastive_losses(module: nn.Module) -> list[str]:
-    """Return the paths of losses that compare the rows of all ranks: two towers, or a gathering wrapper around a loss on tuples."""
-    found: list[str] = []
-    covered: tuple[str, ...] = ()
-    for name, inner in module.named_modules():
-        class_names = {cls.__name__ for cls in type(inner).__mro__}
-        if name.startswith(covered) or "CrossBatchMemory" in class_names:  # a memory holds the rows of other batches
-            continue
-        compares = "TwoTowerLoss" in class_names
-        if class_names & _GATHERS:
-            compares = any(local_contrastive_losses(child) for child in inner.children())
-        if compares:
-            found.append(name)
-            covered += (f"{name}.",)
-    return found
+    return local, of_all_ranks
 
 
 def pml_gather(module: nn.Module) -> str:
@@ -96,49 +88,6 @@ def _is_from(module: nn.Module, part: str) -> bool:
 def _has_proxies(loss: nn.Module) -> bool:
     has_parameters = any(True for _ in loss.parameters())
     return has_parameters or any(hasattr(loss, attribute) for attribute in _PROXY_ATTRIBUTES)
-
-
-class PositivePairs:
-    """Notes calls of losses with labels that are all different, so that the rows have no positive pair.
-
-    Args:
-        losses: Losses by path.
-        guard: Function that turns one that may raise into one for a hook.
-
-    Attributes:
-        without: True if the latest call of a loss had no pair, by the path of the loss.
-    """
-
-    def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any]) -> None:
-        self.without: dict[str, bool] = {}
-        self._calls = 0
-        self._handles: list[RemovableHandle] = []
-        for name, loss in losses.items():
-            self._handles.append(loss.register_forward_pre_hook(guard(self._hook(name, loss)), with_kwargs=True))
-
-    def _hook(self, name: str, loss: nn.Module) -> Any:
-        def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not loss:  # a copy
-                return
-            given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-            # pairs may come from a miner, or from other rows
-            if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
-                return
-            labels = given.get("labels")
-            if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1:
-                return
-            self._calls += 1
-            if labels.device.type != "cpu" and self._calls > _CALLS_ON_DEVICE:  # reading waits for the device
-                return
-            self.without[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
-
-        return see_call
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
 
 # ---------------------------------------------------------------------- the check
@@ -196,7 +145,7 @@ class BatchCheck(RankCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 72 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
+    Communication: 64 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
@@ -218,8 +167,8 @@ class BatchCheck(RankCheck, default=True):
     )
 
     def _forget(self) -> None:
-        super()._forget()
-        self._pairs: PositivePairs | None = None
+        self._has_no_pairs: dict[str, bool] = {}  # latest call of each loss
+        self._calls = 0
         self._saved: EpochRecord | None = None  # of a checkpoint, which is loaded before training starts
         self._early_samplers: list[Any] = []
         self._late_epochs: list[tuple[object, str, int, int]] = []
@@ -240,10 +189,24 @@ class BatchCheck(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Watch the losses that compare samples, and remember samplers that have drawn their order already."""
-        self._pairs = PositivePairs(local_contrastive_losses(module), partial(self.runner.guarded, self))
+        for name, loss in contrastive_losses(module)[0].items():
+            self.runner.before_forward(self, loss, partial(self._see_call, name))
         self._early_samplers = batch_reader.early_samplers(trainer)
         for sampler in self._early_samplers:
             self._watch_epoch(trainer, sampler)
+
+    def _see_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call of a loss with labels that are all different, so that the rows have no positive pair."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        # pairs may come from a miner, or from other rows
+        if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
+            return
+        labels = given.get("labels")
+        if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1:
+            return
+        self._calls += 1
+        if labels.device.type == "cpu" or self._calls <= _CALLS_ON_DEVICE:  # reading waits for a device
+            self._has_no_pairs[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
 
     def _watch_epoch(self, trainer: Trainer, sampler: Any) -> None:
         """Note the first epoch that Lightning sets, and the iterator that exists then."""
@@ -258,8 +221,6 @@ class BatchCheck(RankCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Remove the hooks."""
-        if self._pairs is not None:
-            self._pairs.remove()
         for sampler in self._early_samplers:
             vars(sampler).pop("set_epoch", None)
         self._saved, self._early_samplers = None, []
@@ -366,9 +327,7 @@ class BatchCheck(RankCheck, default=True):
 
     def _find_missing_pairs(self) -> None:
         """Look for losses that met no positive pair in several steps."""
-        if self._pairs is None:
-            return
-        for name, without in self._pairs.without.items():
+        for name, without in self._has_no_pairs.items():
             steps = self._steps_without_pairs.get(name, 0) + 1 if without else 0
             self._steps_without_pairs[name] = steps
             if steps == _STEPS_WITHOUT_PAIRS:
@@ -378,12 +337,12 @@ class BatchCheck(RankCheck, default=True):
         """Find losses that compare the rows of this rank only, and accumulation, which gives them no more negatives."""
         if process_groups.world_size() == 1:
             return
-        of_one_rank = list(local_contrastive_losses(module))
+        of_one_rank, of_all_ranks = contrastive_losses(module)
         names = ", ".join(f"`{name}`" for name in of_one_rank)
         if names:
             self.add("F29", name=names)
         # a loss over all ranks still sees one batch at a time
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *of_all_ranks]))
         if names and trainer.accumulate_grad_batches > 1:
             self.add("F33", name=names, batches=trainer.accumulate_grad_batches)
 

@@ -202,9 +202,9 @@ def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
         updates = tuple(f"{number} updates" for number in numbers)
-        return finding.refine("F51", ranks=odd_ranks(numbers), name=finding.name, values=updates)
+        return Finding.of("F51", ranks=odd_ranks(numbers), name=finding.name, values=updates)
     shown = tuple("empty" if kind.ndim is None else f"{kind.ndim} dimensions, {kind.dtype}" for kind in kinds)
-    return finding.refine("F52", ranks=odd_ranks(shown), name=finding.name, values=shown)
+    return Finding.of("F52", ranks=odd_ranks(shown), name=finding.name, values=shown)
 
 
 # ---------------------------------------------------------------------- rows, and the check
@@ -258,7 +258,6 @@ class BufferSyncCheck(RankCheck, default=True):
         self.tolerance = tolerance
 
     def _forget(self) -> None:
-        self._handles: list[Any] = []
         self._slots: list[BufferSlot] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._judged: dict[str, SentBuffer] = {}
@@ -275,17 +274,11 @@ class BufferSyncCheck(RankCheck, default=True):
         # the strategy's wrapper, and wrappers of users, also those that nn.Module does not register
         modules = {trainer.strategy.model, *module.modules()}
         modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
-        watched = [each for each in modules if isinstance(each, DistributedDataParallel) and each.broadcast_buffers]
-        known = {id(wrapped) for wrapped in watched}
+        for wrapped in modules:
+            if isinstance(wrapped, DistributedDataParallel) and wrapped.broadcast_buffers:
+                self.runner.before_forward(self, wrapped, partial(self._see_forward, wrapped))
 
-        def see_forward(wrapped: nn.Module, _: Any) -> None:
-            if id(wrapped) in known:
-                self._see_forward(wrapped)
-
-        hook = self.runner.guarded(self, see_forward)
-        self._handles = [wrapped.register_forward_pre_hook(hook) for wrapped in watched]
-
-    def _see_forward(self, wrapped: nn.Module) -> None:
+    def _see_forward(self, wrapped: nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled() or not wrapped.training:
             return
         self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1
@@ -301,12 +294,6 @@ class BufferSyncCheck(RankCheck, default=True):
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read rows and labels, for the advice."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
-
-    def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     # ------------------------------------------------------------------ measure
 
@@ -452,5 +439,5 @@ def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, 
             fault = "F64"
         else:
             fault = "F49"
-        found.append(finding.refine(fault, ranks=odd_ranks(column), name=name))
+        found.append(Finding.of(fault, ranks=odd_ranks(column), name=name))
     return found

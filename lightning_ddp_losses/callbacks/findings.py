@@ -13,13 +13,14 @@ in the same order, so every rank forms the same groups.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, Severity
 from lightning_ddp_losses.errors import expect, explained_by, format_error, listed
 
+T = TypeVar("T")
 FAILED = "CHECK"
 """The fault of a check that failed by itself."""
 
@@ -137,16 +138,6 @@ class Finding:
         texts = FAULTS[fault].explain(case, name=name, **fields)
         return cls(fault, texts.what, texts.expected, ranks, name, values, texts.fix, graded=graded)
 
-    def refine(self, fault: str, case: str = "check", **details: Any) -> Finding:
-        """Return the finding that replaces this one once all ranks' texts are known: same check and place, other texts.
-
-        Args:
-            fault: Id of the fault.
-            case: Name of the case in the fault's row.
-            **details: Options and fields of ``Finding.of``.
-        """
-        return replace(Finding.of(fault, case, **details), check=self.check, step=self.step, moment=self.moment)
-
     @property
     def severity(self) -> Severity:
         """Return the severity: that of the fault, unless the finding has a separate one."""
@@ -209,7 +200,7 @@ def differing(
     return [Finding.of(fault, case, ranks=odd_ranks(column), name=name, values=tuple(values))]
 
 
-def differing_columns(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def differing_columns(by_rank: Sequence[Mapping[T, Any]]) -> dict[T, list[Any]]:
     """Return the names with values that differ between ranks, and the value of every rank. None for a rank without one."""
     names = dict.fromkeys(name for values in by_rank for name in values)
     columns = {name: [values.get(name) for values in by_rank] for name in names}

@@ -338,13 +338,13 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
         "ranks": ranks if len(ranks) < len(states) else (),
     }
     if finding.fault == "F79":
-        return finding.refine("F79", "gradients", **details | {"ranks": ranks})
+        return Finding.of("F79", "gradients", **details | {"ranks": ranks})
     if finding.fault in ("DETACHED", "F38"):
-        return finding.refine(finding.fault, **details)
+        return Finding.of(finding.fault, **details)
     # parameters that are missing on some ranks: their loss is zero, or they took a different branch
     has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
     values = tuple(f"{len(state['names'])} of {len(names)} without" for state in states)
-    return finding.refine("F32" if has_zero_loss else finding.fault, values=values, **details)
+    return Finding.of("F32" if has_zero_loss else finding.fault, values=values, **details)
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -31,8 +31,6 @@ from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumbe
 from lightning_ddp_losses.distributed.accumulation import counts_nothing
 from lightning_ddp_losses.distributed.window_parts import noted_parts
 
-UNSEEN, PRESENT, MISSING = 0.0, 1.0, 2.0
-"""States of a row: no loss came by, there is one, ``training_step`` returned None."""
 # operations that do not change a scalar
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
 _MAX_NODES = 64
@@ -192,7 +190,7 @@ class LossRow(NamedTuple):
     """Numbers that travel before backward, all as floats.
 
     Attributes:
-        state: ``PRESENT``, ``MISSING`` or ``UNSEEN``.
+        is_missing: 1 if ``training_step`` returned None.
         keys: Hash of the names that are logged and reduced over ranks.
         loss: Value of the loss. Among several batches of a step, the first that is not finite, else the last.
         bad_batch: First batch of this step with a loss that was not finite. -1 for none.
@@ -203,7 +201,7 @@ class LossRow(NamedTuple):
         step: Step of the loss and of all that is read from it: the one before this one, at the first step this one. -1 for none.
     """
 
-    state: float
+    is_missing: float
     keys: float
     loss: float
     bad_batch: float
@@ -279,18 +277,26 @@ class LossReader:
             _, read = self.pending.pop(0)
             read()
 
-    def row(self, state: float, keys: float) -> list[float]:
+    def row(self, keys: float, *, is_missing: bool) -> list[float]:
         """Return the numbers that were read since the last row, and those of the micro-batches.
 
         Args:
-            state: State of this step's loss.
             keys: Hash of the logged names.
+            is_missing: True if this step has no loss.
         """
         # the two reductions next to the loss are enough: a loss is rarely the sum of more
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
         weight, elements, second_weight = map(float, (first.weight, first.elements, second.weight))
         row = LossRow(
-            state, keys, self._loss, self._bad_batch, weight, elements, second_weight, self._zero_steps, self._step
+            float(is_missing),
+            keys,
+            self._loss,
+            self._bad_batch,
+            weight,
+            elements,
+            second_weight,
+            self._zero_steps,
+            self._step,
         )
         measured = [*row]
         if self._micro_batches is not None:

@@ -55,7 +55,7 @@ class OptimizerCheck(RankCheck, default=True):
         every_n_steps: Same as in ``RankCheck``.
         action: Same as in ``RankCheck``.
 
-    Communication: at most 48 bytes in the shared gathers.
+    Communication: at most 40 bytes in the shared gathers.
 
     Example:
         >>> checks = DDPChecks([OptimizerCheck(action={"warning": "log"})])

@@ -81,7 +81,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         full_every_n_steps: Period of a pass over all parameters. Such a pass is also at the start, after the first step, and at the end.
         **options: As ``RankCheck``.
 
-    Communication: 40 bytes in the shared gather, and three numbers for each class shard at the start.
+    Communication: 32 bytes in the shared gather, and three numbers for each class shard at the start.
 
     Example:
         >>> checks = DDPChecks([ParameterSyncCheck(parts=1)])  # all parameters in every step
@@ -247,19 +247,17 @@ def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, 
 
 def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
     """Name the differences of the ranks' descriptions, by position."""
-    # line the ranks up by position. A rank with fewer lines has "nothing" there
-    longest = max(map(len, lines_by_rank))
-    padded = [lines + ["nothing"] * (longest - len(lines)) for lines in lines_by_rank]
-    positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
-    values = [_lines_at(lines, positions[:MOST_NAMES]) for lines in padded]
-    first_names = dict.fromkeys(lines[positions[0]].split(" ")[0] for lines in padded)
-    name = ", ".join(first_names)
-    numbers: dict[str, Any] = {"number": len(positions), "longest": longest}
-    return finding.refine("F12", ranks=finding.ranks, name=name, values=tuple(values), **numbers)
+    columns = differing_columns([dict(enumerate(lines)) for lines in lines_by_rank])
+    # a rank with fewer lines has "nothing" there
+    shown = [(position, [line or "nothing" for line in column]) for position, column in columns.items()][:MOST_NAMES]
+    values = [_lines_of(rank, shown) for rank in range(len(lines_by_rank))]
+    first_names = dict.fromkeys(line.split(" ")[0] for line in shown[0][1])
+    numbers: dict[str, Any] = {"number": len(columns), "longest": max(map(len, lines_by_rank))}
+    return Finding.of("F12", ranks=finding.ranks, name=", ".join(first_names), values=tuple(values), **numbers)
 
 
-def _lines_at(lines: Sequence[str], positions: Sequence[int]) -> str:
-    return "; ".join(f"position {position}: {lines[position]}" for position in positions)
+def _lines_of(rank: int, shown: Sequence[tuple[int, list[str]]]) -> str:
+    return "; ".join(f"position {position}: {column[rank]}" for position, column in shown)
 
 
 def _judge_shards(ranges: Sequence[Sequence[int]], names: Sequence[str]) -> list[Finding]:

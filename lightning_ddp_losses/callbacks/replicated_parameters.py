@@ -45,19 +45,13 @@ def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str
     Class shards, parameters that ``fully_shard`` divides, those that DDP ignores, and copies outside of both are left out.
     """
     ignored = divided_parameters(trainer).union(getattr(module, DDP_IGNORES, ()))
-    registered: dict[str, Tensor] = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if name not in ignored and not compat.is_ddp_ignored(parameter) and _is_comparable(parameter)
-    }
+    registered: list[tuple[str, Tensor]] = [
+        (name, p) for name, p in module.named_parameters() if name not in ignored and not compat.is_ddp_ignored(p)
+    ]
     # further parameters of optimizers must be equal too
     of_module = {id(parameter) for parameter in module.parameters()}
-    unregistered = {
-        place: parameter
-        for place, parameter in optimizer_parameters(trainer)
-        if id(parameter) not in of_module and _is_comparable(parameter)
-    }
-    return registered | unregistered
+    unregistered = [(place, p) for place, p in optimizer_parameters(trainer) if id(p) not in of_module]
+    return {name: parameter for name, parameter in registered + unregistered if _is_comparable(parameter)}
 
 
 class ReplicatedParameters:

@@ -176,7 +176,7 @@ class Check:
         return None
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
-        """Return the finding with details from the texts of all ranks, or several findings in its place."""
+        """Return the finding with details from the texts of all ranks, or other findings for its check and place."""
         return [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
@@ -499,7 +499,9 @@ class RowExchange:
                 if finding.key not in self._explained:
                     self._explained[finding.key] = self._explain_one(check, finding)
                 better = self._explained[finding.key]
-            explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
+            for each in better:
+                there = replace(each, check=finding.check, step=finding.step, moment=finding.moment)
+                explained.append((check, there))
         return explained
 
     def _explain_one(self, check: Check, finding: Finding) -> list[Finding]:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
@@ -107,7 +107,7 @@ class CheckRunner(Callback):
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
         self._ran_dry = False
-        self._handles: dict[Optimizer, Any] = {}
+        self._handles: dict[object, Any] = {}
         for check in self.checks:
             check.join(self)
 
@@ -157,21 +157,23 @@ class CheckRunner(Callback):
             self._batch.parameters = self._parameters.current()
         return self._batch.parameters
 
-    def guarded(self, check: Check, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for a hook before the user's forward: its error is a failure of the check, not of the training.
+    def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
+        """Let a check see the arguments of each forward of a module, ``see(args, kwargs)``, until the fit ends.
 
-        It is a function and no method, so that a copy of the module (as in the dry run) does not copy the check.
+        Its error is a failure of the check, not of the training. A copy of the module, as in the dry run, is not seen.
         """
+        own = id(module)
 
-        def call(*args: Any) -> None:
-            if id(check) in self._blinded:
+        # a function and no method, so that a copy of the module does not copy the check
+        def hook(called: nn.Module, *arguments: Any) -> None:
+            if id(called) != own or id(check) in self._blinded:
                 return
             try:
-                function(*args)
+                see(*arguments)
             except Exception as error:
                 self.row_exchange.note_failure(check, "a hook before forward", error)
 
-        return call
+        self._handles[id(check), own] = module.register_forward_pre_hook(hook, with_kwargs=True)
 
     # ------------------------------------------------------------------ the fit, in its order
 
