@@ -7,7 +7,7 @@ a check.
 base                       `RankCheck`, a check as a callback. `DDPChecks`, all checks in one callback
 runner                     `CheckRunner`: a fit from start to end, the schedule of checks, one gather at each stage
 row_exchange               `Check`, the methods of a check. `RowExchange`: rows measured, exchanged and judged
-findings                   `CheckStage`, `Finding`. `LocalFindings` of one rank. Findings by their cause
+findings                   `CheckStage`, `Finding`. Findings of one rank. Findings by their cause
 report                     errors, warnings, a file, the logger, a table
 batch_check                `BatchCheck`, and the losses that compare samples. batch_reader reads for it
 buffer_sync                `BufferSyncCheck`
@@ -32,11 +32,12 @@ To add a check:
    keep yours small. Ours are ``NamedTuple``, so that ``judge`` reads them by name. ``judge`` gets the table (W, n), a tensor or a list of
    such lists, and returns findings. It decides from the table alone (and from values that are the same on every rank), so that every rank
    has the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has ``step``, ``synchronising``, ``backwards``,
-   ``stepping``, ``checkpoint`` and ``shared``.
+   ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
 2. A row after a step is judged at the next step, the first one at once (``runner``). ``measure`` is not called in between, so that
    ``describe`` finds the values that ``measure`` has kept. If a finding needs more than the row holds, ``describe`` returns a text of this
-   rank, ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest difference. They run only for a finding,
-   on every rank. A ``LocalCheck`` adds findings of one rank to ``local``, which does all this.
+   rank (or another value that JSON has), ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest
+   difference. They run only for a finding, on every rank. A fault that one rank sees by itself needs no ``judge``: call ``self.add`` in
+   ``measure``.
 3. ``figures`` returns numbers for the logger, ``remarks`` lines for the summary.
 4. Export it here, and write one row, sick and healthy, in a file of ``tests/callbacks``. (A check of this package also has its line in
    ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)

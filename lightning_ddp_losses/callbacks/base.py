@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, LocalFindings
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Action, Settings, validated_actions
 from lightning_ddp_losses.callbacks.row_exchange import Check
 from lightning_ddp_losses.callbacks.runner import CheckRunner
@@ -103,7 +103,7 @@ class RankCheck(Check, CheckCallback):
         ...         return [Finding("F36", "epoch", "equal on all ranks", odd_ranks(epochs), values=tuple(epochs))]
     """
 
-    _joined: CheckRunner | None = None
+    runner: CheckRunner
 
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
         """Register a subclass. With ``default=True``, ``DDPChecks()`` runs it."""
@@ -117,39 +117,15 @@ class RankCheck(Check, CheckCallback):
         self.action = validated_actions(action, type(self).__name__)
         self._forget()
 
-    @property
-    def runner(self) -> CheckRunner:
-        """The runner of the fit."""
-        assert self._joined is not None
-        return self._joined
-
     def join(self, runner: CheckRunner | None) -> None:
         """Join a run with a fresh state, or leave it."""
-        self._joined = runner
+        vars(self).pop("runner", None)
         if runner is not None:
+            self.runner = runner
             self._forget()
 
     def _forget(self) -> None:
         """Reset the state of one fit. Called by the constructor and at the start of a fit."""
-
-
-class LocalCheck(RankCheck):
-    """A check with findings that one rank makes by itself, with ``self.local.add``. Its row begins with ``self.local.row()``.
-
-    Attributes:
-        local: Findings of this rank at this stage. ``measure`` empties it first.
-    """
-
-    def _forget(self) -> None:
-        self.local = LocalFindings(self.faults)
-
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return the texts of this rank's findings."""
-        return self.local.describe(finding)
-
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Combine the texts of all ranks."""
-        return self.local.explain(finding, texts)
 
 
 DEFAULT_CHECKS: list[type[RankCheck]] = []

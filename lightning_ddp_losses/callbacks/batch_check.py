@@ -8,7 +8,7 @@ rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,10 +17,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
-from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.callbacks import batch_reader
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
@@ -47,38 +46,31 @@ _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 # ---------------------------------------------------------------------- losses that compare samples
 
 
-def local_contrastive_losses(module: nn.Module) -> dict[str, nn.Module]:
-    """Return pytorch-metric-learning's losses on tuples, by path, that neither gather nor lie inside a loss that does."""
-    found: dict[str, nn.Module] = {}
+def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[str]]:
+    """Return the losses that compare rows of this rank alone, by path, and the paths of those that compare the rows of all ranks.
+
+    The first are pytorch-metric-learning's losses on tuples that neither gather nor lie inside a loss that does. The second are two towers,
+    and gathering wrappers around a loss on tuples.
+    """
+    local: dict[str, nn.Module] = {}
+    of_all_ranks: list[str] = []
     covered: tuple[str, ...] = ()  # paths with submodules that are skipped
     for name, inner in module.named_modules():
         if name.startswith(covered):
             continue
         class_names = {cls.__name__ for cls in type(inner).__mro__}
-        if class_names & _GATHERS:
-            if name:
-                covered += (f"{name}.",)
+        is_gathering = not class_names.isdisjoint(_GATHERS)
+        if is_gathering:
+            # a memory holds the rows of other batches
+            compares = any(contrastive_losses(child)[0] for child in inner.children())
+            of_all_ranks += [name] * (compares and "CrossBatchMemory" not in class_names)
+        elif "TwoTowerLoss" in class_names:
+            of_all_ranks.append(name)
         elif _is_from(inner, "losses") and "BaseMetricLossFunction" in class_names and not _has_proxies(inner):
-            found[name] = inner
+            local[name] = inner
+        if name and (is_gathering or name in local or name in of_all_ranks):
             covered += (f"{name}.",)
-    return found
-
-
-def global_contrastive_losses(module: nn.Module) -> list[str]:
-    """Return the paths of losses that compare the rows of all ranks: two towers, or a gathering wrapper around a loss on tuples."""
-    found: list[str] = []
-    covered: tuple[str, ...] = ()
-    for name, inner in module.named_modules():
-        class_names = {cls.__name__ for cls in type(inner).__mro__}
-        if name.startswith(covered) or "CrossBatchMemory" in class_names:  # a memory holds the rows of other batches
-            continue
-        compares = "TwoTowerLoss" in class_names
-        if class_names & _GATHERS:
-            compares = any(local_contrastive_losses(child) for child in inner.children())
-        if compares:
-            found.append(name)
-            covered += (f"{name}.",)
-    return found
+    return local, of_all_ranks
 
 
 def pml_gather(module: nn.Module) -> str:
@@ -98,54 +90,11 @@ def _has_proxies(loss: nn.Module) -> bool:
     return has_parameters or any(hasattr(loss, attribute) for attribute in _PROXY_ATTRIBUTES)
 
 
-class PositivePairs:
-    """Notes calls of losses with labels that are all different, so that the rows have no positive pair.
-
-    Args:
-        losses: Losses by path.
-        guard: Function that turns one that may raise into one for a hook.
-
-    Attributes:
-        without: True if the latest call of a loss had no pair, by the path of the loss.
-    """
-
-    def __init__(self, losses: dict[str, nn.Module], guard: Callable[[Any], Any]) -> None:
-        self.without: dict[str, bool] = {}
-        self._calls = 0
-        self._handles: list[RemovableHandle] = []
-        for name, loss in losses.items():
-            self._handles.append(loss.register_forward_pre_hook(guard(self._hook(name, loss)), with_kwargs=True))
-
-    def _hook(self, name: str, loss: nn.Module) -> Any:
-        def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is not loss:  # a copy
-                return
-            given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-            # pairs may come from a miner, or from other rows
-            if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
-                return
-            labels = given.get("labels")
-            if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1:
-                return
-            self._calls += 1
-            if labels.device.type != "cpu" and self._calls > _CALLS_ON_DEVICE:  # reading waits for the device
-                return
-            self.without[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
-
-        return see_call
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-
 # ---------------------------------------------------------------------- the check
 
 
 class BatchStepRow(NamedTuple):
-    """Numbers that travel before backward, after the hash of this rank's findings.
+    """Numbers that travel before backward.
 
     Attributes:
         end: Index of the batch, shifted left by one. The low bit marks the last one of the epoch.
@@ -184,7 +133,7 @@ class BatchEpochRow(NamedTuple):
     gathers: int
 
 
-class BatchCheck(LocalCheck, default=True):
+class BatchCheck(RankCheck, default=True):
     """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs, whole windows.
 
     Covers F28, F29, F31, F33, F36, F54, F62, F67-F72, F83, F84, F85.
@@ -196,7 +145,7 @@ class BatchCheck(LocalCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 72 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
+    Communication: 64 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
@@ -218,12 +167,11 @@ class BatchCheck(LocalCheck, default=True):
     )
 
     def _forget(self) -> None:
-        super()._forget()
-        self._pairs: PositivePairs | None = None
+        self._has_no_pairs: dict[str, bool] = {}  # latest call of each loss
+        self._calls = 0
         self._saved: EpochRecord | None = None  # of a checkpoint, which is loaded before training starts
         self._early_samplers: list[Any] = []
         self._late_epochs: list[tuple[object, str, int, int]] = []
-        self._batch_idx = 0
         # this rank's data
         self._sampler_epochs: dict[int, dict[str, int]] = {}
         self._steps_without_pairs: dict[str, int] = {}
@@ -241,10 +189,24 @@ class BatchCheck(LocalCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Watch the losses that compare samples, and remember samplers that have drawn their order already."""
-        self._pairs = PositivePairs(local_contrastive_losses(module), partial(self.runner.guarded, self))
+        for name, loss in contrastive_losses(module)[0].items():
+            self.runner.before_forward(self, loss, partial(self._see_call, name))
         self._early_samplers = batch_reader.early_samplers(trainer)
         for sampler in self._early_samplers:
             self._watch_epoch(trainer, sampler)
+
+    def _see_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a call of a loss with labels that are all different, so that the rows have no positive pair."""
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        # pairs may come from a miner, or from other rows
+        if given.get("indices_tuple") is not None or given.get("ref_emb") is not None:
+            return
+        labels = given.get("labels")
+        if not torch.is_grad_enabled() or not isinstance(labels, Tensor) or labels.ndim != 1:
+            return
+        self._calls += 1
+        if labels.device.type == "cpu" or self._calls <= _CALLS_ON_DEVICE:  # reading waits for a device
+            self._has_no_pairs[name] = len(labels) > 1 and len(torch.unique(labels)) == len(labels)
 
     def _watch_epoch(self, trainer: Trainer, sampler: Any) -> None:
         """Note the first epoch that Lightning sets, and the iterator that exists then."""
@@ -259,15 +221,12 @@ class BatchCheck(LocalCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Remove the hooks."""
-        if self._pairs is not None:
-            self._pairs.remove()
         for sampler in self._early_samplers:
             vars(sampler).pop("set_epoch", None)
         self._saved, self._early_samplers = None, []
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read the batch."""
-        self._batch_idx = batch_idx
         read = self._batches
         read.see(batch, batch_idx)
         # the first one after a resume in the middle of an epoch
@@ -284,9 +243,7 @@ class BatchCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Return a hash of this rank's findings, and the numbers of the stage."""
-        self.local.found = []
-        row: list[int] = []
+        """Look for findings of this rank, and return the numbers of the stage."""
         if stage == CheckStage.TRAIN_START:
             self._find_local_losses(trainer, module)
         elif stage == CheckStage.VALIDATION_START:
@@ -299,20 +256,21 @@ class BatchCheck(LocalCheck, default=True):
             if record is not None and self.runner.checkpoint is not None:
                 self.runner.checkpoint[KEY] = record._asdict()
         elif stage == CheckStage.BEFORE_BACKWARD:
-            row = [*self._step_row(trainer)]
+            return [*self._step_row(trainer)]
         else:
             if stage == CheckStage.EPOCH_START:
                 self._find_reshuffled(trainer)
                 batches = trainer.num_training_batches
                 if batches <= batches_until_max_steps(trainer) and math.isfinite(batches):
                     self._find_short_window(trainer, int(batches))
-            row = [*_epoch_row(trainer, module), *self._batches.counts]
-        return [self.local.row(), *row]
+            return [*_epoch_row(trainer, module), *self._batches.counts]
+        return []
 
     def _step_row(self, trainer: Trainer) -> BatchStepRow:
         loaders = batch_reader.data_loaders(trainer)
         # samplers are asked once per epoch
-        if self._batch_idx == 0:
+        batch_idx = trainer.fit_loop.batch_idx
+        if batch_idx == 0:
             self._order = batch_reader.drawn_order(loaders[0]) if loaders else 0
             self._find_stale_samplers(trainer, loaders)
         self._find_replayed_order(trainer)
@@ -322,12 +280,12 @@ class BatchCheck(LocalCheck, default=True):
             random_state = hash_text(repr(torch.get_rng_state().tolist()))
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_last:
-            self._find_short_window(trainer, self._batch_idx + 1)
+            self._find_short_window(trainer, batch_idx + 1)
         is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
         began_again, self._began_again = self._began_again, False
         read = self._batches
         return BatchStepRow(
-            end=self._batch_idx << 1 | bool(is_last),
+            end=batch_idx << 1 | bool(is_last),
             rows=read.samples,
             content=read.content,
             distinct=read.distinct << 1 | is_iterable,
@@ -341,14 +299,14 @@ class BatchCheck(LocalCheck, default=True):
         """Look for a last window of fewer batches, which Lightning divides by the number of a full one."""
         full = trainer.accumulate_grad_batches
         if batches % full and trainer.lightning_module.automatic_optimization and is_divided(trainer):
-            self.local.add("F84", name="last window", number=batches % full, full=full)
+            self.add("F84", name="last window", number=batches % full, full=full)
 
     def _find_replayed_order(self, trainer: Trainer) -> None:
         """Look, once, for an order that workers drew before Lightning set the epoch of a resumed run."""
         late, self._late_epochs = self._late_epochs, []
         for iterator, name, drawn, epoch in late:
             if iterator is _iterator_of(trainer):  # a new one would have drawn again
-                self.local.add("F85", name=name, epoch=epoch, drawn=drawn)
+                self.add("F85", name=name, epoch=epoch, drawn=drawn)
 
     def _find_stale_samplers(self, trainer: Trainer, loaders: list[DataLoader[Any]]) -> None:
         """Look for samplers that shuffle by epoch and have the epoch of an earlier one."""
@@ -364,59 +322,55 @@ class BatchCheck(LocalCheck, default=True):
         for path, sampler in samplers.items():
             is_stale = before.get(path) == int(sampler.epoch)
             if is_stale and (has_same_first or isinstance(sampler, DistributedSampler)):
-                self.local.add("F70", name=path, sampler=type(sampler).__name__)
+                self.add("F70", name=path, sampler=type(sampler).__name__)
                 return
 
     def _find_missing_pairs(self) -> None:
         """Look for losses that met no positive pair in several steps."""
-        if self._pairs is None:
-            return
-        for name, without in self._pairs.without.items():
+        for name, without in self._has_no_pairs.items():
             steps = self._steps_without_pairs.get(name, 0) + 1 if without else 0
             self._steps_without_pairs[name] = steps
             if steps == _STEPS_WITHOUT_PAIRS:
-                self.local.add("F31", "labels", name=name, steps=steps)
+                self.add("F31", "labels", name=name, steps=steps)
 
     def _find_local_losses(self, trainer: Trainer, module: LightningModule) -> None:
         """Find losses that compare the rows of this rank only, and accumulation, which gives them no more negatives."""
         if process_groups.world_size() == 1:
             return
-        of_one_rank = list(local_contrastive_losses(module))
+        of_one_rank, of_all_ranks = contrastive_losses(module)
         names = ", ".join(f"`{name}`" for name in of_one_rank)
         if names:
-            self.local.add("F29", name=names)
+            self.add("F29", name=names)
         # a loss over all ranks still sees one batch at a time
-        names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *global_contrastive_losses(module)]))
+        names = ", ".join(f"`{name}`" for name in dict.fromkeys([*of_one_rank, *of_all_ranks]))
         if names and trainer.accumulate_grad_batches > 1:
-            self.local.add("F33", name=names, batches=trainer.accumulate_grad_batches)
+            self.add("F33", name=names, batches=trainer.accumulate_grad_batches)
 
     def _find_repeated_rows(self, trainer: Trainer) -> None:
         """Find held-out rows that padding repeats."""
         for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
             rows = repeated_rows(loader)
             if rows:
-                self.local.add("F54", name=f"validation loader {index}", rows=rows)
+                self.add("F54", name=f"validation loader {index}", rows=rows)
 
     def _find_reshuffled(self, trainer: Trainer) -> None:
         """Find batches that belong together and that Lightning shuffles."""
         for loader in batch_reader.data_loaders(trainer):
             name = batch_reader.sampler_shuffled_by_lightning(loader)
             if name:
-                self.local.add("F68", name=name)
+                self.add("F68", name=name)
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare the ranks' data."""
-        found = self.local.judge([row[0] for row in table])
-        rest = [row[1:] for row in table]
         if stage == CheckStage.BEFORE_BACKWARD:
-            return found + self._judge_step([BatchStepRow(*row) for row in rest], trainer)
+            return self._judge_step([BatchStepRow(*row) for row in table], trainer)
         if stage in (CheckStage.EPOCH_START, CheckStage.TRAIN_END):
-            self._imbalance = label_imbalance([row[-BUCKETS:] for row in rest])
+            self._imbalance = label_imbalance([row[-BUCKETS:] for row in table])
             if stage == CheckStage.EPOCH_START:
-                found += _judge_sizes([BatchEpochRow(*row[:-BUCKETS]) for row in rest], trainer, module)
-        return found
+                return _judge_sizes([BatchEpochRow(*row[:-BUCKETS]) for row in table], trainer, module)
+        return []
 
     def _judge_step(self, rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
         self._global_rows, self._accumulated = tuple(row.rows for row in rows), trainer.accumulate_grad_batches

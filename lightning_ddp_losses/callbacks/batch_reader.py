@@ -8,7 +8,7 @@ DataLoaders are read without drawing from them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,22 +35,6 @@ _MAX_ATTRIBUTES = 64
 
 
 # ---------------------------------------------------------------------- batches
-
-
-class _LateBatch(NamedTuple):
-    """Contents of a batch that are hashed and counted, on their way from an accelerator.
-
-    Attributes:
-        step: Optimizer steps before it.
-        rows: Number of hashed rows.
-        tables: Copy of the rows of each tensor.
-        labels: Labels of the rows. None without labels.
-    """
-
-    step: int
-    rows: int
-    tables: list[HostCopy]
-    labels: HostCopy | None
 
 
 class EpochRecord(NamedTuple):
@@ -89,7 +73,7 @@ class BatchReader:
         self.first: dict[int, int] = {}
         self._epoch = -1
         self._latest = 0  # content of the latest batch that was read
-        self._late: _LateBatch | None = None
+        self._late: Callable[[], None] | None = None  # reads a batch whose copy is on its way
         self._counts = [0] * BUCKETS
 
     def see(self, batch: Any, index: int) -> None:
@@ -120,26 +104,26 @@ class BatchReader:
 
     def _read(self, batch: Any, tensors: list[Tensor]) -> None:
         """Start to copy the contents of a batch that are hashed and counted."""
-        number = min(self.rows, fingerprint.MAX_ROWS)
+        number, step = min(self.rows, fingerprint.MAX_ROWS), self._runner.step
         labels = labels_of(batch, self.rows)
         tables = [HostCopy(table) for table in fingerprint.row_tables(tensors, self.rows, number)]
         sent = None if labels is None else HostCopy(labels[:_MAX_LABELS])
-        self._late = _LateBatch(self._runner.step, number, tables, sent)
+
+        def read() -> None:
+            # a hash of each row, and one of all of them
+            hashes = fingerprint.hash_tables([table.read() for table in tables], number)
+            self.distinct, self.read_step = len(set(hashes)), step
+            self.content = self._latest = fingerprint.combine(hashes) & _MASK or 1
+            # labels by bucket: neighbouring classes go to different buckets, and class 0 and 16 to the same
+            for label in [] if sent is None else sent.read().tolist():
+                self._counts[label % BUCKETS] += 1
+
+        self._late = read
 
     def _read_late(self) -> None:
         late, self._late = self._late, None
-        if late is None:
-            return
-        # a hash of each row, and one of all of them
-        hashes = fingerprint.hash_tables([table.read() for table in late.tables], late.rows)
-        self.distinct, self.read_step = len(set(hashes)), late.step
-        self.content = self._latest = fingerprint.combine(hashes) & _MASK or 1
-        # labels by bucket
-        if late.labels is None:
-            return
-        for label in late.labels.read().tolist():
-            # neighbouring classes go to different buckets, and class 0 and 16 to the same
-            self._counts[label % BUCKETS] += 1
+        if late is not None:
+            late()
 
     @property
     def counts(self) -> list[int]:

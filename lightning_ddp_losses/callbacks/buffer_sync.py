@@ -6,7 +6,6 @@ The check follows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
-from lightning_ddp_losses.callbacks.ddp_state import learning_rate
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
 from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
@@ -199,15 +197,14 @@ def _roots(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [("", module), *unregistered_modules(module, {})]
 
 
-def compare_states(finding: Finding, texts: Sequence[str]) -> Finding:
-    """Describe a state that differs between ranks, from their ``StateKind`` as JSON."""
-    kinds = [StateKind(*(json.loads(text) or [0])) for text in texts]
+def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
+    """Describe a state that differs between ranks, from its kind on each."""
     numbers = [kind.tensors for kind in kinds]
     if len(set(numbers)) > 1:
         updates = tuple(f"{number} updates" for number in numbers)
-        return finding.refine("F51", ranks=odd_ranks(numbers), name=finding.name, values=updates)
+        return Finding.of("F51", ranks=odd_ranks(numbers), name=finding.name, values=updates)
     shown = tuple("empty" if kind.ndim is None else f"{kind.ndim} dimensions, {kind.dtype}" for kind in kinds)
-    return finding.refine("F52", ranks=odd_ranks(shown), name=finding.name, values=shown)
+    return Finding.of("F52", ranks=odd_ranks(shown), name=finding.name, values=shown)
 
 
 # ---------------------------------------------------------------------- rows, and the check
@@ -227,7 +224,7 @@ class ForwardRow(NamedTuple):
     step: int
 
 
-class BufferSyncCheck(LocalCheck, default=True):
+class BufferSyncCheck(RankCheck, default=True):
     """Batch norm's statistics, memory queues and metric states are equal on all ranks.
 
     Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
@@ -261,8 +258,6 @@ class BufferSyncCheck(LocalCheck, default=True):
         self.tolerance = tolerance
 
     def _forget(self) -> None:
-        super()._forget()
-        self._handles: list[Any] = []
         self._slots: list[BufferSlot] | None = None
         self._buffers: dict[str, Tensor] = {}
         self._judged: dict[str, SentBuffer] = {}
@@ -279,17 +274,11 @@ class BufferSyncCheck(LocalCheck, default=True):
         # the strategy's wrapper, and wrappers of users, also those that nn.Module does not register
         modules = {trainer.strategy.model, *module.modules()}
         modules.update(value for value in vars(module).values() if isinstance(value, nn.Module))
-        watched = [each for each in modules if isinstance(each, DistributedDataParallel) and each.broadcast_buffers]
-        known = {id(wrapped) for wrapped in watched}
+        for wrapped in modules:
+            if isinstance(wrapped, DistributedDataParallel) and wrapped.broadcast_buffers:
+                self.runner.before_forward(self, wrapped, partial(self._see_forward, wrapped))
 
-        def see_forward(wrapped: nn.Module, _: Any) -> None:
-            if id(wrapped) in known:
-                self._see_forward(wrapped)
-
-        hook = self.runner.guarded(self, see_forward)
-        self._handles = [wrapped.register_forward_pre_hook(hook) for wrapped in watched]
-
-    def _see_forward(self, wrapped: nn.Module) -> None:
+    def _see_forward(self, wrapped: nn.Module, *_: Any) -> None:
         if not torch.is_grad_enabled() or not wrapped.training:
             return
         self._forwards[id(wrapped)] = self._forwards.get(id(wrapped), 0) + 1
@@ -306,19 +295,13 @@ class BufferSyncCheck(LocalCheck, default=True):
         """Read rows and labels, for the advice."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
-    def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return fingerprints of buffers or states, or channels of batch norm."""
         if stage == CheckStage.TRAIN_START:
             self._find_unconverted(trainer, module)
-            return [self.local.row()]
+            return []
         if stage == CheckStage.BEFORE_BACKWARD:
             return self._forward_row()
         if stage == CheckStage.AFTER_STEP:
@@ -365,27 +348,27 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     def _find_unconverted(self, trainer: Trainer, module: LightningModule) -> None:
         """Find plain batch norm although the trainer synchronises it."""
-        self.local.found = []
         if not compat.has_layer_sync(trainer.strategy):
             return
         # also in unregistered modules, which the conversion does not find
         for path, outer in _roots(module):
             for name in plain_norms(outer):
-                self.local.add("F60", name=f"{path}.{name}".strip("."))
+                self.add("F60", name=f"{path}.{name}".strip("."))
 
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
         """Compare buffers, metric states or statistics of the ranks."""
         if stage == CheckStage.TRAIN_START:
-            return self.local.judge([row[0] for row in table])
+            return []
         if stage == CheckStage.BEFORE_BACKWARD:
             return _two_forwards([ForwardRow(*row) for row in table])
         if stage == CheckStage.AFTER_STEP:
             return differing([tuple(row) for row in table], "F64", "unnamed", name="buffers")
         if stage in _METRIC_STAGES:
             return self._judge_states(table)
-        return _judge_norms(table, self.tolerance, learning_rate(trainer))
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        return _judge_norms(table, self.tolerance, float(rates[0]) if rates else 0.0)
 
     def _judge_states(self, table: list[list[int]]) -> list[Finding]:
         names, *columns = zip(*table, strict=True)
@@ -399,21 +382,17 @@ class BufferSyncCheck(LocalCheck, default=True):
 
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return this rank's fingerprints, states or local findings."""
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
+        """Return this rank's fingerprints, or the kind of a state."""
         if finding.name == "buffers":
-            return json.dumps({name: sent.read() for name, sent in self._judged.items()})
-        if finding.fault == "F52":
-            return json.dumps(self._states.get(finding.name))
-        return super().describe(finding, trainer, module)
+            return {name: sent.read() for name, sent in self._judged.items()}
+        return self._states.get(finding.name, StateKind(0)) if finding.fault == "F52" else None
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the buffers or states."""
         if finding.name == "buffers":
-            return _name_buffers(finding, [json.loads(text) for text in texts])
-        if finding.fault == "F52":
-            return [compare_states(finding, texts)]
-        return super().explain(finding, texts)
+            return _name_buffers(finding, texts)
+        return [compare_states(finding, [StateKind(*text) for text in texts])]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""
@@ -448,15 +427,10 @@ def _judge_norms(table: Rows, tolerance: float, rate: float) -> list[Finding]:
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
     """Name each buffer that differs, with the fault of its kind."""
-    names: dict[str, None] = {}
-    for of_rank in fingerprints_by_rank:
-        names |= dict.fromkeys(of_rank)
     found = []
-    for name in names:
+    for name, values in differing_columns(fingerprints_by_rank).items():
         # by rank: rows in their order, rows in any order, whether it is a queue
-        column = [tuple(of_rank.get(name, (0, 0, False))) for of_rank in fingerprints_by_rank]
-        if len(set(column)) == 1:
-            continue
+        column = [tuple(value or (0, 0, False)) for value in values]
         is_queue = any(is_queue for _, _, is_queue in column)
         unordered = {rows for _, rows, _ in column}
         if is_queue and len(unordered) == 1:
@@ -465,5 +439,5 @@ def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, 
             fault = "F64"
         else:
             fault = "F49"
-        found.append(finding.refine(fault, ranks=odd_ranks(column), name=name))
+        found.append(Finding.of(fault, ranks=odd_ranks(column), name=name))
     return found

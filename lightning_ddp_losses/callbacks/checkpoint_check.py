@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
+from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
-from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.distributed import process_groups
 
 _UNEVEN = 0.1  # relative difference that a last batch, or ranks with different numbers of rows, may cause
@@ -24,7 +23,7 @@ KEY = "ddp_checks"
 """The entry of a checkpoint that describes its training."""
 
 
-class CheckpointCheck(LocalCheck, default=True):
+class CheckpointCheck(RankCheck, default=True):
     """Checkpoints hold every trained parameter under its name in the module, and the number of ranks that wrote them.
 
     Covers F65, F75 and F76.
@@ -32,7 +31,7 @@ class CheckpointCheck(LocalCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 8 bytes before backward, and when a checkpoint is saved or loaded.
+    Communication: the head of its row before backward, and when a checkpoint is saved or loaded.
 
     Example:
         >>> checks = DDPChecks([CheckpointCheck(action="warn")])
@@ -43,7 +42,6 @@ class CheckpointCheck(LocalCheck, default=True):
     needs_peers = False
 
     def _forget(self) -> None:
-        super()._forget()
         self._made_by: dict[str, Any] | None = None
 
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -51,8 +49,7 @@ class CheckpointCheck(LocalCheck, default=True):
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Return a hash of this rank's findings in the checkpoint."""
-        self.local.found = []
+        """Look for this rank's findings in the checkpoint."""
         checkpoint = self.runner.checkpoint or {}
         state: Mapping[str, Any] = checkpoint.get("state_dict", {})
         if stage == CheckStage.SAVE:
@@ -65,7 +62,7 @@ class CheckpointCheck(LocalCheck, default=True):
             self._made_by = checkpoint.get(KEY)
             self._find_unread(module, state)
             self._find_lost_positions(module)
-        return [self.local.row()]
+        return []
 
     def _description(self, trainer: Trainer) -> dict[str, Any]:
         """Return the numbers that describe this fit."""
@@ -85,13 +82,13 @@ class CheckpointCheck(LocalCheck, default=True):
             name = names.get(id(parameter))
             is_kept = name in state or _memory_of(parameter) in stored
             if parameter.requires_grad and not is_kept and type(parameter.data) is Tensor:
-                self.local.add("F75", "left_out", name=name or place)
+                self.add("F75", "left_out", name=name or place)
 
     def _find_prefixes(self, module: nn.Module) -> None:
         """Find wrapped modules: a plain module cannot load their keys."""
         for name, inner in module.named_modules():
             if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
-                self.local.add("F75", "wrapped", name=name)
+                self.add("F75", "wrapped", name=name)
 
     # ------------------------------------------------------------------ at loading, and at the first step after it
 
@@ -102,7 +99,7 @@ class CheckpointCheck(LocalCheck, default=True):
             # the key as a plain module would write it
             plain = key.removeprefix("module.").replace(".module.", ".")
             if key not in own and plain in own and plain not in state:
-                self.local.add("F75", "not_loaded", name=plain, key=key)
+                self.add("F75", "not_loaded", name=plain, key=key)
                 return
 
     def _find_lost_positions(self, module: nn.Module) -> None:
@@ -110,7 +107,7 @@ class CheckpointCheck(LocalCheck, default=True):
         for name, inner in module.named_modules():
             names = [cls.__name__ for cls in type(inner).__mro__]
             if "CrossBatchMemory" in names and hasattr(inner, "queue_idx") and _has_lost_position(inner):
-                self.local.add("F65", name=name or type(inner).__name__)
+                self.add("F65", name=name or type(inner).__name__)
 
     def _find_other_batch(self, trainer: Trainer) -> None:
         """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
@@ -122,11 +119,7 @@ class CheckpointCheck(LocalCheck, default=True):
         rows_now = math.prod(map(int, now.values()))
         if made_by["world_size"] != now["world_size"] and abs(rows_before - rows_now) > _UNEVEN * rows_before:
             ranks = {"ranks_now": now["world_size"], "ranks_before": made_by["world_size"]}
-            self.local.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Combine the findings of the ranks."""
-        return self.local.judge([row[0] for row in table])
+            self.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:

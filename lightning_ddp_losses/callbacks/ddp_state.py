@@ -8,17 +8,17 @@ and `explain_desync` find the reason. For a step, that happens one step later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses.callbacks.findings import Finding
-from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice, by_name, dense_gradients
+from lightning_ddp_losses.callbacks.findings import Finding, differing_columns
+from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice, dense_gradients
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import accumulation_node
 from lightning_ddp_losses.core.faults import FAULTS
@@ -27,10 +27,23 @@ from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, sta
 
 UNREDUCED_AFTER_WRAP = ("F05", "F06", "F07", "F08", "F09", "F10", "F11")
 """Faults that leave each rank its own gradient: something came after the wrap, or a backward went past it."""
-AFTER_BACKWARD, BEFORE_STEP = "after backward", "before the step"
-"""Places where gradients are fingerprinted: after DDP's reduction; and before hooks and clipping, when every strategy has reduced them."""
+AFTER_BACKWARD, BEFORE_STEP, OF_STEP = "after backward", "before the step", "of the step"
+"""Places where gradients are fingerprinted: after DDP's reduction; before hooks and clipping, when every strategy has reduced them; and as
+the optimizer used them."""
 
 _MAX_OTHERS = 4  # parameters named in addition to the one that differs
+
+
+StartedGradients: TypeAlias = "dict[str, list[StartedFingerprint]]"
+"""Fingerprints of slices of gradients, by the name of the parameter."""
+
+
+def start_gradients(slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]) -> StartedGradients:
+    """Start to compute the fingerprints of slices of the gradients."""
+    found: StartedGradients = {}
+    for each, piece in dense_gradients(slices, parameters):
+        found.setdefault(each.name, []).append(start_fingerprint(piece))
+    return found
 
 
 class _KnownParameter(NamedTuple):
@@ -47,6 +60,7 @@ class DDPSnapshot:
     Attributes:
         ddp: DDP of the model. None without one.
         forwards: Forward passes through it since the last batch ended.
+        gradients: Gradients of the current step by place, as far as a check has read them.
     """
 
     def __init__(self, runner: CheckRunner) -> None:
@@ -70,9 +84,7 @@ class DDPSnapshot:
                 if self.ddp is not None:
                     node = accumulation_node(parameter)
             self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, trains, node)
-        # gradients of the current step, by place and name, and those that the optimizer used, as far as a check has read them
-        self.on_their_way: dict[str, dict[str, list[StartedFingerprint]]] = {}
-        self._of_step: dict[str, list[StartedFingerprint]] = {}
+        self.gradients: dict[str, StartedGradients] = {}
 
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
@@ -80,8 +92,7 @@ class DDPSnapshot:
     def batch_end(self) -> None:
         """Reset the counters of a step."""
         self.forwards = 0
-        self.on_their_way = {}
-        self._of_step = {}
+        self.gradients = {}
 
     def close(self) -> None:
         """Remove the hook."""
@@ -94,28 +105,13 @@ class DDPSnapshot:
             return {}
         return {name: parameter for name, parameter in self._hooked.items() if parameter.requires_grad}
 
-    def see_gradients(self, place: str, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]) -> None:
-        """Remember these slices of the gradients at ``AFTER_BACKWARD`` (those that DDP reduces) or ``BEFORE_STEP``."""
-        found: dict[str, list[StartedFingerprint]] = {}
-        for each, piece in dense_gradients(slices, parameters):
-            if place == AFTER_BACKWARD and (self.ddp is None or each.name not in self._hooked):
-                continue  # a different reducer handles it, later
-            found.setdefault(each.name, []).append(start_fingerprint(piece))
-        # of several optimizers or backwards in one batch each adds its own
-        self.on_their_way.setdefault(place, {}).update(found)
+    def reduces(self, name: str) -> bool:
+        """Return whether DDP reduces the gradient of this parameter. If not, a different reducer handles it, later."""
+        return self.ddp is not None and name in self._hooked
 
-    def see_gradients_of_step(self, started: Mapping[str, list[StartedFingerprint]]) -> None:
-        """Remember fingerprints of the gradients that the optimizer used, by name."""
-        self._of_step.update(started)
-
-    def gradients_of_step(
-        self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor]
-    ) -> dict[str, list[StartedFingerprint]]:
-        """Return fingerprints of the gradients that the optimizer used: the known ones, and those of these slices."""
-        others = [each for each in slices if each.name not in self._of_step]
-        pieces = list(dense_gradients(others, parameters))
-        started = [start_fingerprint(piece) for _, piece in pieces]
-        return self._of_step | by_name([each for each, _ in pieces], started)
+    def see_gradients(self, place: str, started: StartedGradients) -> None:
+        """Remember gradients at a place. Of several optimizers or backwards in one batch each adds its own."""
+        self.gradients.setdefault(place, {}).update(started)
 
     def unreduced_fault(self, name: str, parameter: Tensor, *, backwards: int, forwards: int) -> str:
         """Return the fault that keeps DDP from reducing this parameter's gradient, as far as this rank knows. Empty without one.
@@ -185,14 +181,6 @@ def _is_setting(value: object) -> bool:
     return isinstance(value, (bool, int, float, str, tuple, list))
 
 
-def learning_rate(trainer: Trainer) -> float:
-    """Return the first learning rate. 0 without an optimizer."""
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            return float(group["lr"])
-    return 0.0
-
-
 def send_gradient_scale(trainer: Trainer) -> HostNumbers:
     """Start to copy the factor of the gradient scaler to the host: one number. None without a scaler."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -216,16 +204,15 @@ class StepState:
         self._snapshot = snapshot = runner.shared(DDPSnapshot)
         # values that the end of the batch resets
         self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, runner.stepped
-        self._on_their_way = snapshot.on_their_way
         self._is_first = runner.steps == 0
-        self._gradients = snapshot.gradients_of_step(compared, parameters)
+        known = snapshot.gradients.get(OF_STEP, {})
+        others = [each for each in compared if each.name not in known]
+        self._gradients = snapshot.gradients | {OF_STEP: known | start_gradients(others, parameters)}
 
     def describe(self) -> dict[str, Any]:
         """Return the state as it travels as JSON, with the present settings and scale."""
         return {
-            # None for gradients that are absent or were not fingerprinted
-            "gradients": dict.fromkeys(self._parameters) | _finished(self._gradients),
-            "on_their_way": {place: _finished(gradients) for place, gradients in self._on_their_way.items()},
+            "gradients": {place: _finished(gradients) for place, gradients in self._gradients.items()},
             "unreduced": self._unreduced_faults(),
             "settings": OptimizerSettings(self._runner).read(),
             "scale": next(iter(send_gradient_scale(self._runner.trainer).read()), None),
@@ -241,97 +228,83 @@ class StepState:
         return {name: fault for name, fault in faults.items() if fault}
 
 
-def _finished(gradients: Mapping[str, list[StartedFingerprint]]) -> dict[str, list[int]]:
+def _finished(gradients: StartedGradients) -> dict[str, list[int]]:
     return {name: HostNumbers(started).read() for name, started in gradients.items()}
 
 
 # ---------------------------------------------------------------------- reasons, from the states of all ranks
 
 
-class DesyncCause(NamedTuple):
-    """Names the fault behind a difference between ranks.
+def _caused_by(
+    found: Finding, fault: str, case: str = "desync", *, values: tuple[str, ...] = (), others: str = ""
+) -> Finding:
+    """Return the finding of a difference with the fault behind it.
 
-    Attributes:
+    Args:
+        found: Finding of a difference.
         fault: Id of the fault.
-        values: Values of the ranks that show it.
         case: Name of its case in the table of faults.
+        values: Values of the ranks that show it.
         others: Parameters that cause it, for the text.
     """
-
-    fault: str
-    values: tuple[str, ...] = ()
-    case: str = "desync"
-    others: str = ""
-
-    def finding(self, found: Finding, what: str, name: str, ranks: tuple[int, ...]) -> Finding:
-        """Return the finding that names this cause.
-
-        Args:
-            found: Finding of a difference.
-            what: Parameter or gradient, for the text.
-            name: Name of the parameter.
-            ranks: Ranks that differ from the majority.
-        """
-        fix = FAULTS[self.fault].explain(self.case, others=self.others).fix
-        return replace(found, fault=self.fault, what=what, name=name, ranks=ranks, values=self.values, fix=fix)
+    return replace(found, fault=fault, values=values, fix=FAULTS[fault].explain(case, others=others).fix)
 
 
-def explain_gradient(name: str, states: Sequence[Mapping[str, Any]], differing: Sequence[str]) -> DesyncCause:
-    """Return the cause of a gradient's difference, given the states of all ranks and the names of all gradients that differ."""
+def explain_gradient(found: Finding, states: Sequence[Mapping[str, Any]], differing: Iterable[str]) -> Finding:
+    """Find the cause of a gradient's difference, given the states of all ranks and the names of all gradients that differ."""
     unreduced: dict[str, str] = {}
     for state in states:
         unreduced |= state["unreduced"]
     # DDP does not reduce it
-    if name in unreduced:
-        return DesyncCause(unreduced[name])
+    if found.name in unreduced:
+        return _caused_by(found, unreduced[found.name])
     # DDP does not reduce another one, and clipping spreads the difference
     others = [other for other in differing if other in unreduced]
     if others and any(state["clips"] for state in states):
         shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
-        return DesyncCause("F13", case="spread", others=shown)
-    return _cause_on_the_way(name, states)
-
-
-def _cause_on_the_way(name: str, states: Sequence[Mapping[str, Any]]) -> DesyncCause:
-    """Return the cause for a gradient that was changed after the reduction, or not reduced."""
-    before_step, after_backward = (_agree_on_their_way(states, place, name) for place in (BEFORE_STEP, AFTER_BACKWARD))
+        return _caused_by(found, "F13", "spread", others=shown)
+    # it was changed after the reduction, or not reduced
+    before_step, after_backward = (_agree(states, place, found.name) for place in (BEFORE_STEP, AFTER_BACKWARD))
     if before_step:
-        return DesyncCause("F13", case="clipped")
+        return _caused_by(found, "F13", "clipped")
     if after_backward:
-        return DesyncCause("F09", case="changed")
+        return _caused_by(found, "F09", "changed")
     if any(state["static"] for state in states):
-        return DesyncCause("F11")
-    if before_step is None:
-        return DesyncCause("F09", case="unknown")
-    return DesyncCause("F09", case="not_reduced")
+        return _caused_by(found, "F11")
+    return _caused_by(found, "F09", "unknown" if before_step is None else "not_reduced")
 
 
-def _agree_on_their_way(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
-    """Return whether a gradient was equal on all ranks at a place before the step. None if a rank has no fingerprint."""
-    values = [state["on_their_way"].get(place, {}).get(name) for state in states]
+def _agree(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
+    """Return whether a gradient was equal on all ranks at a place. None if a rank has no fingerprint."""
+    values = [state["gradients"].get(place, {}).get(name) for state in states]
     if None in values:
         return None
     return values.count(values[0]) == len(values)
 
 
-def explain_desync(name: str, states: Sequence[Mapping[str, Any]], *, at_start: bool) -> DesyncCause:
-    """Return the cause of a parameter's difference: its gradient was not reduced, or the optimizers differ."""
-    if at_start:
-        return DesyncCause("F04")
+def explain_desync(found: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
+    """Find the cause of a parameter's difference: its gradient was not reduced, or the optimizers differ."""
+    if found.fault == "F04":  # at the start
+        return _caused_by(found, "F04")
     # a step that some ranks skipped, or scaled differently
     for key, fault in (("stepped", "F14"), ("scale", "F15")):
         values = tuple(state[key] for state in states)
         if len(set(values)) > 1:
-            return DesyncCause(fault, tuple(f"{key} {value}" for value in values))
+            return _caused_by(found, fault, values=tuple(f"{key} {value}" for value in values))
     # a gradient that was not reduced
-    differing = differing_keys([state["gradients"] for state in states])
-    if name in differing:
-        return explain_gradient(name, states, differing)
+    differing = differing_gradients(states)
+    if found.name in differing:
+        return explain_gradient(found, states, differing)
     # an optimizer with other settings
     settings = differing_settings([state["settings"] for state in states])
     if settings is not None:
-        return DesyncCause("F17", settings.values)
-    return DesyncCause("SYNC")
+        return _caused_by(found, "F17", values=settings.values)
+    return _caused_by(found, "SYNC")
+
+
+def differing_gradients(states: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the gradients that the optimizer used and that differ, with those of all ranks."""
+    return differing_columns([state["gradients"][OF_STEP] for state in states])
 
 
 class DifferingSettings(NamedTuple):
@@ -351,14 +324,8 @@ class DifferingSettings(NamedTuple):
 def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> DifferingSettings | None:
     """Return the settings of the first parameter group that differ between ranks. None if all groups are equal."""
     for number, groups in enumerate(zip(*settings_by_rank, strict=False)):
-        keys = differing_keys(groups)
+        keys = list(differing_columns(groups))
         if keys:
             values = tuple(", ".join(f"{key} {group.get(key)}" for key in keys) for group in groups)
             return DifferingSettings(number, keys, values)
     return None
-
-
-def differing_keys(by_rank: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of the first rank with values that differ between ranks."""
-    first = by_rank[0]
-    return [key for key in first if any(values.get(key) != first[key] for values in by_rank)]

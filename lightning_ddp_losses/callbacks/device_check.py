@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
@@ -20,18 +20,6 @@ from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity
-
-
-class DeviceRow(NamedTuple):
-    """Numbers that travel at the start of training.
-
-    Attributes:
-        findings: Hash of this rank's findings.
-        identity: Hash of the device's identity. 0 for one that ranks may share.
-    """
-
-    findings: int
-    identity: int
 
 
 class UseRow(NamedTuple):
@@ -53,7 +41,7 @@ def visible_devices() -> int:
     return torch.accelerator.device_count()
 
 
-class DeviceCheck(LocalCheck, default=True):
+class DeviceCheck(RankCheck, default=True):
     """Each rank has a separate device and uses it.
 
     Covers F50 and F73. Reports batches, seconds and peak memory of every rank as figures.
@@ -72,7 +60,6 @@ class DeviceCheck(LocalCheck, default=True):
     needs_peers = False
 
     def _forget(self) -> None:
-        super()._forget()
         self._batches, self._began, self._host_peak_bytes = 0, time.perf_counter(), 0
         self._use_by_rank: list[UseRow] = []
 
@@ -92,7 +79,7 @@ class DeviceCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int] | list[float]:
-        """Return hashes of the findings and of the device. At the end, the work of this rank."""
+        """Return a hash of the device's identity, 0 for one that ranks may share. At the end, the work of this rank."""
         device = trainer.strategy.root_device
         if stage == CheckStage.TRAIN_END:
             peak_bytes = self._host_peak_bytes
@@ -100,25 +87,19 @@ class DeviceCheck(LocalCheck, default=True):
             if device.type != "cpu" and peak_of is not None:
                 peak_bytes = peak_of(device)
             return [*UseRow(self._batches, time.perf_counter() - self._began, peak_bytes)]
-        self.local.found = []
         # registered modules, and those in attributes, lists and dicts
         modules = dict(module.named_modules()) | dict(unregistered_modules(module, {}))
         del modules[""]
-        self._find_threads(modules)
         self._find_elsewhere(modules, device)
         self._find_idle_devices(trainer, device)
         identity = device_identity(device)
-        return [*DeviceRow(self.local.row(), hash_text(identity) if identity else 0)]
-
-    def _find_threads(self, modules: Mapping[str, nn.Module]) -> None:
-        """Find modules that compute in threads."""
-        for name, inner in modules.items():
-            if isinstance(inner, nn.DataParallel):
-                self.local.add("F73", "threads", name=name)
+        return [hash_text(identity) if identity else 0]
 
     def _find_elsewhere(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
-        """Find losses and metrics that are not on the device of their inputs."""
+        """Find modules that compute in threads, and losses and metrics that are not on the device of their inputs."""
         for name, inner in modules.items():
+            if isinstance(inner, nn.DataParallel):
+                self.add("F73", "threads", name=name)
             if not any(cls.__name__.endswith(("Loss", "Metric")) for cls in type(inner).__mro__):
                 continue
             metrics = metrics_of(inner).values()
@@ -126,17 +107,17 @@ class DeviceCheck(LocalCheck, default=True):
             used |= {metric.device for metric in metrics}
             wrong = {str(other) for other in used if not _is_same(other, device)}
             if wrong:
-                self.local.add("F50", name=name, wrong=", ".join(sorted(wrong)), device=device)
+                self.add("F50", name=name, wrong=", ".join(sorted(wrong)), device=device)
             computes_on_cpu = any(getattr(metric, "compute_on_cpu", False) for metric in metrics)
             if computes_on_cpu and device.type != "cpu" and _has_only_nccl():
-                self.local.add("F50", "compute_on_cpu", name=name)
+                self.add("F50", "compute_on_cpu", name=name)
 
     def _find_idle_devices(self, trainer: Trainer, device: torch.device) -> None:
         """Find accelerators that no rank uses."""
         visible = visible_devices()
         in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
         if visible > in_use:
-            self.local.add("IDLE", name=f"{device.type} devices", visible=visible, in_use=in_use)
+            self.add("IDLE", name=f"{device.type} devices", visible=visible, in_use=in_use)
 
     # ------------------------------------------------------------------ judge
 
@@ -145,14 +126,9 @@ class DeviceCheck(LocalCheck, default=True):
         if stage == CheckStage.TRAIN_END:
             self._use_by_rank = [UseRow(*row) for row in table]
             return []
-        # findings of single ranks, and devices that several ranks share
-        rows = [DeviceRow(*row) for row in table]
-        found = self.local.judge([row.findings for row in rows])
-        identities = [row.identity for row in rows]
+        identities = [identity for (identity,) in table]
         shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
-        if shared:
-            found.append(Finding.of("F73", ranks=shared, name="devices"))
-        return found
+        return [Finding.of("F73", ranks=shared, name="devices")] if shared else []
 
     def figures(self) -> dict[str, float]:
         """Return batches, seconds and peak memory of every rank."""

@@ -1,8 +1,8 @@
 """Findings of checks: the places of a run where they are made, one record for each, their exchange between ranks, and their causes.
 
-A `Finding` is a plain record, equal on every rank. It names the `CheckStage` and the step of its row. `LocalFindings` collects the findings
-that one rank makes by itself. They travel as one number, a hash of their texts. If the hashes agree, every rank has the same texts already.
-Otherwise the ranks exchange the texts.
+A `Finding` is a plain record, equal on every rank. It names the `CheckStage` and the step of its row. Findings that one rank makes by
+itself travel as one number, a hash of their texts. If the hashes agree, every rank has the same texts already. Otherwise the ranks
+exchange the texts.
 
 `group_by_cause` keeps the number of warnings small, because one fault shows in many places. A parameter that DDP does not reduce has
 different gradients first, then different values, and through clipping it changes every other parameter. The table of faults lists the
@@ -12,22 +12,20 @@ in the same order, so every rank forms the same groups.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, Severity
-from lightning_ddp_losses.distributed.fingerprint import hash_text
-from lightning_ddp_losses.errors import expect, explained_by, format_error
+from lightning_ddp_losses.errors import expect, explained_by, format_error, listed
 
+T = TypeVar("T")
 FAILED = "CHECK"
 """The fault of a check that failed by itself."""
 
 MOST_NAMES = 6  # parameters or groups that one finding names
 _TEXT_FIELDS = ("fault", "what", "expected", "name", "fix")
-_UNEXPLAINED = "texts "  # begins the name of a finding whose texts are on other ranks
 _SEVERITIES = ("error", "warning", "note")
 _RESULTS = "ParameterSyncCheck"  # its findings result from gradients and optimizers
 _MOST_FOLLOWERS = 8  # findings that a warning lists after its own
@@ -140,16 +138,6 @@ class Finding:
         texts = FAULTS[fault].explain(case, name=name, **fields)
         return cls(fault, texts.what, texts.expected, ranks, name, values, texts.fix, graded=graded)
 
-    def refine(self, fault: str, case: str = "check", **details: Any) -> Finding:
-        """Return the finding that replaces this one once all ranks' texts are known: same check and place, other texts.
-
-        Args:
-            fault: Id of the fault.
-            case: Name of the case in the fault's row.
-            **details: Options and fields of ``Finding.of``.
-        """
-        return replace(Finding.of(fault, case, **details), check=self.check, step=self.step, moment=self.moment)
-
     @property
     def severity(self) -> Severity:
         """Return the severity: that of the fault, unless the finding has a separate one."""
@@ -212,60 +200,34 @@ def differing(
     return [Finding.of(fault, case, ranks=odd_ranks(column), name=name, values=tuple(values))]
 
 
+def differing_columns(by_rank: Sequence[Mapping[T, Any]]) -> dict[T, list[Any]]:
+    """Return the names with values that differ between ranks, and the value of every rank. None for a rank without one."""
+    names = dict.fromkeys(name for values in by_rank for name in values)
+    columns = {name: [values.get(name) for values in by_rank] for name in names}
+    return {name: column for name, column in columns.items() if any(value != column[0] for value in column)}
+
+
 def shown_names(names: Sequence[str]) -> str:
     """List the first names for a message, and the number of further ones."""
-    shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
-    if len(names) > MOST_NAMES:
-        shown += f" and {len(names) - MOST_NAMES} more"
-    return shown
+    return listed([f"`{name}`" for name in names], MOST_NAMES)
 
 
-class LocalFindings:
-    """Collects the findings that one rank makes by itself, and combines those of all ranks.
+def texts_of(found: Sequence[Finding]) -> list[list[str]]:
+    """Return the texts of findings that one rank made by itself, as they travel."""
+    return [[str(getattr(finding, field)) for field in _TEXT_FIELDS] for finding in found]
 
-    Args:
-        faults: Faults of the check.
 
-    Attributes:
-        found: Findings of this rank.
-    """
-
-    def __init__(self, faults: Sequence[str]) -> None:
-        self._faults = tuple(faults)
-        self.found: list[Finding] = []
-
-    def add(self, fault: str, case: str = "check", *, name: str, **fields: Any) -> None:
-        """Add a finding of this rank, as ``Finding.of`` makes it."""
-        self.found.append(Finding.of(fault, case, name=name, **fields))
-
-    def row(self) -> int:
-        """Return the number that travels in the check's row: a hash of the texts, 0 without findings."""
-        return hash_text(self._texts()) if self.found else 0
-
-    def _texts(self) -> str:
-        return json.dumps([[str(getattr(finding, field)) for field in _TEXT_FIELDS] for finding in self.found])
-
-    def judge(self, hashes: Sequence[int]) -> list[Finding]:
-        """Return the findings of all ranks: in full if every rank has the same, else one that ``explain`` divides."""
-        if len(set(hashes)) == 1:
-            return list(self.found)
-        return [Finding(self._faults[0], "findings of some ranks", name=f"{_UNEXPLAINED}{[*hashes]}")]
-
-    def describe(self, finding: Finding) -> str | None:
-        """Return this rank's texts, if some ranks lack them."""
-        return self._texts() if finding.name.startswith(_UNEXPLAINED) else None
-
-    def explain(self, finding: Finding, texts: Sequence[str]) -> list[Finding]:
-        """Make one finding of each text, with the ranks that have it."""
-        ranks_of: dict[tuple[str, ...], list[int]] = {}
-        for rank, text in enumerate(texts):
-            for fields in json.loads(text):
-                ranks_of.setdefault(tuple(fields), []).append(rank)
-        explained: list[Finding] = []
-        for fields, ranks in ranks_of.items():
-            named = dict(zip(_TEXT_FIELDS, fields, strict=True))
-            explained.append(replace(finding, **named, ranks=tuple(ranks)))  # type: ignore[arg-type]
-        return explained
+def findings_of_texts(texts_by_rank: Sequence[list[list[str]]]) -> list[Finding]:
+    """Make one finding of each text, with the ranks that have it."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, texts in enumerate(texts_by_rank):
+        for fields in texts:
+            ranks_of.setdefault(tuple(fields), []).append(rank)
+    found: list[Finding] = []
+    for shared, ranks in ranks_of.items():
+        named: dict[str, Any] = dict(zip(_TEXT_FIELDS, shared, strict=True))
+        found.append(Finding(**named, ranks=tuple(ranks)))
+    return found
 
 
 # ---------------------------------------------------------------------- findings of one cause

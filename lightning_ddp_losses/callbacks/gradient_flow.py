@@ -8,10 +8,10 @@ on a step that only accumulates. They are judged at the next step. Before the fi
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +21,11 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.ddp_state import UNREDUCED_AFTER_WRAP, DDPSnapshot, StepState
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
-    SentFingerprints,
     TensorSlice,
-    by_name,
     dense_gradients,
     divided_parameters,
     is_replicated,
@@ -37,7 +34,7 @@ from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, hash_lines, start_fingerprint
+from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprint
 from lightning_ddp_losses.distributed.shard import local_part
 
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
@@ -92,7 +89,7 @@ class GradientFlowCheck(RankCheck, default=True):
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = (
         # not reduced
-        *("F02", *UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
+        *("F02", *ddp_state.UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
         # off by W or 1/W
         *("F20", "F21", "F23", "F24", "F27"),
         # missing, zero or not finite
@@ -128,7 +125,7 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Make the snapshot of DDP's state."""
-        self.runner.shared(DDPSnapshot)
+        self.runner.shared(ddp_state.DDPSnapshot)
 
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradient and derivative."""
@@ -143,14 +140,20 @@ class GradientFlowCheck(RankCheck, default=True):
         self._loss = loss.detach()
         self._missing = []
         if self.runner.synchronising and self._is_due():
-            expected = self.runner.shared(DDPSnapshot).expected_parameters()
+            expected = self.runner.shared(ddp_state.DDPSnapshot).expected_parameters()
             if expected:
                 self._missing = self._unused.find(loss, expected)
 
     def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
         """Read the gradients that DDP has reduced."""
         if self.runner.synchronising and self._is_due():
-            self._see_on_their_way(ddp_state.AFTER_BACKWARD, self._parameters_of(trainer.optimizers))
+            parameters, reduces = (
+                self._parameters_of(trainer.optimizers),
+                self.runner.shared(ddp_state.DDPSnapshot).reduces,
+            )
+            self._see_on_their_way(
+                ddp_state.AFTER_BACKWARD, {name: p for name, p in parameters.items() if reduces(name)}
+            )
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Read the gradients that the strategy has reduced, before hooks and clipping."""
@@ -160,8 +163,8 @@ class GradientFlowCheck(RankCheck, default=True):
     def _see_on_their_way(self, place: str, parameters: Mapping[str, Tensor]) -> None:
         """Let the snapshot remember gradients, to find the place of a difference later."""
         if is_replicated(self.runner.trainer):
-            slices = [piece for piece in self._due_slices() if piece.name in parameters]
-            self.runner.shared(DDPSnapshot).see_gradients(place, slices, parameters)
+            started = ddp_state.start_gradients(self._due_slices(parameters), parameters)
+            self.runner.shared(ddp_state.DDPSnapshot).see_gradients(place, started)
 
     def _parameters_of(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
         """Return the parameters of these optimizers of the trainer, and update the slices."""
@@ -179,10 +182,9 @@ class GradientFlowCheck(RankCheck, default=True):
             return
         parameters = self._parameters_of([optimizer])
         self._gradients.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
-        slices = [piece for piece in self._due_slices() if piece.name in parameters]
-        self._gradients.add(slices, parameters, largest=self._looks_for_zeros)
+        self._gradients.add(self._due_slices(parameters), parameters, largest=self._looks_for_zeros)
         if is_replicated(trainer):
-            self.runner.shared(DDPSnapshot).see_gradients_of_step(self._gradients.started())
+            self.runner.shared(ddp_state.DDPSnapshot).see_gradients(ddp_state.OF_STEP, self._gradients.started)
         self._see_parts(trainer, module, optimizer)
 
     def _see_parts(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
@@ -206,11 +208,13 @@ class GradientFlowCheck(RankCheck, default=True):
     def _looks_for_zeros(self) -> bool:
         return self.runner.steps in (_FIRST_ZERO_STEP, _LAST_ZERO_STEP)
 
-    def _due_slices(self) -> list[TensorSlice]:
+    def _due_slices(self, parameters: Mapping[str, Tensor]) -> list[TensorSlice]:
+        """Return the slices of these parameters that the step reads."""
         step = self.runner.step
-        if self._looks_for_zeros or step % self.full_every_n_steps == 0:
-            return self._slices.all()
-        return self._slices.turn(step // self.every_n_steps)
+        is_full = self._looks_for_zeros or step % self.full_every_n_steps == 0
+        return [
+            each for each in self._slices.turn(step // self.every_n_steps, is_full=is_full) if each.name in parameters
+        ]
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
@@ -227,27 +231,21 @@ class GradientFlowCheck(RankCheck, default=True):
         gradients.send_(self._loss)
         if self._looks_for_zeros:
             gradients.zero_step = self.runner.steps
-        waited_for = self.runner.shared(DDPSnapshot).expected_parameters() if gradients.absent else {}
+        waited_for = self.runner.shared(ddp_state.DDPSnapshot).expected_parameters() if gradients.absent else {}
         expected = sum(name in waited_for for name in gradients.absent)
         # all gradients that are compared have been read
-        gradients.state = StepState(self.runner, self.runner.replicated_parameters(), compared=[])
-        known = GradientRow(self.runner.stepped, absent=0, expected=expected, values=0, not_finite=0, detached=0)
-        return partial(self._read, gradients, known, compares=is_replicated(trainer))
+        gradients.state = ddp_state.StepState(self.runner, self.runner.replicated_parameters(), compared=[])
+        stepped, compares = self.runner.stepped, is_replicated(trainer)
 
-    def _read(self, gradients: StepGradients, known: GradientRow, *, compares: bool) -> list[int]:
-        """Return the row of a step with the numbers that have arrived. Keep its gradients for the explanation.
+        def read() -> list[int]:
+            self._judged = gradients  # for the explanation
+            absent = values = 0
+            if compares:
+                absent, values = hash_lines(gradients.absent), combine(gradients.values.read())
+            not_finite, detached = len(gradients.not_finite()), len(self._detached_modules(gradients))
+            return [*GradientRow(stepped, absent, expected, values, not_finite, detached)]
 
-        Args:
-            gradients: Gradients of the step.
-            known: Numbers that the host knew.
-            compares: True if ranks hold the same parameters.
-        """
-        self._judged = gradients
-        detached = self._detached_modules(gradients)
-        row = known._replace(not_finite=len(gradients.not_finite()), detached=len(detached))
-        if compares:
-            row = row._replace(absent=hash_lines(gradients.absent), values=gradients.sent.combined())
-        return [*row]
+        return read
 
     def _detached_modules(self, gradients: StepGradients) -> list[str]:
         """Return the modules with only zero gradients, at the first step and still at the fourth."""
@@ -255,8 +253,8 @@ class GradientFlowCheck(RankCheck, default=True):
             return []
         # children of the module with zero as the largest element
         sizes: dict[str, list[float]] = {}
-        for each, size in gradients.sizes():
-            sizes.setdefault(each.name.split(".")[0], []).append(size)
+        for name, size in gradients.sizes():
+            sizes.setdefault(name.split(".")[0], []).append(size)
         zero = {owner for owner, of_owner in sizes.items() if not any(of_owner)}
         if gradients.loss_is_zero(without=True):  # a zero loss is another matter
             zero = set()
@@ -277,26 +275,21 @@ class GradientFlowCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return names, and for gradients that differ their fingerprints and the state of the step."""
-        if finding.name == "graph":
-            is_zero = self._loss is not None and float(self._loss) == 0.0
-            return json.dumps({"graph": self._missing, "zero_loss": is_zero})
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
+        """Return names, or for gradients that differ the state of the step."""
         judged = self._judged
-        text: dict[str, Any] = {"zero_loss": judged.loss_is_zero(), "absent": judged.absent}
-        text |= {"finite": judged.not_finite(), "zero": sorted(self._zero_modules)}
         if finding.name == "gradients":
             assert judged.state is not None
-            text["values"] = judged.sent.values()
-            text |= judged.state.describe()
-        return json.dumps(text)
+            return judged.state.describe()
+        if finding.name == "graph":
+            is_zero = self._loss is not None and float(self._loss) == 0.0
+            return {"names": self._missing, "zero_loss": is_zero}
+        names = {"absent": judged.absent, "finite": judged.not_finite(), "zero": sorted(self._zero_modules)}
+        return {"names": names[finding.name], "zero_loss": judged.loss_is_zero()}
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name parameters and reasons."""
-        states = [json.loads(text) for text in texts]
-        if finding.name == "gradients":
-            return _explain_differences(finding, states)
-        return [_named(finding, states)]
+        return _explain_differences(finding, texts) if finding.name == "gradients" else [_named(finding, texts)]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the gradient itself, unless it is that of a step before."""
@@ -336,36 +329,31 @@ def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
 
 
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
-    """Name the parameters of a finding. Its name is the key of their entry in the ranks' states."""
-    key = finding.name
-    names = [*dict.fromkeys(name for state in states for name in state[key])]
-    ranks = tuple(rank for rank, state in enumerate(states) if state[key])
+    """Name the parameters of a finding."""
+    names = [*dict.fromkeys(name for state in states for name in state["names"])]
+    ranks = tuple(rank for rank, state in enumerate(states) if state["names"])
     details: dict[str, Any] = {
         "name": ", ".join(names[:MOST_NAMES]),
         "shown": shown_names(names),
         "ranks": ranks if len(ranks) < len(states) else (),
     }
-    if key == "finite":
-        return finding.refine("F79", "gradients", **details | {"ranks": ranks})
-    if key == "zero":
-        return finding.refine("DETACHED", **details)
-    if finding.fault == "F38":
-        return finding.refine("F38", **details)
+    if finding.fault == "F79":
+        return Finding.of("F79", "gradients", **details | {"ranks": ranks})
+    if finding.fault in ("DETACHED", "F38"):
+        return Finding.of(finding.fault, **details)
     # parameters that are missing on some ranks: their loss is zero, or they took a different branch
     has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
-    values = tuple(f"{len(state[key])} of {len(names)} without" for state in states)
-    return finding.refine("F32" if has_zero_loss else finding.fault, values=values, **details)
+    values = tuple(f"{len(state['names'])} of {len(names)} without" for state in states)
+    return Finding.of("F32" if has_zero_loss else finding.fault, values=values, **details)
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
     """Name the gradients that differ, and why."""
-    by_rank = [state["values"] for state in states]
-    names = ddp_state.differing_keys(by_rank)
+    columns = ddp_state.differing_gradients(states)
     found = []
-    for name in names:
-        cause = ddp_state.explain_gradient(name, states, names)
-        odd = odd_ranks([values.get(name) for values in by_rank])
-        found.append(cause.finding(finding, f"gradient of `{name}`", name, odd))
+    for name, column in columns.items():
+        difference = replace(finding, what=f"gradient of `{name}`", name=name, ranks=odd_ranks(column))
+        found.append(ddp_state.explain_gradient(difference, states, columns))
     found.sort(key=lambda each: each.fault in ("F13", "SYNC"))  # causes before effects
     return found[:MOST_NAMES] or [finding]
 
@@ -377,49 +365,39 @@ class StepGradients:
     """Keeps fingerprints and largest elements of the gradients of one step, and the names of absent ones.
 
     Attributes:
-        slices: Slices with a gradient.
         absent: Names of the parameters that train and have no gradient.
-        sent: Fingerprints of the slices on their way to the host.
+        started: Fingerprints of the gradients, on the device that computes them.
+        values: The same on their way to the host.
         zero_step: Number of the step, if the check looks for modules with only zeros.
         state: Further knowledge of the step that may explain a difference.
     """
 
     zero_step: int | None = None
-    state: StepState | None = None
+    state: ddp_state.StepState | None = None
 
     def __init__(self) -> None:
-        self.slices: list[TensorSlice] = []
         self.absent: list[str] = []
-        self.sent = SentFingerprints([], HostNumbers([]))
-        self._fingerprints: list[StartedFingerprint] = []
-        self._sizes: list[float | Tensor] = []
-        # parts on this rank alone
-        self._part_names: list[str] = []
-        self._part_sizes: list[float | Tensor] = []
+        self.started: ddp_state.StartedGradients = {}
+        # names and sizes of slices of gradients, and of parts on this rank alone
+        self._sizes: list[tuple[str, float | Tensor]] = []
+        self._part_sizes: list[tuple[str, float | Tensor]] = []
         # on their way to the host
-        self._sent_sizes = HostNumbers([])
-        self._sent_loss = HostNumbers([])
+        self.values = self._sent_sizes = self._sent_loss = HostNumbers([])
 
     def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
         """Add these pieces of the parameters' gradients. Without ``largest``, only whether they are finite."""
         for each, piece in dense_gradients(slices, parameters):
-            self.slices.append(each)
-            self._fingerprints.append(start_fingerprint(piece))
-            self._sizes.append(_size_of(piece, largest=largest))
+            self.started.setdefault(each.name, []).append(start_fingerprint(piece))
+            self._sizes.append((each.name, _size_of(piece, largest=largest)))
 
     def add_part(self, name: str, piece: Tensor) -> None:
         """Add a piece of the gradient of a part of a parameter: is it finite?"""
-        self._part_names.append(name)
-        self._part_sizes.append(_size_of(piece, largest=False))
-
-    def started(self) -> dict[str, list[StartedFingerprint]]:
-        """Return the fingerprints by parameter, on the device that computes them."""
-        return by_name(self.slices, self._fingerprints)
+        self._part_sizes.append((name, _size_of(piece, largest=False)))
 
     def send_(self, loss: Tensor | None) -> None:
         """Start the copies to the host, including that of the last loss. No gradients are added after that."""
-        self.sent = SentFingerprints(self.slices, HostNumbers(self._fingerprints))
-        self._sent_sizes = HostNumbers([*self._sizes, *self._part_sizes])
+        self.values = HostNumbers([*chain.from_iterable(self.started.values())])
+        self._sent_sizes = HostNumbers([size for _, size in [*self._sizes, *self._part_sizes]])
         if loss is not None:
             self._sent_loss = HostNumbers([loss.reshape(())])
 
@@ -429,13 +407,13 @@ class StepGradients:
 
     def not_finite(self) -> list[str]:
         """Return the names of the gradients that are not finite."""
-        names = [*(each.name for each in self.slices), *self._part_names]
+        names = [name for name, _ in [*self._sizes, *self._part_sizes]]
         sizes = zip(names, self._sent_sizes.read(), strict=True)
         return list(dict.fromkeys(name for name, size in sizes if not size < math.inf))
 
-    def sizes(self) -> list[tuple[TensorSlice, float]]:
-        """Return the slices with the largest element of their gradient, or a bound, which is not finite if an element is not."""
-        return list(zip(self.slices, self._sent_sizes.read(), strict=False))
+    def sizes(self) -> list[tuple[str, float]]:
+        """Return the names of slices with the largest element of their gradient, or a bound, not finite if an element is not."""
+        return [(name, size) for (name, _), size in zip(self._sizes, self._sent_sizes.read(), strict=False)]
 
 
 def _size_of(piece: Tensor, *, largest: bool) -> float | Tensor:

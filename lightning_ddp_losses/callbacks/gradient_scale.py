@@ -23,7 +23,7 @@ import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -77,64 +77,67 @@ class PartScale:
         return abs(self.ratio / ratio - 1) < _CLOSE
 
 
-@dataclass(frozen=True)
-class GradientScales:
-    """Holds the measured scales. The same on every rank.
-
-    Attributes:
-        parts: Children of the module with a derivative other than zero.
-        collectives: Names of the collectives in the forward.
-        is_multiplied: True if the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
-        cut_lines: Lines of the user's code, on any rank, that cut the graph of rows in the value, by kind of collective.
-    """
-
-    parts: list[PartScale]
-    collectives: list[str]
-    is_multiplied: bool
-    cut_lines: dict[str, list[str]]
-
-
 def find_wrong_scales(
     trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
 ) -> list[Finding]:
-    """Measure the scales, and return the findings of those that prove a fault. The same on every rank.
+    """Measure the scales, and return the findings of those that prove a fault. The same on every rank, none if the trial fails on any.
 
     Communication: the collectives of 1 + 2 * parts forwards of the module and one backward, a handshake after each, one gather for each
         part, and one of the lines.
     """
-    world = process_groups.world_size()
-    scales = measure_gradient_scales(trainer, module, batch, batch_idx, row_exchange)
-    if scales is None:
+    # a copy that runs on every rank and gives a loss with a gradient
+    trial = _Trial(trainer, module, batch, batch_idx)
+    if not _on_all_ranks(row_exchange, trial.is_ready):
         return []
+    with CollectiveTrace() as trace:
+        value = trial.value({})
+    if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
+        return []
+    # the local work. A rank that fails here reports it before the others wait for it
+    if not _on_all_ranks(row_exchange, trial.prepare(value)):
+        if trial.own_error is not None:  # after the peers have learnt that this rank stops
+            raise trial.own_error
+        return []
+    parts = _measure_parts(trial, module, value, row_exchange)
+    if parts is None:
+        return []
+    cut_lines = _cut_lines(trace, value, row_exchange)
+    return _judge_scales(
+        parts, trace.names, cut_lines, is_multiplied=trial.is_multiplied, has_metrics=bool(metrics_of(module))
+    )
+
+
+def _judge_scales(
+    parts: list[PartScale],
+    collectives: list[str],
+    cut_lines: dict[str, list[str]],
+    *,
+    is_multiplied: bool,
+    has_metrics: bool,
+) -> list[Finding]:
+    """Return the findings of ratios that prove a fault, given the user's lines that cut the graph, by kind of collective."""
     # (a stop-gradient may halve the gradient of rows that are gathered with it)
-    cut = [part for part in scales.parts if part.is_shared and not part.is_gathered and part.is_about(1 / world)]
-    large = [part for part in scales.parts if part.is_shared and part.is_about(world)]
+    world = process_groups.world_size()
+    cut = [part for part in parts if part.is_shared and not part.is_gathered and part.is_about(1 / world)]
+    large = [part for part in parts if part.is_shared and part.is_about(world)]
     found = [_finding("F21", part.name, world, part.ratio) for part in large]
-    if not cut:
-        return found + _findings_of_lines(scales)
-    # the factor W compensates a cut graph: a part that is not cut is W times too large
-    if scales.is_multiplied:
-        full = [part for part in scales.parts if part.is_about(1.0)]
+    # a factor W compensates a cut graph: a part that is not cut is W times too large
+    if is_multiplied:
+        full = [part for part in parts if cut and part.is_about(1.0)]
         return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
-    collectives = " ".join(scales.collectives)
-    fault = "F23" if "reduce" in collectives and "gather" not in collectives else "F20"
-    if metrics_of(module):
+    if not cut:
+        # collectives that cut only one share of a part's gradient. A gradient that equals the derivative has no cut
+        wrong = ", ".join(f"`{part.name}`" for part in parts if not part.is_about(1.0))
+        for fault, kind in _KIND_OF.items():
+            lines = cut_lines.get(kind, []) if wrong else []
+            found += [Finding.of(fault, "line", name=line, line=line, names=wrong) for line in lines]
+        return found
+    names = " ".join(collectives)
+    fault = "F23" if "reduce" in names and "gather" not in names else "F20"
+    if has_metrics:
         fault = "F27"
-    line = next(iter(scales.cut_lines.get(_KIND_OF.get(fault, ""), [])), "")
+    line = next(iter(cut_lines.get(_KIND_OF.get(fault, ""), [])), "")
     return found + [_finding(fault, part.name, world, part.ratio, line) for part in cut]
-
-
-def _findings_of_lines(scales: GradientScales) -> list[Finding]:
-    """Name the collectives that cut only one share of a part's gradient."""
-    # a factor W may compensate the cut. A gradient that equals the derivative has no cut
-    wrong = [f"`{part.name}`" for part in scales.parts if not part.is_about(1.0)]
-    if not wrong or scales.is_multiplied:
-        return []
-    found: list[Finding] = []
-    for fault, kind in _KIND_OF.items():
-        lines, names = scales.cut_lines.get(kind, []), ", ".join(wrong)
-        found += [Finding.of(fault, "line", name=line, line=line, names=names) for line in lines]
-    return found
 
 
 def _cut_lines(trace: CollectiveTrace, value: Tensor, row_exchange: RowExchange) -> dict[str, list[str]]:
@@ -161,32 +164,18 @@ def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") ->
 # ---------------------------------------------------------------------- measure
 
 
-def measure_gradient_scales(
-    trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int, row_exchange: RowExchange
-) -> GradientScales | None:
-    """Compare the gradient with the derivative, part by part. None if the trial fails on any rank."""
+def _measure_parts(
+    trial: _Trial, module: LightningModule, value: Tensor, row_exchange: RowExchange
+) -> list[PartScale] | None:
+    """Compare the gradient with the derivative, for each child with a derivative other than zero. None if the trial fails on any rank."""
     world = process_groups.world_size()
-    # a copy that runs on every rank and gives a loss with a gradient
-    trial = _Trial(trainer, module, batch, batch_idx)
-    if not _on_all_ranks(row_exchange, trial.is_ready):
-        return None
-    with CollectiveTrace() as trace:
-        value = trial.value({})
-    if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
-        return None
-    # the local work. A rank that fails here reports it before the others wait for it
-    prepared = trial.prepare(value, world)
-    if not _on_all_ranks(row_exchange, prepared is not None) or prepared is None:
-        if trial.own_error is not None:  # after the peers have learnt that this rank stops
-            raise trial.own_error
-        return None
     parts = []
     for name, members in _trained_parts(module).items():
         # <g, v>, and the value on both sides along v
-        direction = prepared.directions[name]
+        direction = trial.directions[name]
         moved = [trial.value(direction, distance) for distance in (STEP, -STEP)]
         values = [None if each is None else float(each.detach()) for each in moved]
-        rows = row_exchange.gather_json(_PLACE, [prepared.along[name], *values])
+        rows = row_exchange.gather_json(_PLACE, [trial.along[name], *values])
         if any(None in row for row in rows):
             return None
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
@@ -199,10 +188,10 @@ def measure_gradient_scales(
         part = PartScale(name, gradient / derivative)
         if part.is_about(world) or part.is_about(1 / world):
             part = replace(part, is_shared=_moves_others(trial, value, direction, row_exchange))
-            gathered = not prepared.gathered.isdisjoint(members)
+            gathered = not trial.gathered.isdisjoint(members)
             part = replace(part, is_gathered=any(row_exchange.gather_json(_PLACE, gathered)))
         parts.append(part)
-    return GradientScales(parts, trace.names, prepared.is_multiplied, _cut_lines(trace, value, row_exchange))
+    return parts
 
 
 def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[str, Tensor]) -> float:
@@ -228,34 +217,26 @@ def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor],
     return any(row_exchange.gather_json(_PLACE, has_moved))
 
 
-class _Prepared(NamedTuple):
-    """Local results of a rank before the parameters are moved.
-
-    Attributes:
-        directions: Random direction of this rank, by part of the module.
-        along: Inner product of this rank's gradient with the direction, by part.
-        gathered: Names of the parameters that the value reaches through a collective with a gradient.
-        is_multiplied: Same as in ``GradientScales``.
-    """
-
-    directions: dict[str, dict[str, Tensor]]
-    along: dict[str, float]
-    gathered: set[str]
-    is_multiplied: bool
-
-
 class _Trial:
     """A copy of the module in float64. Its training_step does not change the module.
 
     Attributes:
         is_ready: True if the copy could be made.
         own_error: Error of the probe itself on this rank.
+        directions: Random direction of this rank, by part of the module. This and the following are set by ``prepare``.
+        along: Inner product of this rank's gradient with the direction, by part.
+        gathered: Names of the parameters that the value reaches through a collective with a gradient.
+        is_multiplied: True if the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
     """
 
     own_error: Exception | None = None
+    gathered: set[str]
+    is_multiplied: bool
 
     def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
         self._trainer, self._index, self._device = trainer, index, module.device
+        self.directions: dict[str, dict[str, Tensor]] = {}
+        self.along: dict[str, float] = {}
         self.is_ready = _can_be_copied(module)
         if self.is_ready:
             try:
@@ -289,29 +270,26 @@ class _Trial:
             result = result.get("loss")
         return result if isinstance(result, Tensor) and result.numel() == 1 else None
 
-    def prepare(self, value: Tensor, world: int) -> _Prepared | None:
-        """Return gradients and directions. None if this rank has none."""
+    def prepare(self, value: Tensor) -> bool:
+        """Compute gradients and directions. Return whether this rank has them."""
         try:
             # before backward, which frees the tensors that the graph has saved
-            is_multiplied = _has_factor(value, world)
+            self.is_multiplied = _has_factor(value, process_groups.world_size())
             for inner in self._pristine.modules():
-                is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
-            gathered = _reached_through_collectives(value, dict(self._copied.named_parameters()))
+                self.is_multiplied |= type(inner).__name__ == "DistributedLossWrapper"
+            self.gathered = _reached_through_collectives(value, dict(self._copied.named_parameters()))
             trained = {name: p for name, p in self._copied.named_parameters() if p.requires_grad}
             try:
                 found = torch.autograd.grad(value.sum(), list(trained.values()), allow_unused=True)
             except Exception:  # the real backward will raise it
-                return None
+                return False
             gradients = dict(zip(trained, found, strict=True))
-            directions: dict[str, dict[str, Tensor]] = {}
-            along: dict[str, float] = {}
             for name, members in _trained_parts(self._pristine).items():
-                directions[name] = self._direction(members)
-                along[name] = _inner_product(gradients, directions[name])
-            return _Prepared(directions, along, gathered, is_multiplied)
+                self.directions[name] = self._direction(members)
+                self.along[name] = _inner_product(gradients, self.directions[name])
         except Exception as error:  # a fault of this probe
             self.own_error = error
-            return None
+        return self.own_error is None
 
     def _direction(self, members: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Draw this rank's own random direction, in proportion to each parameter's size."""

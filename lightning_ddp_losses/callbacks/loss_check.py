@@ -18,7 +18,6 @@ Legend: ``W`` ranks.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,9 +28,17 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.batch_check import local_contrastive_losses
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks, shown_names
-from lightning_ddp_losses.callbacks.loss_reader import MISSING, PRESENT, UNSEEN, LossReader, LossRow, is_divided
+from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
+from lightning_ddp_losses.callbacks.findings import (
+    MOST_NAMES,
+    CheckStage,
+    Finding,
+    differing,
+    differing_columns,
+    odd_ranks,
+    shown_names,
+)
+from lightning_ddp_losses.callbacks.loss_reader import LossReader, LossRow, is_divided
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE, Action
 from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.callbacks.runner import CheckRunner
@@ -96,7 +103,7 @@ class LossCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._history = LossHistory(file=self.file)
-        self._state = UNSEEN
+        self._is_missing = False  # training_step returned None
         self._reader = LossReader()
         self._values = LoggedValues()
         self._biased: deque[bool] = deque(maxlen=_WINDOW)
@@ -110,7 +117,7 @@ class LossCheck(RankCheck, default=True):
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Read the result of ``training_step`` before Lightning does."""
-        compares_rows = bool(local_contrastive_losses(module))
+        compares_rows = bool(contrastive_losses(module)[0])
         has_windows = module.automatic_optimization and is_divided(trainer) and not compares_rows
         self._reader = LossReader(compares_rows=compares_rows, has_windows=has_windows)
         if module.automatic_optimization and process_groups.world_size() > 1:
@@ -135,17 +142,13 @@ class LossCheck(RankCheck, default=True):
             missing = Finding.of("F35", ranks=(process_groups.rank(),), name="loss")
             finding = replace(missing, check=self.title, step=self.runner.step, moment="training_step")
             handshake.raise_on_all_ranks(DDPLossError(finding.text(), findings=[finding]), "training_step")
-        self._state = MISSING
+        self._is_missing = True
         self.runner.run_stage(CheckStage.BEFORE_BACKWARD)
-
-    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Remember the number of the batch."""
-        self._reader.see_batch(trainer, batch_idx)
 
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
         """Start to copy the loss and its reductions to the host."""
         self._reader.see_loss(trainer, module, loss, self.runner.step)
-        self._state = PRESENT
+        self._is_missing = False
 
     def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Remember logged sums before they are reduced."""
@@ -185,8 +188,8 @@ class LossCheck(RankCheck, default=True):
         return self._step_row(trainer)
 
     def _step_row(self, trainer: Trainer) -> list[float]:
-        state, self._state = self._state, UNSEEN
-        return self._reader.row(state, self._values.hash_keys(trainer))
+        is_missing, self._is_missing = self._is_missing, False
+        return self._reader.row(self._values.hash_keys(_results_of_epoch(trainer)), is_missing=is_missing)
 
     # ------------------------------------------------------------------ judge
 
@@ -210,7 +213,7 @@ class LossCheck(RankCheck, default=True):
         losses = [row.loss for row in rows]
         step = int(max(row.step for row in rows))
         # known at once: a rank without a loss, different names
-        without = tuple(rank for rank, row in enumerate(rows) if row.state == MISSING)
+        without = tuple(rank for rank, row in enumerate(rows) if row.is_missing)
         if without:
             texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
             found = [Finding.of("F35", ranks=without, name="loss", values=tuple(texts))]
@@ -248,14 +251,13 @@ class LossCheck(RankCheck, default=True):
             found.append(Finding.of("F30", name="loss", values=values))
         return found
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return the logged names or values of this rank."""
-        return self._values.describe(finding)
+        return {"F46": self._values.keys, "F56": self._values.local_values}.get(finding.fault)
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the values that only some ranks log, or that differ between ranks."""
-        by_rank = [json.loads(text) for text in texts]
-        return [_name_keys(finding, by_rank) if finding.fault == "F46" else _name_values(finding, by_rank)]
+        return [_name_keys(finding, texts) if finding.fault == "F46" else _name_values(finding, texts)]
 
     def figures(self) -> dict[str, float]:
         """Return the smallest and the largest loss of the last step."""
@@ -348,27 +350,26 @@ class TrueMean(NamedTuple):
 
 
 class LoggedValues:
-    """Compares logged values between ranks, and epoch means with the true ones."""
+    """Compares logged values between ranks, and epoch means with the true ones.
+
+    Attributes:
+        keys: Names that this rank logs and reduces.
+        local_values: Values that this rank logs alone.
+    """
 
     def __init__(self) -> None:
-        self._keys: list[str] = []  # names that this rank logs and reduces
-        self._local_values: dict[str, float] = {}  # values that this rank logs alone
+        self.keys: list[str] = []
+        self.local_values: dict[str, float] = {}
         self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
         self._names: list[str] = []  # means of the epoch that has just ended
         self._true_means: dict[str, TrueMean] = {}  # maybe floored; the same on every rank
 
     # ------------------------------------------------------------------ names
 
-    def hash_keys(self, trainer: Trainer, *, validation: bool = False) -> float:
+    def hash_keys(self, results: Any) -> float:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
-        results = _results_of_epoch(trainer, validation=validation)
-        self._keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
-        return _hash_of(self._keys)
-
-    def describe(self, finding: Finding) -> str | None:
-        """Return this rank's names or values of a finding as JSON."""
-        described = {"F46": self._keys, "F56": self._local_values}
-        return json.dumps(described[finding.fault]) if finding.fault in described else None
+        self.keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
+        return _hash_of(self.keys)
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
@@ -382,14 +383,12 @@ class LoggedValues:
 
     def measure_epoch(self, trainer: Trainer, *, validation: bool = False) -> list[float]:
         """Return hashes of the names that are reduced, of the values that are not and of the names of means, then sum and rows of each."""
-        keys, results = (
-            self.hash_keys(trainer, validation=validation),
-            _results_of_epoch(trainer, validation=validation),
-        )
-        self._local_values = {} if validation else _values_of_one_rank(results)
+        results = _results_of_epoch(trainer, validation=validation)
+        keys = self.hash_keys(results)
+        self.local_values = {} if validation else _values_of_one_rank(results)
         sums = dict(sorted(self._sums(results)))
         self._names = list(sums)
-        measured = [keys, _hash_of(map(repr, self._local_values.items())), _hash_of(sums)]
+        measured = [keys, _hash_of(map(repr, self.local_values.items())), _hash_of(sums)]
         for each in sums.values():
             measured += each
         return measured
@@ -466,8 +465,8 @@ def _values_of_one_rank(results: Any) -> dict[str, float]:
     """Return the values that each rank logs alone, without ``sync_dist``, so that the log shows those of rank 0."""
     found: dict[str, float] = {}
     for result in results.values():
-        meta = getattr(result, "meta", None)
-        if meta is None or not result.is_tensor or result.has_reset or meta.sync.should or meta.sync.rank_zero_only:
+        meta = result.meta
+        if not result.is_tensor or result.has_reset or meta.sync.should or meta.sync.rank_zero_only:
             continue
         rows = float(result.cumulated_batch_size) if meta.on_epoch and meta.is_mean_reduction else 1.0
         found[meta.name] = float(result.value) / rows
@@ -475,20 +474,17 @@ def _values_of_one_rank(results: Any) -> dict[str, float]:
 
 
 def _is_reduced(value: Any) -> bool:
-    meta = getattr(value, "meta", None)
-    if meta is None:
-        return False
-    return not value.is_tensor or (meta.sync.should and not meta.sync.rank_zero_only)
+    sync = value.meta.sync
+    return not value.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
 def _is_global_mean(result: Any) -> bool:
     """Return whether a logged value is the mean of an epoch over all ranks, and was logged in this epoch."""
-    meta = getattr(result, "meta", None)
-    if meta is None or not result.is_tensor or result.has_reset:
+    if not result.is_tensor or result.has_reset:
         return False
-    sync = meta.sync
+    sync = result.meta.sync
     over_all_ranks = sync.should and not sync.rank_zero_only and sync.group is None
-    return bool(over_all_ranks and meta.on_epoch and meta.is_mean_reduction)
+    return bool(over_all_ranks and result.meta.on_epoch and result.meta.is_mean_reduction)
 
 
 def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
@@ -516,10 +512,9 @@ def _name_keys(finding: Finding, names_by_rank: Sequence[list[str]]) -> Finding:
 
 def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -> Finding:
     """Name the values that ranks log alone and that differ."""
-    every_name = dict.fromkeys(name for values in values_by_rank for name in values)
-    names = [name for name in every_name if len({values.get(name) for values in values_by_rank}) > 1][:MOST_NAMES]
+    names = list(differing_columns(values_by_rank))[:MOST_NAMES]
     shown = tuple(", ".join(f"{values.get(name, math.nan):.6g}" for name in names) for values in values_by_rank)
-    return finding.refine("F56", name=", ".join(names), values=shown, shown=shown_names(names))
+    return Finding.of("F56", name=", ".join(names), values=shown, shown=shown_names(names))
 
 
 def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list[Finding]:

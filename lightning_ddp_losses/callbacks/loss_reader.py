@@ -16,7 +16,7 @@ Legend: ``M`` micro-batches of a window.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -31,8 +31,6 @@ from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumbe
 from lightning_ddp_losses.distributed.accumulation import counts_nothing
 from lightning_ddp_losses.distributed.window_parts import noted_parts
 
-UNSEEN, PRESENT, MISSING = 0.0, 1.0, 2.0
-"""States of a row: no loss came by, there is one, ``training_step`` returned None."""
 # operations that do not change a scalar
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")
 _MAX_NODES = 64
@@ -192,7 +190,7 @@ class LossRow(NamedTuple):
     """Numbers that travel before backward, all as floats.
 
     Attributes:
-        state: ``PRESENT``, ``MISSING`` or ``UNSEEN``.
+        is_missing: 1 if ``training_step`` returned None.
         keys: Hash of the names that are logged and reduced over ranks.
         loss: Value of the loss. Among several batches of a step, the first that is not finite, else the last.
         bad_batch: First batch of this step with a loss that was not finite. -1 for none.
@@ -203,7 +201,7 @@ class LossRow(NamedTuple):
         step: Step of the loss and of all that is read from it: the one before this one, at the first step this one. -1 for none.
     """
 
-    state: float
+    is_missing: float
     keys: float
     loss: float
     bad_batch: float
@@ -214,30 +212,6 @@ class LossRow(NamedTuple):
     step: float
 
 
-class _SeenLoss(NamedTuple):
-    """A loss on its way to the host.
-
-    Attributes:
-        step: Optimizer steps before it.
-        batch_idx: Index of its batch.
-        begins_window: True for the first micro-batch of those that Lightning accumulates.
-        value: The back-propagated loss.
-        factor: Factor that gives the value of ``training_step``, without the scale.
-        scale: Scale of the gradient scaler. Empty without one.
-        may_be_nan: True for a mean over no elements, which has no effect.
-        weights: Its reductions.
-    """
-
-    step: int
-    batch_idx: int
-    begins_window: bool
-    value: HostCopy
-    factor: float
-    scale: HostNumbers
-    may_be_nan: bool
-    weights: list[ElementWeight]
-
-
 class LossReader:
     """Reads the losses of a fit.
 
@@ -246,46 +220,52 @@ class LossReader:
         has_windows: True if micro-batches are compared. A loss that compares rows is no mean over several of them.
 
     Attributes:
-        pending: Losses that have not been read yet.
+        pending: Losses that have not been read yet: optimizer steps before each, and the function that reads it.
     """
 
     def __init__(self, *, compares_rows: bool = False, has_windows: bool = False) -> None:
-        self.pending: list[_SeenLoss] = []
-        self._batch_idx, self._begins_window = 0, False
-        # read since the last row
+        self.pending: list[tuple[int, Callable[[], None]]] = []
+        # read since the last row. Among several losses, one that was not finite stays until it is reported
         self._loss, self._bad_batch, self._step, self._zero_steps = math.nan, -1, -1, 0
         self._weights: list[ElementWeight] = []
         self._compares_rows = compares_rows
         self._micro_batches = MicroBatches() if has_windows else None
 
-    def see_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """Remember the number of the batch."""
-        self._batch_idx = batch_idx
-        self._begins_window |= batch_idx % trainer.accumulate_grad_batches == 0
-
     def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor, step: int) -> None:
         """Start to copy the loss and its reductions to the host."""
+        batch_idx, accumulated = trainer.fit_loop.batch_idx, trainer.accumulate_grad_batches
+        window = trainer.current_epoch, batch_idx // accumulated
         # the factor undoes accumulation's division
         factor = 1.0
         if module.automatic_optimization and is_divided(trainer):
-            factor *= trainer.accumulate_grad_batches
+            factor *= accumulated
         is_scaled = loss is not getattr(trainer.strategy, "closure_loss", None)
         # the graph is gone when the loss is read. Outside a window a mean over no elements is an error
         asks = not is_divided(trainer)
         if loss.device.type == "cpu":  # the value is at hand
             asks = not math.isfinite(float(loss.detach()))
-        seen = _SeenLoss(
-            step=step,
-            batch_idx=self._batch_idx,
-            begins_window=self._begins_window,
-            value=HostCopy(loss),
-            factor=factor,
-            scale=send_gradient_scale(trainer) if is_scaled else HostNumbers([]),
-            may_be_nan=asks and counts_nothing(loss),
-            weights=element_weights(loss),
-        )
-        self._begins_window = False
-        self.pending.append(seen)
+        may_be_nan = asks and counts_nothing(loss)
+        copied, scale = HostCopy(loss), send_gradient_scale(trainer) if is_scaled else HostNumbers([])
+        weights = element_weights(loss)
+
+        def read() -> None:
+            scales = scale.read()
+            unscaled = factor / math.prod(map(float, scales))
+            value = float(copied.read()) * unscaled
+            if self._bad_batch < 0:
+                self._loss, self._step = value, step
+                # not finite by the scale: the scaler will skip this step on every rank. A mean over no elements has no effect
+                if not (math.isfinite(value) or (scales and math.isinf(value)) or may_be_nan):
+                    self._bad_batch = batch_idx
+            # zero in every step so far
+            self._zero_steps = self._zero_steps + 1 if value == 0 and self._zero_steps >= 0 else -1
+            found = read_weights(weights)
+            local = [weight for weight in found if weight.kind == "local"]
+            self._weights = [weight for weight in local if not (weight.is_masked and self._compares_rows)]
+            if self._micro_batches is not None:
+                self._micro_batches.add(window, value, found, unscaled)
+
+        self.pending.append((step, read))
 
     def read(self, before: float) -> None:
         """Read the losses of steps before this one, which have long arrived.
@@ -293,41 +273,30 @@ class LossReader:
         Args:
             before: Number of the step. Infinity for all losses.
         """
-        while self.pending and self.pending[0].step < before:
-            self._read(self.pending.pop(0))
+        while self.pending and self.pending[0][0] < before:
+            _, read = self.pending.pop(0)
+            read()
 
-    def _read(self, seen: _SeenLoss) -> None:
-        scales = seen.scale.read()
-        factor = seen.factor / math.prod(map(float, scales))
-        value = float(seen.value.read()) * factor
-        # not finite by the scale: the scaler will skip this step on every rank. A mean over no elements has no effect
-        is_good = math.isfinite(value) or (scales and math.isinf(value)) or seen.may_be_nan
-        if self._bad_batch < 0:  # a loss that was not finite stays until it is reported
-            self._loss, self._step = value, seen.step
-            if not is_good:
-                self._bad_batch = seen.batch_idx
-        # zero in every step so far
-        self._zero_steps = self._zero_steps + 1 if value == 0 and self._zero_steps >= 0 else -1
-        weights = read_weights(seen.weights)
-        local = [weight for weight in weights if weight.kind == "local"]
-        self._weights = [weight for weight in local if not (weight.is_masked and self._compares_rows)]
-        if self._micro_batches is not None:
-            if seen.begins_window:
-                self._micro_batches.clear()
-            self._micro_batches.add(value, weights, factor)
-
-    def row(self, state: float, keys: float) -> list[float]:
+    def row(self, keys: float, *, is_missing: bool) -> list[float]:
         """Return the numbers that were read since the last row, and those of the micro-batches.
 
         Args:
-            state: State of this step's loss.
             keys: Hash of the logged names.
+            is_missing: True if this step has no loss.
         """
         # the two reductions next to the loss are enough: a loss is rarely the sum of more
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
         weight, elements, second_weight = map(float, (first.weight, first.elements, second.weight))
         row = LossRow(
-            state, keys, self._loss, self._bad_batch, weight, elements, second_weight, self._zero_steps, self._step
+            float(is_missing),
+            keys,
+            self._loss,
+            self._bad_batch,
+            weight,
+            elements,
+            second_weight,
+            self._zero_steps,
+            self._step,
         )
         measured = [*row]
         if self._micro_batches is not None:
@@ -354,23 +323,21 @@ def is_divided(trainer: Trainer) -> bool:
 class MicroBatches:
     """Remembers this rank's micro-batches of the current window."""
 
-    def __init__(self) -> None:
-        self.clear()
+    _window: object = None
 
-    def clear(self) -> None:
-        """Begin a window."""
-        self._values: list[float] = []
-        self._divisors: list[list[float]] = []  # of each micro-batch: one for each of its reductions that is known
-        self._is_known = True
-
-    def add(self, value: float, weights: Sequence[ElementWeight], factor: float) -> None:
+    def add(self, window: object, value: float, weights: Sequence[ElementWeight], factor: float) -> None:
         """Add a micro-batch.
 
         Args:
+            window: Identity of its window. Another one than before begins with this micro-batch.
             value: Value that ``training_step`` returned.
             weights: Reductions of the back-propagated loss, read.
             factor: Factor between the two, which undoes Lightning's division and the scaler's factor.
         """
+        if window != self._window:
+            self._window, self._is_known = window, True
+            self._values: list[float] = []
+            self._divisors: list[list[float]] = []  # of each micro-batch: one for each of its reductions that is known
         self._values.append(value)
         sizes = [abs(float(weight.weight) * factor) for weight in weights if weight.kind != "unknown"]
         self._divisors.append([1.0 / size if size else math.nan for size in sizes])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +12,21 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.base import LocalCheck
+from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differing_settings, send_gradient_scale
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, shown_names
 from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, nests
 from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
-
-_MAX_DEPTH = 3  # lists inside lists that are searched for parameters
 
 
 class SettingsRow(NamedTuple):
     """Numbers that travel at the start of training and after each step.
 
     Attributes:
-        findings: Hash of this rank's findings: parameters that its optimizers hold wrongly.
         settings: Hash of the optimizers' settings.
         scale: Bits of the gradient scale.
         state: Hash of the tensors in the optimizers' states, at the start of training.
@@ -38,7 +34,6 @@ class SettingsRow(NamedTuple):
         stood_still: 1 if two steps changed no parameter.
     """
 
-    findings: int
     settings: int
     scale: int
     state: int = 0
@@ -46,28 +41,7 @@ class SettingsRow(NamedTuple):
     stood_still: int = 0
 
 
-@dataclass(frozen=True)
-class SeenStep:
-    """Holds the observations of a step, some of them on their way to the host.
-
-    Attributes:
-        found: Findings of this rank.
-        stepped: Number of optimizers that made a step.
-        settings: Settings of all optimizers.
-        scale: Scale of the gradient scaler, if there is one.
-        before: Fingerprints before the first step. Empty without a comparison.
-        now: Fingerprints after the second step.
-    """
-
-    found: list[Finding]
-    stepped: int
-    settings: OptimizerSettings
-    scale: HostNumbers
-    before: list[int]
-    now: HostNumbers
-
-
-class OptimizerCheck(LocalCheck, default=True):
+class OptimizerCheck(RankCheck, default=True):
     """Optimizers hold each trained parameter once, with equal settings, scales and steps on all ranks, and their steps change something.
 
     A step is judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait
@@ -81,7 +55,7 @@ class OptimizerCheck(LocalCheck, default=True):
         every_n_steps: Same as in ``RankCheck``.
         action: Same as in ``RankCheck``.
 
-    Communication: at most 48 bytes in the shared gathers.
+    Communication: at most 40 bytes in the shared gathers.
 
     Example:
         >>> checks = DDPChecks([OptimizerCheck(action={"warning": "log"})])
@@ -92,7 +66,6 @@ class OptimizerCheck(LocalCheck, default=True):
     needs_peers = False
 
     def _forget(self) -> None:
-        super()._forget()
         self._settings: list[dict[str, Any]] = []  # that were judged
         self._before: dict[str, int] | None = None  # fingerprints before the first step
         self._steps_seen = 0
@@ -107,33 +80,32 @@ class OptimizerCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ measure
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return a hash of this rank's findings, and the numbers that must be equal."""
-        self.local.found = []
+        """Look for parameters that optimizers hold wrongly, and return the numbers that must be equal."""
         settings, scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
         if stage == CheckStage.TRAIN_START:
             self._find_misplaced(trainer, module)
             state = self._state(trainer) if is_replicated(trainer) else 0
-            return [*self._row(settings, scale, state=state)]
+            return self._row(settings, scale, state=state)
         if self._steps_seen == 0:  # looking at all gradients waits for the device: once is enough
             self._find_forgotten(trainer, module)
         before, now = list[int](), HostNumbers([])
         if self._is_second_step(trainer) and self._before:
             parameters = self.runner.replicated_parameters()
             before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
-        return partial(self._read, SeenStep(self.local.found, self.runner.stepped, settings, scale, before, now))
+        stepped = self.runner.stepped
 
-    def _read(self, seen: SeenStep) -> list[int]:
-        """Return the row of a step, which is kept for the explanation."""
-        self.local.found = seen.found
-        stood_still = bool(seen.before) and seen.now.read() == seen.before
-        return [*self._row(seen.settings, seen.scale, stepped=seen.stepped, stood_still=int(stood_still))]
+        def read() -> list[int]:
+            stood_still = bool(before) and now.read() == before
+            return self._row(settings, scale, stepped=stepped, stood_still=int(stood_still))
 
-    def _row(self, settings: OptimizerSettings, scale: HostNumbers, **numbers: int) -> SettingsRow:
-        """Return a row with the findings, the settings, and the gradient scale (0.0 without a scaler)."""
+        return read
+
+    def _row(self, settings: OptimizerSettings, scale: HostNumbers, **numbers: int) -> list[int]:
+        """Return a row with the settings, which are kept for the explanation, and the gradient scale (0.0 without a scaler)."""
         self._settings = settings.read()
         # the bits of the float, which travel and compare exactly as an int
         (bits,) = struct.unpack("<q", struct.pack("<d", sum(scale.read())))
-        return SettingsRow(self.local.row(), hash_lines(map(str, self._settings)), bits, **numbers)
+        return [*SettingsRow(hash_lines(map(str, self._settings)), bits, **numbers)]
 
     def _is_second_step(self, trainer: Trainer) -> bool:
         """Return whether this is the second step, and the two should have changed something."""
@@ -162,9 +134,9 @@ class OptimizerCheck(LocalCheck, default=True):
     # ------------------------------------------------------------------ judge
 
     def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Report findings of single ranks first, then differences."""
+        """Report steps without an effect, then differences."""
         rows = [SettingsRow(*row) for row in table]
-        found = self.local.judge([row.findings for row in rows])
+        found: list[Finding] = []
         if all(row.stood_still for row in rows):
             found.append(Finding.of("STEP", name="step"))
         # after different numbers of steps, scales and settings differ too
@@ -178,20 +150,15 @@ class OptimizerCheck(LocalCheck, default=True):
         found += differing([row.settings for row in rows], "F17", "desync", name="settings")
         return found + differing([row.state for row in rows], "F17", "state", name="state")
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return the settings, or the texts of this rank's findings."""
-        if finding.name == "settings":
-            return json.dumps(self._settings, default=str)
-        return super().describe(finding, trainer, module)
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
+        """Return the settings."""
+        return self._settings if finding.name == "settings" else None
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Name the settings of the first parameter group that differs, or combine the texts of all ranks."""
-        if finding.name != "settings":
-            return super().explain(finding, texts)
-        settings_by_rank = [json.loads(text) for text in texts]
-        found = differing_settings(settings_by_rank)
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
+        """Name the settings of the first parameter group that differs."""
+        found = differing_settings(texts)
         if found is None:
-            return [replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in settings_by_rank))]
+            return [replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in texts))]
         name = ", ".join(found.keys)
         return [replace(finding, what=f"{name} of parameter group {found.group}", name=name, values=found.values)]
 
@@ -199,7 +166,7 @@ class OptimizerCheck(LocalCheck, default=True):
 
     def _add(self, fault: str, names: Sequence[str]) -> None:
         if names:
-            self.local.add(fault, "optimizer", name=", ".join(names[:MOST_NAMES]), shown=shown_names(names))
+            self.add(fault, "optimizer", name=", ".join(names[:MOST_NAMES]), shown=shown_names(names))
 
     def _find_misplaced(self, trainer: Trainer, module: LightningModule) -> None:
         """Find parameters that optimizers hold and should not, hold twice, or hold in memory that ranks share."""
@@ -250,18 +217,10 @@ def _state_tensors(optimizer: Optimizer, parameter: Tensor) -> Iterator[Tensor]:
             yield value
 
 
-def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters in plain attributes of the module: lists, dicts, modules inside those."""
-    queue: list[tuple[str, Any, int]] = []
+def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield parameters in places where the module does not register them, by path: in modules there, and tensors in its attributes."""
+    for path, inner in unregistered_modules(module, {}):
+        yield from ((f"{path}.{name}", parameter) for name, parameter in inner.named_parameters())
     for key, value in vars(module).items():
         if not key.startswith("_"):
-            queue.append((f"self.{key}", value, 0))
-    for path, value, depth in queue:
-        if isinstance(value, nn.Module):
-            yield from ((f"{path}.{name}", parameter) for name, parameter in value.named_parameters())
-        elif isinstance(value, Tensor):
-            yield path, value
-        elif isinstance(value, (list, tuple)) and depth < _MAX_DEPTH:
-            queue += [(f"{path}[{i}]", item, depth + 1) for i, item in enumerate(value)]
-        elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
-            queue += [(f"{path}[{key!r}]", item, depth + 1) for key, item in value.items()]
+            yield from nests.leaves(value, f"self.{key}")

@@ -10,10 +10,8 @@ second one.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
@@ -23,11 +21,17 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks import ddp_state
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks
+from lightning_ddp_losses.callbacks.findings import (
+    MOST_NAMES,
+    CheckStage,
+    Finding,
+    differing,
+    differing_columns,
+    odd_ranks,
+)
 from lightning_ddp_losses.callbacks.replicated_parameters import (
     RotatingSlices,
     SentFingerprints,
-    TensorSlice,
     class_shards,
     divided_parameters,
     is_replicated,
@@ -41,43 +45,6 @@ from lightning_ddp_losses.strategies.fsdp_setup import replicated_dim
 
 _SHARD_NUMBERS = 3  # numbers of a class shard in a row
 _PARTS = "parts of parameters"  # name of a finding before its parameters are known
-
-
-class PartReplicas:
-    """Compares the replicas of each part.
-
-    Args:
-        max_slices: Number of slices, as for ``RotatingSlices``.
-
-    Attributes:
-        place: Hash of the parts that the rank holds. 0 if no part has replicas.
-    """
-
-    def __init__(self, max_slices: int) -> None:
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._slices = RotatingSlices(max_slices)
-        self._parts: dict[str, Tensor] = {}
-        self.place = 0
-
-    def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find the parameters with replicated parts, while none of them is gathered."""
-        divided = divided_parameters(trainer)
-        named = [(name, p) for name, p in module.named_parameters() if name in divided]
-        self._parameters = {name: p for name, p in named if replicated_dim(p) is not None}
-        # the objects and their memory stay, also while fully_shard has others in their place
-        self._parts = {name: local_part(p.detach()) for name, p in self._parameters.items()}
-        self.place = hash_lines([f"{name} {_place_of(p)}" for name, p in self._parameters.items()])
-        self._slices.update(self._parts)
-
-    def measure(self, choose: Callable[[RotatingSlices], list[TensorSlice]]) -> SentFingerprints | None:
-        """Start the fingerprints of this rank's parts. None if each part is on one rank.
-
-        Args:
-            choose: Function that chooses the slices of this stage.
-        """
-        if not self._parameters:
-            return None
-        return SentFingerprints.of(choose(self._slices), self._parts)
 
 
 class ParameterRow(NamedTuple):
@@ -98,23 +65,6 @@ class ParameterRow(NamedTuple):
     parts: int
 
 
-@dataclass(frozen=True)
-class ComparedParameters:
-    """Holds the parameters of one stage and their fingerprints, on their way to the host.
-
-    Attributes:
-        parameters: Parameters by name.
-        sent: Fingerprints of the slices. None before the wrap.
-        parts: Fingerprints of parts that have replicas.
-        state: Further knowledge that may explain a difference. None before the wrap.
-    """
-
-    parameters: Mapping[str, Tensor]
-    sent: SentFingerprints | None = None
-    parts: SentFingerprints | None = None
-    state: StepState | None = None
-
-
 class ParameterSyncCheck(RankCheck, default=True):
     """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
 
@@ -131,7 +81,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         full_every_n_steps: Period of a pass over all parameters. Such a pass is also at the start, after the first step, and at the end.
         **options: As ``RankCheck``.
 
-    Communication: 40 bytes in the shared gather, and three numbers for each class shard at the start.
+    Communication: 32 bytes in the shared gather, and three numbers for each class shard at the start.
 
     Example:
         >>> checks = DDPChecks([ParameterSyncCheck(parts=1)])  # all parameters in every step
@@ -152,9 +102,13 @@ class ParameterSyncCheck(RankCheck, default=True):
         super().__init__(every_n_steps=every_n_steps, action=action)
 
     def _forget(self) -> None:
-        self._slices, self._parts = RotatingSlices(self.parts), PartReplicas(self.parts)
-        self._judged = ComparedParameters({})
-        self._structure = 0
+        self._slices, self._structure = RotatingSlices(self.parts), 0
+        # parts that several ranks hold, and a hash of those of this rank
+        self._part_slices, self._place = RotatingSlices(self.parts), 0
+        self._parts: dict[str, Tensor] = {}
+        # of the stage that is judged: parameters, fingerprints of slices and of parts, and knowledge that may explain a difference
+        self._parameters: Mapping[str, Tensor] = {}
+        self._judged: tuple[SentFingerprints, SentFingerprints, StepState] | None = None
         self._is_first_step = True
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -163,7 +117,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
-        self._judged = ComparedParameters({})
+        self._parameters, self._parts, self._judged = {}, {}, None
 
     # ------------------------------------------------------------------ measure
 
@@ -175,33 +129,35 @@ class ParameterSyncCheck(RankCheck, default=True):
         # looked up once per batch. At other stages they may be others
         parameters = self.runner.replicated_parameters() if is_step else replicated_parameters(trainer, module)
         if stage == CheckStage.BEFORE_WRAP:
-            self._judged = ComparedParameters(parameters)
+            self._parameters = parameters
             return [hash_lines(_descriptions(module, parameters, buffers=True))]
         if self._slices.update(parameters):
             self._structure = hash_lines(_descriptions(module, parameters, buffers=False))
         shards: list[int] = []
         if stage == CheckStage.TRAIN_START:
-            self._parts.start(trainer, module)
+            self._find_parts(trainer, module)
             for shard in class_shards(module).values():
                 shards += (shard.start, shard.stop, shard.num_classes)
-        choose = partial(self._due_slices, is_full=self._is_full(stage))
-        slices = choose(self._slices)
-        compared = ComparedParameters(
-            parameters,
-            SentFingerprints.of(slices, parameters),
-            self._parts.measure(choose),
-            StepState(self.runner, parameters, slices),
-        )
-        if is_step:
-            return partial(self._read, compared)
-        return [*self._read(compared), *shards]
+        number, is_full = self.runner.step // self.every_n_steps, self._is_full(stage)
+        slices = self._slices.turn(number, is_full=is_full)
+        sent = SentFingerprints.of(slices, parameters)
+        parts = SentFingerprints.of(self._part_slices.turn(number, is_full=is_full), self._parts)
+        state = StepState(self.runner, parameters, slices)
 
-    def _read(self, compared: ComparedParameters) -> list[int]:
-        """Return the row, with the numbers that have arrived. Keep the parameters for the explanation."""
-        assert compared.sent is not None
-        self._judged = compared
-        parts = 0 if compared.parts is None else compared.parts.combined()
-        return [*ParameterRow(self._structure, compared.sent.combined(), self._parts.place, parts)]
+        def read() -> list[int]:
+            self._parameters, self._judged = parameters, (sent, parts, state)  # for the explanation
+            return [*ParameterRow(self._structure, sent.combined(), self._place, parts.combined()), *shards]
+
+        return read if is_step else read()
+
+    def _find_parts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Find the parts of divided parameters that other ranks hold too, while no parameter is gathered."""
+        divided = divided_parameters(trainer)
+        named = {name: p for name, p in module.named_parameters() if name in divided and replicated_dim(p) is not None}
+        # the objects and their memory stay, also while fully_shard has others in their place
+        self._parts = {name: local_part(p.detach()) for name, p in named.items()}
+        self._place = hash_lines([f"{name} {_place_of(p)}" for name, p in named.items()])
+        self._part_slices.update(self._parts)
 
     def _is_full(self, stage: CheckStage) -> bool:
         """Return whether this stage compares all parameters."""
@@ -209,9 +165,6 @@ class ParameterSyncCheck(RankCheck, default=True):
             return True
         is_first, self._is_first_step = self._is_first_step, False
         return is_first or self.runner.step % self.full_every_n_steps == 0
-
-    def _due_slices(self, slices: RotatingSlices, *, is_full: bool) -> list[TensorSlice]:
-        return slices.all() if is_full else slices.turn(self.runner.step // self.every_n_steps)
 
     # ------------------------------------------------------------------ judge
 
@@ -241,40 +194,38 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     # ------------------------------------------------------------------ explain
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return this rank's names, or its parameters' fingerprints with the state of their gradients and optimizers."""
         if finding.name == "parameters":
             before_wrap = finding.moment == CheckStage.BEFORE_WRAP.value
-            return json.dumps(_descriptions(module, self._judged.parameters, buffers=before_wrap))
-        if finding.name == _PARTS and self._judged.parts is not None:
-            return json.dumps({"place": self._parts.place, "values": self._judged.parts.values()})
-        if finding.name != "values" or self._judged.state is None or self._judged.sent is None:
+            return _descriptions(module, self._parameters, buffers=before_wrap)
+        if self._judged is None or finding.name not in ("values", _PARTS):
             return None
-        return json.dumps({"values": self._judged.sent.values(), **self._judged.state.describe()})
+        sent, parts, state = self._judged
+        if finding.name == _PARTS:
+            return {"place": self._place, "values": parts.values()}
+        return {"place": 0, "values": sent.values(), **state.describe()}
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the parameters, and why they differ."""
-        states = [json.loads(text) for text in texts]
         if finding.name == "parameters":
-            return [_name_first_difference(finding, states)]
+            return [_name_first_difference(finding, texts)]
         # by name, between the ranks that hold the same part: all ranks, unless parts have replicas
-        places = [state.get("place") for state in states]
+        places = [state["place"] for state in texts]
         found = []
-        for name in states[0]["values"]:
-            odd = _odd_replicas(places, [state["values"][name] for state in states])
-            if not odd:
-                continue
-            if finding.name == _PARTS:
+        for name, column in differing_columns([state["values"] for state in texts]).items():
+            odd = _odd_replicas(places, column)
+            difference = replace(finding, what=f"parameter `{name}`", name=name, ranks=odd)
+            if odd and finding.name == _PARTS:
                 holders = tuple(_holders(places, rank) for rank in range(len(places)))
-                found.append(replace(finding, what=f"parameter `{name}`", name=name, ranks=odd, values=holders))
-            else:
-                cause = ddp_state.explain_desync(name, states, at_start=finding.fault == "F04")
-                found.append(cause.finding(finding, f"parameter `{name}`", name, odd))
+                found.append(replace(difference, values=holders))
+            elif odd:
+                found.append(ddp_state.explain_desync(difference, texts))
         return found[:MOST_NAMES] or [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the parameter itself."""
-        return self._judged.parameters.get(finding.name)
+        return self._parameters.get(finding.name)
 
 
 def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, buffers: bool) -> list[str]:
@@ -296,19 +247,17 @@ def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, 
 
 def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]]) -> Finding:
     """Name the differences of the ranks' descriptions, by position."""
-    # line the ranks up by position. A rank with fewer lines has "nothing" there
-    longest = max(map(len, lines_by_rank))
-    padded = [lines + ["nothing"] * (longest - len(lines)) for lines in lines_by_rank]
-    positions = [position for position, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
-    values = [_lines_at(lines, positions[:MOST_NAMES]) for lines in padded]
-    first_names = dict.fromkeys(lines[positions[0]].split(" ")[0] for lines in padded)
-    name = ", ".join(first_names)
-    numbers: dict[str, Any] = {"number": len(positions), "longest": longest}
-    return finding.refine("F12", ranks=finding.ranks, name=name, values=tuple(values), **numbers)
+    columns = differing_columns([dict(enumerate(lines)) for lines in lines_by_rank])
+    # a rank with fewer lines has "nothing" there
+    shown = [(position, [line or "nothing" for line in column]) for position, column in columns.items()][:MOST_NAMES]
+    values = [_lines_of(rank, shown) for rank in range(len(lines_by_rank))]
+    first_names = dict.fromkeys(line.split(" ")[0] for line in shown[0][1])
+    numbers: dict[str, Any] = {"number": len(columns), "longest": max(map(len, lines_by_rank))}
+    return Finding.of("F12", ranks=finding.ranks, name=", ".join(first_names), values=tuple(values), **numbers)
 
 
-def _lines_at(lines: Sequence[str], positions: Sequence[int]) -> str:
-    return "; ".join(f"position {position}: {lines[position]}" for position in positions)
+def _lines_of(rank: int, shown: Sequence[tuple[int, list[str]]]) -> str:
+    return "; ".join(f"position {position}: {column[rank]}" for position, column in shown)
 
 
 def _judge_shards(ranges: Sequence[Sequence[int]], names: Sequence[str]) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +23,6 @@ DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
 """The attribute in which a module lists parameters and buffers that DDP ignores; torch documents this name."""
 
 _MIN_PART_BYTES = 1 << 20
-T = TypeVar("T")
 
 
 def is_replicated(trainer: Trainer) -> bool:
@@ -46,19 +45,13 @@ def replicated_parameters(trainer: Trainer, module: LightningModule) -> dict[str
     Class shards, parameters that ``fully_shard`` divides, those that DDP ignores, and copies outside of both are left out.
     """
     ignored = divided_parameters(trainer).union(getattr(module, DDP_IGNORES, ()))
-    registered: dict[str, Tensor] = {
-        name: parameter
-        for name, parameter in module.named_parameters()
-        if name not in ignored and not compat.is_ddp_ignored(parameter) and _is_comparable(parameter)
-    }
+    registered: list[tuple[str, Tensor]] = [
+        (name, p) for name, p in module.named_parameters() if name not in ignored and not compat.is_ddp_ignored(p)
+    ]
     # further parameters of optimizers must be equal too
     of_module = {id(parameter) for parameter in module.parameters()}
-    unregistered = {
-        place: parameter
-        for place, parameter in optimizer_parameters(trainer)
-        if id(parameter) not in of_module and _is_comparable(parameter)
-    }
-    return registered | unregistered
+    unregistered = [(place, p) for place, p in optimizer_parameters(trainer) if id(p) not in of_module]
+    return {name: parameter for name, parameter in registered + unregistered if _is_comparable(parameter)}
 
 
 class ReplicatedParameters:
@@ -148,14 +141,6 @@ def dense_gradients(
             yield each, each.of(grad)
 
 
-def by_name(slices: Sequence[TensorSlice], values: Iterable[T]) -> dict[str, list[T]]:
-    """Return the values of slices by the name of their tensor."""
-    found: dict[str, list[T]] = {}
-    for each, value in zip(slices, values, strict=True):
-        found.setdefault(each.name, []).append(value)
-    return found
-
-
 class SentFingerprints:
     """Holds fingerprints of slices on their way to the host. Ranks compare one number, and single names only if it differs.
 
@@ -165,7 +150,7 @@ class SentFingerprints:
     """
 
     def __init__(self, slices: Sequence[TensorSlice], numbers: HostNumbers) -> None:
-        self.slices, self._numbers = slices, numbers
+        self._slices, self._numbers = slices, numbers
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], tensors: Mapping[str, Tensor]) -> SentFingerprints:
@@ -178,7 +163,10 @@ class SentFingerprints:
 
     def values(self) -> dict[str, list[int]]:
         """Return the fingerprints by name."""
-        return by_name(self.slices, self._numbers.read())
+        found: dict[str, list[int]] = {}
+        for each, value in zip(self._slices, self._numbers.read(), strict=True):
+            found.setdefault(each.name, []).append(value)
+        return found
 
 
 def split_by_bytes(tensors: dict[str, Tensor], max_parts: int) -> list[list[TensorSlice]]:
@@ -220,10 +208,6 @@ class RotatingSlices:
         self._tensors, self._parts = tensors, split_by_bytes(tensors, self._max_parts)
         return True
 
-    def all(self) -> list[TensorSlice]:
-        """Return all slices."""
-        return [*chain.from_iterable(self._parts)]
-
-    def turn(self, number: int) -> list[TensorSlice]:
-        """Return the slices of one step."""
-        return self._parts[number % len(self._parts)]
+    def turn(self, number: int, *, is_full: bool = False) -> list[TensorSlice]:
+        """Return the slices of one step, or all of them."""
+        return [*chain.from_iterable(self._parts)] if is_full else self._parts[number % len(self._parts)]

@@ -10,8 +10,6 @@ import contextlib
 import inspect
 import itertools
 import json
-import os
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, NamedTuple, TypeAlias
 
-import lightning
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from rich import box
@@ -30,6 +26,7 @@ from rich.table import Table
 
 from lightning_ddp_losses.callbacks.findings import FAILED, Finding, group_by_cause
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.collective_trace import package_of
 from lightning_ddp_losses.errors import DDPLossError, expect
 
 FILE_NAME = "ddp_checks.jsonl"
@@ -39,14 +36,6 @@ MOST_RANKS_ONE_BY_ONE = 8
 """With more ranks, only the smallest and the largest figure is reported."""
 
 _MOST_FIGURES = 4  # of a check, that the table shows
-# a warning never names a file of these folders: a user would not look there
-_NOT_THE_USERS = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    str(Path(lightning.__file__).parent),
-    str(Path(torch.__file__).parent),
-    sysconfig.get_path("stdlib"),
-    "<frozen",
-)
 DEFAULT_ACTION = {"error": "raise", "warning": "warn", "note": "log"}
 _ACTIONS = ("raise", "warn", "log")
 
@@ -143,12 +132,11 @@ class Report:
         """Return whether this fit has not had this fault before."""
         return finding.key not in self._seen
 
-    def add(self, findings: Sequence[Finding], actions: Sequence[Mapping[str, str]], trainer: Trainer) -> None:
+    def add(self, found: Sequence[tuple[Finding, Mapping[str, str]]], trainer: Trainer) -> None:
         """Write, log and warn of findings, once for each cause. Raise an error for those with this action.
 
         Args:
-            findings: Findings, in the same order on every rank.
-            actions: Actions of each finding's check by severity, if they differ from the settings.
+            found: Findings, in the same order on every rank, each with the actions of its check that differ from the settings.
             trainer: Trainer with the loggers.
 
         Raises:
@@ -156,7 +144,7 @@ class Report:
         """
         raising: list[Finding] = []
         reported: dict[str, list[Finding]] = {"warn": [], "log": []}  # new findings by action
-        for finding, check_action in zip(findings, actions, strict=True):
+        for finding, check_action in found:
             severity, is_new = finding.severity, self.is_new(finding)
             self._seen.add(finding.key)
             # the check's action, else that of DDPChecks, else the default. A fault of our own does not end the training
@@ -169,9 +157,9 @@ class Report:
                     self._keep(finding)
             elif is_new:
                 reported[action].append(finding)
-        for action, found in reported.items():
-            self._report_causes(action, found)
-        if findings:
+        for action, findings in reported.items():
+            self._report_causes(action, findings)
+        if found:
             self.log(trainer)
         if raising:
             text = "\n".join(finding.text() for finding in raising)
@@ -200,8 +188,7 @@ class Report:
             with file:
                 file.write(json.dumps(finding.record(), default=str) + "\n")
         except OSError as error:
-            rank_zero_info(f"{file.name} cannot be written and will have no further findings: {error}")
-            self._folder = None
+            self._give_up(file.name, error)
 
     def _count(self, title: str = "") -> Counter[str]:
         """Return the number of causes by severity, of one check or of all."""
@@ -268,10 +255,14 @@ class Report:
             return None
         try:
             return self._path(name).open("a")
-        except OSError as error:  # a full disk on this rank is no reason to leave the others waiting
-            rank_zero_info(f"{self._folder / name} cannot be written and will have no further lines: {error}")
-            self._folder = None
+        except OSError as error:
+            self._give_up(self._folder / name, error)
             return None
+
+    def _give_up(self, path: object, error: OSError) -> None:
+        """Write no more files: a full disk on this rank is no reason to leave the others waiting."""
+        rank_zero_info(f"{path} cannot be written and will have no further lines: {error}")
+        self._folder = None
 
     def _path(self, name: str) -> Path:
         """Return the path of a file of this fit. The first call chooses a number that no earlier fit has used."""
@@ -348,7 +339,7 @@ def _users_stack_level() -> int:
     # level 1 is the caller of this function, which warns
     frame, level = inspect.currentframe(), 0
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        if not package_of(frame.f_code.co_filename):
             return level
         frame, level = frame.f_back, level + 1
     return 2

@@ -30,10 +30,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding
+from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, findings_of_texts, texts_of
 from lightning_ddp_losses.callbacks.report import Report
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
 from lightning_ddp_losses.errors import DDPLossError, InputError
@@ -50,7 +51,7 @@ Rows: TypeAlias = "list[list[Any]]"
 Table: TypeAlias = "Tensor | Rows | dict[int, str] | None"
 """The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks. None: some rank has no row."""
 
-_PART_HEAD = struct.Struct("<2sxxI")  # kind, number of bytes
+_PART_HEAD = struct.Struct("<2sxxIQ")  # kind, number of bytes, hash of the findings that this rank made by itself
 _FAILED, _NOTHING = b"!!", b"--"
 # kinds of rows: list or tensor, then the code that ``array`` has for the numbers
 _TENSORS = {torch.int64: b"Tq", torch.float64: b"Td", torch.uint8: b"TB"}
@@ -65,8 +66,8 @@ T = TypeVar("T")
 # ---------------------------------------------------------------------- rows as bytes
 
 
-def encode(measured: object, title: str) -> bytes:
-    """Encode the numbers of one check as its part of the row.
+def encode(measured: object, title: str, found: Sequence[Finding] = ()) -> bytes:
+    """Encode the numbers of one check as its part of the row, with a hash of the findings that this rank made by itself.
 
     Raises:
         InputError: for anything that cannot travel.
@@ -76,11 +77,11 @@ def encode(measured: object, title: str) -> bytes:
         # one float makes all of them floats
         code = "d" if any(isinstance(value, float) for value in measured) else "q"
         with contextlib.suppress(TypeError):  # refused below
-            return _part(f"L{code}".encode(), array(code, measured).tobytes())
+            return _part(f"L{code}".encode(), array(code, measured).tobytes(), found)
         got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
     elif isinstance(measured, Tensor):
         if measured.ndim == 1 and measured.dtype in _TENSORS:
-            return _part(_TENSORS[measured.dtype], measured.detach().cpu().contiguous().numpy().tobytes())
+            return _part(_TENSORS[measured.dtype], measured.detach().cpu().contiguous().numpy().tobytes(), found)
         got = f"{tuple(measured.shape)} {measured.dtype}"
     expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
     raise InputError(f"{title}.measure", expected=expected, got=got)
@@ -91,12 +92,13 @@ def encode_failure(text: str) -> bytes:
     return _part(_FAILED, text.encode())
 
 
-def _part(kind: bytes, data: bytes = b"") -> bytes:
-    return _PART_HEAD.pack(kind, len(data)) + data
+def _part(kind: bytes, data: bytes = b"", found: Sequence[Finding] = ()) -> bytes:
+    texts = hash_text(json.dumps(texts_of(found))) if found else 0
+    return _PART_HEAD.pack(kind, len(data), texts) + data
 
 
-def decode_tables(rows: Sequence[bytes], number: int) -> list[Table]:
-    """Sort the ranks' rows by check.
+def decode_tables(rows: Sequence[bytes], number: int) -> list[tuple[Table, tuple[int, ...]]]:
+    """Sort the ranks' rows by check: a table, and the hash of each rank's own findings (0 without any).
 
     A rank that measured fewer values than another is padded with zeros. Values that identify such a rank come first in its row.
 
@@ -105,34 +107,37 @@ def decode_tables(rows: Sequence[bytes], number: int) -> list[Table]:
         number: Number of checks that were due.
     """
     parts_by_rank = [_split(row, number) for row in rows]
-    return [_table(parts) for parts in zip(*parts_by_rank, strict=True)]
+    tables = []
+    for parts in zip(*parts_by_rank, strict=True):  # of one check
+        kinds, hashes, data = zip(*parts, strict=True)
+        tables.append((_table(kinds, data), hashes))
+    return tables
 
 
-def _split(row: bytes, number: int) -> list[tuple[bytes, bytes]]:
-    """Split a row into kind and bytes of each check."""
-    parts: list[tuple[bytes, bytes]] = []
+def _split(row: bytes, number: int) -> list[tuple[bytes, int, bytes]]:
+    """Split a row into kind, hash and bytes of each check."""
+    parts: list[tuple[bytes, int, bytes]] = []
     offset = 0
     for _ in range(number):
-        kind, size = _PART_HEAD.unpack_from(row, offset)
+        kind, size, texts = _PART_HEAD.unpack_from(row, offset)
         offset += _PART_HEAD.size + size
-        parts.append((kind, row[offset - size : offset]))
+        parts.append((kind, texts, row[offset - size : offset]))
     return parts
 
 
-def _table(parts: Sequence[tuple[bytes, bytes]]) -> Table:
-    """Combine the ranks' parts of one check."""
-    kinds = {kind for kind, _ in parts}
+def _table(kinds: Sequence[bytes], data: Sequence[bytes]) -> Table:
+    """Combine the ranks' numbers of one check."""
     # an error on any rank, a rank without a row, or kinds that cannot be compared
     if _FAILED in kinds:
-        return {rank: data.decode(errors="replace") for rank, (kind, data) in enumerate(parts) if kind == _FAILED}
+        return {rank: data[rank].decode(errors="replace") for rank, kind in enumerate(kinds) if kind == _FAILED}
     if _NOTHING in kinds:
         return None
-    if len(kinds) > 1 and not kinds <= _LISTS.keys():
-        return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, (kind, _) in enumerate(parts)}
+    if len(set(kinds)) > 1 and not set(kinds) <= _LISTS.keys():
+        return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, kind in enumerate(kinds)}
     # rows of one length
-    longest = max(len(data) for _, data in parts)
-    rows = [array(chr(kind[1]), data.ljust(longest, b"\0")).tolist() for kind, data in parts]
-    dtype = _DTYPES.get(parts[0][0])
+    longest = max(map(len, data))
+    rows = [array(chr(kind[1]), row.ljust(longest, b"\0")).tolist() for kind, row in zip(kinds, data, strict=True)]
+    dtype = _DTYPES.get(kinds[0])
     return rows if dtype is None else torch.tensor(rows, dtype=dtype)
 
 
@@ -147,6 +152,7 @@ class Check:
     needs_peers: ClassVar[bool] = True
     every_n_steps: int
     action: dict[str, str]
+    _found: list[Finding]  # of this rank alone, since ``measure`` began
 
     # ------------------------------------------------------------------ written by a check
 
@@ -163,19 +169,23 @@ class Check:
 
         Decide from the table alone. It is the same on every rank.
         """
-        raise NotImplementedError
+        return []
 
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
-        """Return this rank's text about a new finding for ``explain``. None for no text."""
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
+        """Return this rank's text about a new finding, or another value that JSON has, for ``explain``. None for nothing."""
         return None
 
-    def explain(self, finding: Finding, texts: list[str]) -> list[Finding]:
-        """Return the finding with details from the texts of all ranks, or several findings in its place."""
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
+        """Return the finding with details from the texts of all ranks, or other findings for its check and place."""
         return [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return this rank's tensor for a new finding. Its largest difference between ranks is added to the finding."""
         return None
+
+    def add(self, fault: str, case: str = "check", *, name: str, **fields: Any) -> None:
+        """Add a finding that this rank makes by itself in ``measure``, as ``Finding.of`` makes it. All ranks report it."""
+        self._found.append(Finding.of(fault, case, name=name, **fields))
 
     # ------------------------------------------------------------------ observations of a check, without communication
 
@@ -281,9 +291,10 @@ class RowExchange:
         # by the id of a check and the stage: rows that still wait for an exchange, and the step of the last row measured
         self._waiting: dict[tuple[int, CheckStage], bytes | Callable[[], Measured]] = {}
         self._steps: dict[tuple[int, CheckStage], int] = {}
+        self._local: dict[tuple[int, CheckStage], list[Finding]] = {}  # findings of this rank alone
         self._failures: dict[int, str] = {}  # sent in place of the next row
         self._switched_off: set[int] = set()
-        self._explained: dict[tuple[str, str, str], list[Finding]] = {}
+        self._explained: dict[tuple[str, ...], list[Finding]] = {}
 
     # ------------------------------------------------------------------ transport
 
@@ -316,7 +327,7 @@ class RowExchange:
 
     def gather_json(self, place: str, value: object) -> list[Any]:
         """Return a plain value of each rank, in rank order. Communicates as ``gather_rows``."""
-        return [json.loads(row) for row in self.gather_rows(place, json.dumps(value).encode())]
+        return [json.loads(row) for row in self.gather_rows(place, json.dumps(value, default=str).encode())]
 
     def max_difference(self, local: Tensor | None) -> float | None:
         """Return the largest difference between any two ranks of a tensor's elements. None if ranks cannot be compared.
@@ -374,11 +385,12 @@ class RowExchange:
             self._steps[id(check), stage] = step
             if id(check) in self._failures:
                 continue
+            check._found = found = self._local[id(check), stage] = []
             try:
                 row = check.measure(self._trainer, self._module, stage)
                 if isinstance(row, Tensor):
                     row = HostCopy(row).read
-                self._waiting[id(check), stage] = row if callable(row) else encode(row, check.title)
+                self._waiting[id(check), stage] = row if callable(row) else encode(row, check.title, found)
             except Exception as error:
                 self.note_failure(check, "measure", error)
 
@@ -389,7 +401,7 @@ class RowExchange:
     def _pack_one(self, check: Check, stage: CheckStage) -> bytes:
         row = self._waiting.pop((id(check), stage), _part(_NOTHING))
         try:
-            part = row if isinstance(row, bytes) else encode(row(), check.title)
+            part = row if isinstance(row, bytes) else encode(row(), check.title, self._local[id(check), stage])
         except Exception as error:
             self.note_failure(check, "measure", error)
         if id(check) in self._failures:
@@ -428,13 +440,27 @@ class RowExchange:
         """
         found: list[tuple[Check, Finding]] = []
         # each check has its own table: one row a rank, all of the same step
-        for check, table in zip(checks, decode_tables(rows, len(checks)), strict=True):
+        for check, (table, hashes) in zip(checks, decode_tables(rows, len(checks)), strict=True):
             if isinstance(table, dict):
                 found += placed(check, [self._failed(check, table)], step, place)
             elif table is not None:
-                found += placed(check, self._judge(check, table, stage), self._steps[id(check), stage], stage.value)
+                judged = self._combine_local(check, stage, hashes) + self._judge(check, table, stage)
+                found += placed(check, judged, self._steps[id(check), stage], stage.value)
         if found:
             self.report_findings(self._add_differences(self._explain(found)))
+
+    def _combine_local(self, check: Check, stage: CheckStage, hashes: Sequence[int]) -> list[Finding]:
+        """Return the findings that ranks made by themselves.
+
+        Communication: none if every rank made the same. Else one gather, once for the same findings.
+        """
+        local = self._local.get((id(check), stage), [])
+        if len(set(hashes)) == 1:
+            return local
+        key = check.title, str(hashes)
+        if key not in self._explained:
+            self._explained[key] = findings_of_texts(self.gather_json("texts about findings", texts_of(local)))
+        return self._explained[key]
 
     def _judge(self, check: Check, table: Table, stage: CheckStage) -> list[Finding]:
         """Let a check judge. The error of a check that fails on this rank alone travels at its next exchange."""
@@ -473,7 +499,9 @@ class RowExchange:
                 if finding.key not in self._explained:
                     self._explained[finding.key] = self._explain_one(check, finding)
                 better = self._explained[finding.key]
-            explained += [(check, replace(each, step=finding.step, moment=finding.moment)) for each in better]
+            for each in better:
+                there = replace(each, check=finding.check, step=finding.step, moment=finding.moment)
+                explained.append((check, there))
         return explained
 
     def _explain_one(self, check: Check, finding: Finding) -> list[Finding]:
@@ -512,7 +540,7 @@ class RowExchange:
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
-        self.report.add([finding for _, finding in found], [check.action for check, _ in found], self._trainer)
+        self.report.add([(finding, check.action) for check, finding in found], self._trainer)
 
 
 def placed(check: Check, findings: Sequence[Finding], step: int, place: str) -> list[tuple[Check, Finding]]:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
@@ -57,6 +57,7 @@ class _Batch:
         stepped: Number of steps that were made (a gradient scaler may have skipped one).
         backwards: Backward passes through Lightning.
         has_synchronised: True if one of them reduced gradients.
+        is_row_sent: True if the strategy's handshake has sent the row of this backward, before Lightning's hook.
         parameters: Parameters that must be equal on all ranks, once they have been looked up.
     """
 
@@ -64,22 +65,8 @@ class _Batch:
     stepped: int = 0
     backwards: int = 0
     has_synchronised: bool = False
+    is_row_sent: bool = False
     parameters: dict[str, Tensor] | None = None
-
-
-@dataclass
-class _StrategyHandshake:
-    """The handshake of the strategy, which may carry the rows before backward.
-
-    Attributes:
-        carries_rows: True if it carries them.
-        checks: Checks with rows in it.
-        is_sent: True if the row of this backward has been sent, before Lightning's hook.
-    """
-
-    carries_rows: bool = False
-    checks: Sequence[Check] = ()
-    is_sent: bool = False
 
 
 class CheckRunner(Callback):
@@ -97,6 +84,7 @@ class CheckRunner(Callback):
         module: As given.
         checkpoint: Checkpoint that is saved or loaded, at SAVE and LOAD.
         steps: Batches of this fit that made an optimizer step.
+        rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
         own_time: Time that checks take, including their gathers.
     """
@@ -112,14 +100,14 @@ class CheckRunner(Callback):
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
         folder: Path | None = run_folder(trainer) if settings.file else None
         self.row_exchange = RowExchange(trainer, module, watch, Report(settings, folder), self._blind)
-        self._batch, self._handshake = _Batch(), _StrategyHandshake()
+        self._batch, self.rows_in_strategy_handshake = _Batch(), False
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
         # checks by the observation that they override, and ids of our checks that failed on this rank
         self._observers: dict[str, list[Check]] = {}
         self._blinded: set[int] = set()
         self._ran_dry = False
-        self._handles: dict[Optimizer, Any] = {}
+        self._handles: dict[object, Any] = {}
         for check in self.checks:
             check.join(self)
 
@@ -151,11 +139,6 @@ class CheckRunner(Callback):
         return self._batch.backwards
 
     @property
-    def rows_in_strategy_handshake(self) -> bool:
-        """Whether rows before backward travel in the strategy's handshake."""
-        return self._handshake.carries_rows
-
-    @property
     def synchronising(self) -> bool:
         """Whether the next backward reduces gradients. False on a step that only accumulates."""
         strategy = self.trainer.strategy
@@ -174,21 +157,23 @@ class CheckRunner(Callback):
             self._batch.parameters = self._parameters.current()
         return self._batch.parameters
 
-    def guarded(self, check: Check, function: Callable[..., None]) -> Callable[..., None]:
-        """Return a function for a hook before the user's forward: its error is a failure of the check, not of the training.
+    def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
+        """Let a check see the arguments of each forward of a module, ``see(args, kwargs)``, until the fit ends.
 
-        It is a function and no method, so that a copy of the module (as in the dry run) does not copy the check.
+        Its error is a failure of the check, not of the training. A copy of the module, as in the dry run, is not seen.
         """
+        own = id(module)
 
-        def call(*args: Any) -> None:
-            if id(check) in self._blinded:
+        # a function and no method, so that a copy of the module does not copy the check
+        def hook(called: nn.Module, *arguments: Any) -> None:
+            if id(called) != own or id(check) in self._blinded:
                 return
             try:
-                function(*args)
+                see(*arguments)
             except Exception as error:
                 self.row_exchange.note_failure(check, "a hook before forward", error)
 
-        return call
+        self._handles[id(check), own] = module.register_forward_pre_hook(hook, with_kwargs=True)
 
     # ------------------------------------------------------------------ the fit, in its order
 
@@ -217,7 +202,7 @@ class CheckRunner(Callback):
             # under our strategy the rows before backward travel in its handshake
             attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
             if attach_payload is not None and any(CheckStage.BEFORE_BACKWARD in check.stages for check in self.checks):
-                self._handshake.carries_rows = attach_payload(self._payload, self._judge_payloads)
+                self.rows_in_strategy_handshake = attach_payload(self._payload, self._judge_payloads)
         self.run_stage(CheckStage.TRAIN_START)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -252,11 +237,11 @@ class CheckRunner(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless the strategy's handshake did."""
         self._enter(f"backward of step {self.step}")
-        if self._handshake.is_sent:  # the loss was seen and judged there
-            self._handshake.is_sent = False
+        if self._batch.is_row_sent:  # the loss was seen and judged there
+            self._batch.is_row_sent = False
             return
         self._see_loss(loss)
-        if self.synchronising and not self._handshake.carries_rows:
+        if self.synchronising and not self.rows_in_strategy_handshake:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
 
     def _see_loss(self, loss: Tensor | None) -> None:
@@ -267,20 +252,19 @@ class CheckRunner(Callback):
 
     def _payload(self) -> bytes:
         """Measure this rank's row, as the strategy's handshake leaves."""
-        self._handshake.is_sent = True
+        self._batch.is_row_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
             stage = CheckStage.BEFORE_BACKWARD
-            self._handshake.checks = due = self._due(stage)
+            due = self._due(stage)
             self.row_exchange.measure(due, stage, self.step)
             return self.row_exchange.pack(due, stage)
 
     def _judge_payloads(self, rows: list[bytes]) -> None:
         """Judge all ranks' rows, as the strategy's handshake is read."""
         stage = CheckStage.BEFORE_BACKWARD
-        if self._handshake.checks:
-            with self.own_time:
-                self.row_exchange.judge(self._handshake.checks, stage, rows, self.step, place=stage.value)
+        with self.own_time:
+            self.row_exchange.judge(self._due(stage), stage, rows, self.step, place=stage.value)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the gradients of a backward, before the module's own hook."""

@@ -165,7 +165,7 @@ def _users_line() -> str:
     found = ""
     for frame, number in frames:
         path = frame.f_code.co_filename
-        package = _package_of(path)
+        package = package_of(path)
         if package in _PASS_ON:
             continue
         if package in _KNOWN and not found:
@@ -183,7 +183,7 @@ def _drops_gradient(frame: FrameType) -> bool:
     return frame.f_code.co_name == "_all_gather_ddp_if_available" and not frame.f_locals["sync_grads"]
 
 
-def _package_of(path: str) -> str:
+def package_of(path: str) -> str:
     """Return the name of the library that a file belongs to. Empty for the user's own code."""
     if Path(path).is_relative_to(_OURS):
         return _OURS.name

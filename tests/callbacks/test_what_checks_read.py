@@ -26,7 +26,7 @@ def test_rows_come_back_as_they_were_measured() -> None:
     tensors = [torch.tensor(EXTREMES), floats, torch.arange(5, dtype=torch.uint8)]
     measured = [EXTREMES, [], [1, 2.5, math.inf], *tensors]
     sent = b"".join(row_exchange.encode(each, "Check") for each in measured)
-    back = row_exchange.decode_tables([sent, sent], len(measured))
+    back = [table for table, _ in row_exchange.decode_tables([sent, sent], len(measured))]
     assert back[:3] == [[each, each] for each in measured[:3]]
     for table, tensor in zip(back[3:], tensors, strict=True):
         assert torch.equal(table, torch.stack([tensor, tensor]))
@@ -34,14 +34,14 @@ def test_rows_come_back_as_they_were_measured() -> None:
 
 def test_rows_that_do_not_fit_together() -> None:
     def table(*measured: Any) -> Any:
-        return row_exchange.decode_tables([row_exchange.encode(each, "Check") for each in measured], 1)[0]
+        return row_exchange.decode_tables([row_exchange.encode(each, "Check") for each in measured], 1)[0][0]
 
     assert table([1, 2], [3]) == [[1, 2], [3, 0]]
     assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
     assert table([1], [1.5]) == [[1], [1.5]]
     assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
     sent = [row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")]
-    assert row_exchange.decode_tables(sent, 1) == [{1: "broke"}]
+    assert row_exchange.decode_tables(sent, 1) == [({1: "broke"}, (0, 0))]
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])
