@@ -35,7 +35,6 @@ from lightning_ddp_losses.distributed.raw_collectives import NarrowRows
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
-from lightning_ddp_losses.losses.call_arguments import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.class_heads import (
     head_of,
     penalty_of,
@@ -59,6 +58,7 @@ from lightning_ddp_losses.losses.sharded_weight import (
     positions_in,
     refuse_joint_draws,
 )
+from lightning_ddp_losses.losses.tuples import GlobalTuples, miner_counts, miner_weights
 
 _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # key in a state dict's metadata
