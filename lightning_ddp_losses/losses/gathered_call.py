@@ -244,10 +244,11 @@ class PMLCall:
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
         rows, tuples = given.get("embeddings"), given.get("indices_tuple")
         # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes), and is gathered like any batch
-        counts_own_rows = tuples is not None and not isinstance(tuples, (row_tuples.GlobalTuples, Tensor))
-        if counts_own_rows and compares_named_rows(inner):
-            row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", tuples)
-        own_tuples = tuples if counts_own_rows else ()
+        own_tuples: Sequence[Tensor] = ()
+        if tuples is not None and not isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
+            own_tuples = tuples
+        if compares_named_rows(inner):
+            row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", own_tuples)
         indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(own_tuples)}
         gathered = gather(batches | indices)
         self.seed = shared_seed(gathered)

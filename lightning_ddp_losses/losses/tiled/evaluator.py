@@ -262,8 +262,6 @@ class TiledCall:
         plan = self.plan
         return plan.pair_loss(self.loss, plan.reductions, like, run, records=self.records)
 
-    # pairs
-
     def _may_be_whole(self) -> bool:
         """Return whether the host need not know anything about the pairs. The same on all ranks."""
         call, plan = self.call, self.plan
@@ -359,8 +357,7 @@ class _Tiles:
         self._buffer = self._like.new_empty(0)
         count, width = len(embeddings), len(references)
         if count and width:
-            row_bytes = distance.row_bytes(width, self._like)
-            most = rows_of_a_tile(row_bytes, width, embeddings.device, tiled.tile_bytes)
+            most = rows_of_a_tile(distance.row_bytes(width, self._like), width, embeddings.device, tiled.tile_bytes)
             size = -(-count // -(-count // most))
             self.parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
 

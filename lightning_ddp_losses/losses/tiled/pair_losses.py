@@ -211,8 +211,12 @@ class PairLoss:
 
     def grad(self, tile: Tile) -> Tensor:
         """Compute a tile's gradient, (T, C), up to ``factor``."""
-        terms = [(of_rows[tile.rows].unsqueeze(1), *of_columns) for of_rows, *of_columns in self.terms]
-        return self.run(self.grad_of, tile.matrix, tile.keys, *self.grad_options, *terms)  # type: ignore[no-any-return]
+        return self.grad_by(self.terms, tile)
+
+    def grad_by(self, terms: Sequence[formulas.Term], tile: Tile) -> Tensor:
+        """Compute a tile's gradient from terms of all rows and all columns."""
+        of_tile = [(of_rows[tile.rows].unsqueeze(1), *of_columns) for of_rows, *of_columns in terms]
+        return self.run(self.grad_of, tile.matrix, tile.keys, *self.grad_options, *of_tile)  # type: ignore[no-any-return]
 
 
 class SoftmaxPairLoss(PairLoss):
@@ -221,32 +225,48 @@ class SoftmaxPairLoss(PairLoss):
     Attributes:
         rows_of: Formula of the numbers of rows.
         row_options: Its further arguments.
+        opposite_terms: As ``terms``, of the rows with counts below 0. Their gradient is subtracted.
     """
 
     width = 3
     rows_of: Callable[..., formulas.Numbers]
     row_options: tuple[Any, ...] = ()
-
-    @classmethod
-    def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        # gradients take the logarithms of the counts of rows
-        return not any(
-            reduction.weights is not None and bool((reduction.weights < 0).any()) for reduction in reductions
-        )
+    opposite_terms: Sequence[formulas.Term] = ()
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return self.run(self.rows_of, tile.matrix, tile.keys, *self.row_options), []
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         self.factor = factors[0]
+        weights = self.reductions[0].weights
+        if weights is None or not bool((weights < 0).any()):
+            self.terms = self._terms(row_stats, column_stats)
+            return
+        # a count below 0 has no logarithm: the gradient is that of the rows above 0, less that of the others with the opposite counts
+        self.terms = self._terms(_counts_above_0(row_stats, 1), _counts_above_0(column_stats, 1))
+        self.opposite_terms = self._terms(_counts_above_0(row_stats, -1), _counts_above_0(column_stats, -1))
+
+    def grad(self, tile: Tile) -> Tensor:
+        if not self.opposite_terms:
+            return super().grad(tile)
+        matrix = tile.matrix.clone()
+        grad = self.grad_by(self.terms, tile)
+        return grad.sub_(self.grad_by(self.opposite_terms, tile._replace(matrix=matrix)))
+
+    def _terms(self, row_stats: Tensor, column_stats: Tensor | None) -> list[formulas.Term]:
         numbers = [self.terms_of(row_stats)]
         if column_stats is not None:
             numbers.append(numbers[0] if column_stats is row_stats else self.terms_of(column_stats))
-        self.terms = [*zip(*numbers, strict=True)]
+        return [*zip(*numbers, strict=True)]
 
     def terms_of(self, stats: Tensor) -> formulas.Numbers:
         """Return numbers of rows, (n,) each, that the gradient needs, of their (n, k) statistics: offsets of the softmax first."""
         raise NotImplementedError
+
+
+def _counts_above_0(stats: Any, sign: int) -> Any:
+    """Return statistics, (n, 3): a log-sum-exp, and numbers in proportion to the count of the row, times the sign and 0 if below."""
+    return stats if stats is None else torch.cat([stats[:, :1], (stats[:, 1:] * sign).clamp_min_(0)], 1)
 
 
 def softmax_offsets(stats: Tensor, lse: int, count: int = 1) -> Tensor:
@@ -349,7 +369,7 @@ class MultiSimilarity(SoftmaxPairLoss):
 
     @classmethod
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        return bool(loss.alpha > 0 and loss.beta > 0) and super().supports(loss, reductions)
+        return bool(loss.alpha > 0 and loss.beta > 0)
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         maximum, softmax, highest, positive_softmax = numbers
