@@ -30,16 +30,9 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
-from lightning_ddp_losses.losses import pml_registry
+from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
-from lightning_ddp_losses.losses.gathered_call import (
-    PMLCall,
-    SeedCounter,
-    TensorCall,
-    by_name,
-    labelled_arguments,
-    same_draws,
-)
+from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss, labelled_loss
@@ -290,10 +283,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _evaluate_pml(self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""
-        given = by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
+        given = gathered_call.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
         # a loss of two views makes labels, and the loss inside it compares rows by them
         loss, two_views = labelled_loss(self.loss), pml_registry.stacks_views(self.loss)
-        given = labelled_arguments(self.loss, self._title, given)
+        given = gathered_call.labelled_arguments(self.loss, self._title, given)
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.loss and are_of_samples:
@@ -478,7 +471,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
             refuse_capture(title)
-            given = by_name(title, self.miner, names, args, kwargs)
+            given = gathered_call.by_name(title, self.miner, names, args, kwargs)
             inputs.check_devices(title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, title, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
