@@ -21,10 +21,10 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | file | content |
 |---|---|
 | ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run, and refused options |
-| ``call_arguments`` | a call's arguments on this rank: names, shapes, two views as rows with identities, tuples of rows |
-| ``evaluations`` | `Elements`, `Rows`, `Tiled`, `Replicated`: how a call is evaluated |
+| ``evaluations`` | `by_elements`, `by_moments`, `by_rows`, `replicated`: how a call is evaluated, unless it is ``tiled`` |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
-| ``gathered_call`` | a call's arguments over all ranks, its shared seed |
+| ``gathered_call`` | a call's arguments over all ranks: names, shapes, two views as rows with identities, its shared seed |
+| ``tuples`` | pairs and triplets of rows, from labels or a miner |
 | ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's, and PML's statistics |
 | ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient, `global_mean` |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
@@ -36,9 +36,9 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``clip``, ``siglip``, ``two_towers`` | losses between two towers |
 
 The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses bad input of this rank. An
-evaluation is chosen. The rows are gathered (``gathered_call``) unless it is ``Elements``. It computes a ``PartialSum`` of each sub-loss;
+evaluation is chosen. The rows are gathered (``gathered_call``) unless it is ``by_elements``. It computes a ``PartialSum`` of each sub-loss;
 ``SumExchange.gather`` exchanges them, ``GlobalSums.reduce`` makes the value and the factors, and the value gets its gradient.
-``Replicated`` has the value at once.
+``replicated`` has the value at once.
 
 Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are not compiled.
 The wrapped loss may be compiled by itself.

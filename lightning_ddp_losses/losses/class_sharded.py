@@ -34,7 +34,6 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
-from lightning_ddp_losses.losses.call_arguments import GlobalTuples, miner_counts, miner_weights
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import collects_counts, partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
@@ -51,6 +50,7 @@ from lightning_ddp_losses.losses.products import (
 )
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeight
+from lightning_ddp_losses.losses.tuples import GlobalTuples, miner_counts, miner_weights
 
 _NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # key in a state dict's metadata

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, PartialSum, host_number
+from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, GlobalSums, PartialSum, host_number
 from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
 # divided by the weights of the targets that count. LinearCrossEntropyLoss is new in torch 2.13
@@ -109,6 +109,16 @@ def _partial_sum(
     if reduction.selects and partial.may_count_nothing:
         return replace(partial, total=total + no_loss(embeddings.detach()))
     return partial
+
+
+def regularizes_embeddings(loss: Any) -> bool:
+    """Return whether a loss has a regulariser of its embeddings, which every rank computes in full."""
+    return getattr(loss, "embedding_regularizer", None) is not None
+
+
+def embedding_term(loss: Any, embeddings: Tensor) -> Tensor:
+    """Return the regulariser of all ranks' embeddings."""
+    return loss.embedding_regularization_loss(embeddings)["losses"]  # type: ignore[no-any-return]
 
 
 def _sum_over(losses: Tensor, embeddings: Tensor) -> Tensor:
@@ -219,6 +229,12 @@ def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
         distance.reset_stats()
         normalized = (distance.maybe_normalize(rows) for rows in (embeddings, references))
         distance.set_default_stats(embeddings, references, *normalized)
+
+
+def record_counts(loss: Any, sums: GlobalSums) -> None:
+    """Record the numbers of elements of each sub-loss over all ranks."""
+    for each, counts in zip(sums.partials, sums.counts(), strict=True):
+        record_sub_loss(loss, each.name, counts)
 
 
 def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:

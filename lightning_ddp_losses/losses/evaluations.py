@@ -1,14 +1,14 @@
-"""The five ways to evaluate a loss over the global batch, each an object with ``run(call)``. ``global_batch`` chooses one per call.
+"""The ways to evaluate a loss over the global batch. ``global_batch`` chooses one per call.
 
 | evaluation | this rank computes | ranks exchange |
 |---|---|---|
-| ``Elements`` | the element losses of local rows | their sums and divisors |
-| ``FromMoments`` | products of local rows | their sums, D x D numbers |
-| ``Rows`` | PML's formula on its own anchors against all rows, a few anchors at a time | their sums and divisors |
-| ``Tiled`` | the same in tiles of our own (``tiled``) | sums, divisors and, where symmetric, one statistic per row |
-| ``Replicated`` | the full loss on all rows | no more |
+| ``by_elements`` | the element losses of local rows | their sums and divisors |
+| ``by_moments`` | products of local rows | their sums, D x D numbers |
+| ``by_rows`` | PML's formula on its own anchors against all rows, a few anchors at a time | their sums and divisors |
+| ``tiled.TiledCall`` | the same in tiles of our own | sums, divisors and, where symmetric, one statistic per row |
+| ``replicated`` | the full loss on all rows | no more |
 
-``Rows`` works on chunks (``RowChunks``). Backward computes each again. If all anchors of this rank make one chunk of ordinary
+``by_rows`` works on chunks (``RowChunks``). Backward computes each again. If all anchors of this rank make one chunk of ordinary
 size, that chunk is computed once and keeps its graph.
 
 All give the same value and gradient. Each exchange opens with a handshake, so that ranks that disagree get the same error.
@@ -20,24 +20,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, precision
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.call_arguments import enough_pairs
 from lightning_ddp_losses.losses.element_losses import (
     collects_counts,
     element_losses,
+    embedding_term,
     partial_sums_of,
+    record_counts,
     record_norms,
-    record_sub_loss,
+    regularizes_embeddings,
     torch_partial_sum,
 )
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
@@ -52,177 +50,72 @@ from lightning_ddp_losses.losses.partial_sums import (
     value_with_grad,
 )
 from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss, name_in_lightly
-from lightning_ddp_losses.losses.tiled import TiledCall
+from lightning_ddp_losses.losses.tuples import enough_pairs
 
 
-@dataclass(frozen=True)
-class LocalCall:
-    """A call's arguments on this rank, which are not gathered.
-
-    Attributes:
-        args: Positional arguments. PML's losses have none.
-        kwargs: Arguments by name.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Elements:
-    """A loss that is a sum over samples: each rank its own rows."""
-
-    loss: Any
-    exchange: SumExchange
-
-    def run(self, call: LocalCall) -> Tensor:
-        """Return the global loss, from this rank's rows alone."""
-        # sums and divisors of this rank's elements
-        if is_pml_loss(self.loss):
-            rows, empty = call.kwargs["embeddings"], 0.0
-            partials = self._pml_partials(rows, call.kwargs.get("labels"))
-        else:
-            rows = next(value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
-            empty = math.nan  # torch's mean over nothing
-            partials = [torch_partial_sum(self.loss, call.args, call.kwargs)]
-        # the global loss, from those of all ranks
-        sums = _gather_sums(self.loss, self.exchange, partials, rows)
-        value = global_loss(sums, empty=empty, window_source=(self.loss, self.exchange.title))
-        # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
-        return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
-
-    def _pml_partials(self, embeddings: Tensor, labels: Tensor | None) -> list[PartialSum]:
+def by_elements(loss: Any, exchange: SumExchange, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return the global loss that is a sum over samples, from this rank's rows alone. PML's losses have no positional arguments."""
+    # sums and divisors of this rank's elements
+    if is_pml_loss(loss):
+        rows, labels, empty, losses = kwargs["embeddings"], kwargs.get("labels"), 0.0, {}
         # without rows, the terms that do not depend on them still count, once
-        losses = {}
-        if embeddings.shape[0] or labels is not None:
-            losses = element_losses(self.loss, embeddings, labels)
-        return partial_sums_of(self.loss.reducer, losses, embeddings, labels)
+        if rows.shape[0] or labels is not None:
+            losses = element_losses(loss, rows, labels)
+        partials = partial_sums_of(loss.reducer, losses, rows, labels)
+    else:
+        rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        empty = math.nan  # torch's mean over nothing
+        partials = [torch_partial_sum(loss, args, kwargs)]
+    # the global loss, from those of all ranks
+    sums = _gather_sums(loss, exchange, partials, rows)
+    value = global_loss(sums, empty=empty, window_source=(loss, exchange.title))
+    # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
+    return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
 
 
-@dataclass(frozen=True)
-class FromMoments:
-    """A loss of lightly that is a function of mean and covariance over all ranks."""
-
-    loss: Any
-    group: Group
-
-    def run(self, call: LocalCall) -> Tensor:
-        """Return the global loss of two views, (B, D) each."""
-        first, second = (*call.args, *call.kwargs.values())
-        loss = self.loss
-        if name_in_lightly(loss) == "BarlowTwinsLoss":
-            return barlow_twins(first, second, lambd=loss.lambda_param, group=self.group)
-        weights = {"invariance": loss.lambda_param, "variance": loss.mu_param, "covariance": loss.nu_param}
-        return vicreg(first, second, **weights, eps=loss.eps, group=self.group)
+def by_moments(loss: Any, views: Sequence[Tensor], group: Group) -> Tensor:
+    """Return the global loss of lightly that is a function of mean and covariance of two views, (B, D) each."""
+    first, second = views
+    if name_in_lightly(loss) == "BarlowTwinsLoss":
+        return barlow_twins(first, second, lambd=loss.lambda_param, group=group)
+    weights = {"invariance": loss.lambda_param, "variance": loss.mu_param, "covariance": loss.nu_param}
+    return vicreg(first, second, **weights, eps=loss.eps, group=group)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A loss that is a sum over anchors, by PML's formula: each rank its own anchors.
+def by_rows(loss: Any, exchange: SumExchange, call: PMLCall, chunk_bytes: int | None = None) -> Tensor:
+    """Return the global loss that is a sum over anchors, by PML's formula: each rank its own anchors.
 
-    Attributes:
+    Args:
         loss: PML's.
         exchange: Exchange of sums between the ranks.
+        call: Its arguments over all ranks.
         chunk_bytes: The most that a chunk of anchors may take, roughly. None: a default.
     """
-
-    loss: Any
-    exchange: SumExchange
-    chunk_bytes: int | None = None
-
-    def run(self, call: PMLCall) -> Tensor:
-        """Return the global loss."""
-        rows = call.given["embeddings"]
-        # sums and divisors of this rank's anchors
-        chunks = RowChunks(self.loss, call, chunks_of(self.loss, call, self.chunk_bytes))
-        partials = chunks.partial_sums()
-        record_norms(getattr(self.loss, "distance", None), call.arguments["embeddings"], call.references)
-        # the embedding regulariser, which every rank computes in full
-        regularizer = None
-        if _regularizes_embeddings(self.loss):
-            regularizer = _embedding_term(self.loss, call.arguments["embeddings"])
-            full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=ONE_ELEMENT)
-            partials = [*partials, full]
-        # sums and divisors of all ranks
-        sums = _gather_sums(self.loss, self.exchange, partials, rows)
-        if not chunks.recomputes:
-            return global_loss(sums)
-        # the number now, the gradient chunk by chunk in backward
-        value, factors = sums.reduce()
-        if regularizer is None:
-            return chunks.value(factors, value)
-        return value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
+    # sums and divisors of this rank's anchors
+    chunks = RowChunks(loss, call, chunks_of(loss, call, chunk_bytes))
+    partials = chunks.partial_sums()
+    record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
+    # the embedding regulariser, which every rank computes in full
+    regularizer = None
+    if regularizes_embeddings(loss):
+        regularizer = embedding_term(loss, call.arguments["embeddings"])
+        full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=ONE_ELEMENT)
+        partials = [*partials, full]
+    # sums and divisors of all ranks
+    sums = _gather_sums(loss, exchange, partials, call.given["embeddings"])
+    if not chunks.recomputes:
+        return global_loss(sums)
+    # the number now, the gradient chunk by chunk in backward
+    value, factors = sums.reduce()
+    if regularizer is None:
+        return chunks.value(factors, value)
+    return value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
 
 
-@dataclass(frozen=True)
-class Tiled:
-    """A loss that is a sum over anchors, in tiles of our own: each rank its own anchors.
-
-    Attributes:
-        tiled: The call and its options.
-        exchange: Exchange of sums between the ranks.
-    """
-
-    tiled: TiledCall
-    exchange: SumExchange
-
-    def run(self, call: PMLCall) -> Tensor:
-        """Return the global loss."""
-        tiled, exchange, loss, rows = self.tiled, self.exchange, self.tiled.loss, call.given["embeddings"]
-        tiled.rehearse(exchange.title)
-        # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
-        handshake_bytes = handshake.HANDSHAKE_BYTES + tiled.payload_capacity()
-        try:
-            forward = tiled.forward()
-            partials, present = forward.partial_sums(), forward.is_no_zero()
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
-        # those of all ranks: the number now, the gradient tile by tile in backward
-        sums, row_stats = exchange.gather(
-            partials,
-            rows,
-            with_counts=tiled.records,
-            present=present,
-            row_stats=forward.row_stats if tiled.symmetric else None,
-            rows_by_rank=call.counts["embeddings"],
-            handshake_bytes=handshake_bytes,
-        )
-        graph, value = forward.value(sums, row_stats)
-        if tiled.records:
-            _record_counts(loss, sums)
-        record_norms(loss.distance, call.arguments["embeddings"], call.references)
-        # the embedding regulariser, which every rank computes in full
-        if not _regularizes_embeddings(loss):
-            return graph
-        regularizer = _embedding_term(loss, self._rows_with_grad(call))
-        record_sub_loss(loss, "embedding_reg_loss", ONE_ELEMENT)
-        return value_with_grad(value + regularizer.detach(), graph + regularizer)
-
-    def _rows_with_grad(self, call: PMLCall) -> Tensor:
-        """Return all ranks' rows in the graph of this rank's. Symmetric tiles leave the gathered ones without."""
-        everywhere: Tensor = call.arguments["embeddings"]
-        if not self.tiled.symmetric:
-            return everywhere
-        local = call.given["embeddings"]
-        place = (0, call.bound[0], local.shape[0])
-        (everywhere,) = own_slices_with_grad([everywhere.detach()], [local], [place], group=self.exchange.group)
-        return everywhere
-
-
-@dataclass(frozen=True)
-class Replicated:
-    """Any loss that is deterministic given its inputs: every rank computes the full loss."""
-
-    loss: nn.Module
-
-    def run(self, call: PMLCall | TensorCall) -> Any:
-        """Return the loss itself, on the rows of all ranks, with rank 0's random numbers."""
-        with (
-            autograd_graph.inside_global_batch(),
-            same_draws(self.loss, call.seed, call.batches),
-            _copied_distances(self.loss),
-        ):
-            return self.loss(*call.args, **call.kwargs)
+def replicated(loss: nn.Module, call: PMLCall | TensorCall) -> Any:
+    """Return the loss itself, on the rows of all ranks, with rank 0's random numbers: every rank computes the full loss."""
+    with autograd_graph.inside_global_batch(), same_draws(loss, call.seed, call.batches), _copied_distances(loss):
+        return loss(*call.args, **call.kwargs)
 
 
 @contextlib.contextmanager
@@ -244,21 +137,8 @@ def _gather_sums(loss: Any, exchange: SumExchange, partials: list[PartialSum], l
     with_counts = collects_counts(loss)
     sums, _ = exchange.gather(partials, like, with_counts=with_counts)
     if with_counts:
-        _record_counts(loss, sums)
+        record_counts(loss, sums)
     return sums
-
-
-def _record_counts(loss: Any, sums: GlobalSums) -> None:
-    for each, counts in zip(sums.partials, sums.counts(), strict=True):
-        record_sub_loss(loss, each.name, counts)
-
-
-def _regularizes_embeddings(loss: Any) -> bool:
-    return getattr(loss, "embedding_regularizer", None) is not None
-
-
-def _embedding_term(loss: Any, embeddings: Tensor) -> Tensor:
-    return loss.embedding_regularization_loss(embeddings)["losses"]  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- a few anchors at a time

@@ -1,8 +1,15 @@
-"""The arguments of one call over all ranks: gathered, checked, with one seed and one numbering of rows for all.
+"""The arguments of one call over all ranks: named, gathered, checked, with one seed and one numbering of rows for all.
 
 ``PMLCall`` is a call of a pytorch-metric-learning (PML) loss or miner. Its arguments have meanings: labels, references, a miner's
 tuples. ``TensorCall`` is one of any other loss: every tensor is a batch. With them come the random numbers that are the same
 on every rank (``SeedCounter``, ``shared_seed``, ``same_draws``).
+
+PML's ``SelfSupervisedLoss`` is no separate formula: row i of one view has the identity of row i of the other, and the loss inside it
+compares rows by these labels. PML numbers the rows of one process, so each rank would count from 0 again. Here the rows of both views are
+one batch per rank, and the identities are counted over all ranks. Then every evaluation of labelled rows evaluates two views.
+
+* symmetric: the loss inside gets both views as rows of one batch (SimCLR's objective with ``NTXentLoss``).
+* one way (``symmetric=False``): the rows of one view are anchors, those of the other references.
 
 Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` rows over all ranks, ``G'`` references over all ranks (the rows themselves where there
 are no others).
@@ -18,6 +25,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from pytorch_metric_learning.losses import SelfSupervisedLoss, VICRegLoss
 from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
@@ -25,13 +33,167 @@ from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.losses import call_arguments
-from lightning_ddp_losses.losses.call_arguments import GlobalTuples
-from lightning_ddp_losses.losses.pml_registry import compares_named_rows, facts_of, may_draw
+from lightning_ddp_losses.losses import tuples as row_tuples
+from lightning_ddp_losses.losses.pml_registry import (
+    compares_named_rows,
+    facts_of,
+    is_of_pml,
+    may_draw,
+    stacks_views,
+    takes_class_labels,
+    two_views_loss,
+)
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
 _REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+
+
+_SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
+_TWO_VIEWS = ("embeddings", "ref_emb")  # how ``SelfSupervisedLoss`` calls its views
+
+
+# ---------------------------------------------------------------------- arguments of this rank, by name
+
+
+def by_name(
+    title: str, inner: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a call's arguments by name, without those that are None.
+
+    Args:
+        title: Name of the call in messages.
+        inner: The loss or miner.
+        names: Names of the positional arguments.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+
+    Raises:
+        InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
+            embeddings that are not (n, D).
+    """
+    twice = [name for name in names[: len(args)] if name in kwargs]
+    are_too_many = len(args) > len(names)
+    if are_too_many or twice:
+        got = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones"
+        fix = None
+        if are_too_many and tuple(names) == _TWO_VIEWS:
+            fix = (
+                "It compares two views. For more, hand in torch.cat(views) with labels that are unique over all ranks."
+            )
+        raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    given = {name: value for name, value in given.items() if value is not None}
+    if takes_class_labels(inner):
+        _refuse_labels(title, inner, given)
+    if is_of_pml(inner):
+        _refuse_odd_shapes(title, given)
+    return given
+
+
+def _refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse labels that are no class indices: a second view in their place, one-hot rows, flags, or floating numbers."""
+    for name in ("labels", "ref_labels"):
+        labels = given.get(name)
+        if not isinstance(labels, Tensor):
+            continue
+        is_one_hot = labels.ndim == 2 and _is_one_hot(labels)
+        is_index = labels.dtype != torch.bool and not labels.is_floating_point() and not labels.is_complex()
+        if is_index and not is_one_hot:
+            continue
+        fix = fix_for_views(inner)
+        if is_one_hot:
+            fix = "Pass class indices in place of one-hot rows: labels.int().argmax(1)."
+        elif labels.ndim < 2:
+            fix = "Pass class indices: labels.long()."
+        kind = "a floating dtype" if labels.is_floating_point() or labels.is_complex() else str(labels.dtype)
+        got = f"{kind} of shape {tuple(labels.shape)}"
+        raise InputError(f"{title}: {name}", expected="an integer per row (torch.int64)", got=got, fix=fix)
+
+
+def _is_one_hot(rows: Tensor) -> bool:
+    """Return whether each row is a single 1 among zeros."""
+    are_flags = bool(((rows == 0) | (rows == 1)).all())
+    return len(rows) > 0 and are_flags and bool((rows.sum(1) == 1).all())
+
+
+def _refuse_odd_shapes(title: str, given: Mapping[str, Any]) -> None:
+    """Refuse embeddings and labels of other shapes than PML's."""
+    for name, shape, dimensions in _SHAPES:
+        value = given.get(name)
+        if value is None or (isinstance(value, Tensor) and value.ndim == dimensions):
+            continue
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{title}: {name}", expected=f"a tensor of shape {shape}", got=got)
+
+
+# ---------------------------------------------------------------------- two views without labels
+
+
+def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments as ``labelled_loss(loss)`` takes them. ``PMLCall`` adds the labels.
+
+    Args:
+        loss: The loss that was called.
+        title: Its name in messages.
+        given: Its arguments by name.
+
+    Returns:
+        Both views as (2 B, D) ``embeddings`` if ``stacks_views``, else the arguments as they are.
+
+    Raises:
+        InputError: for a view that is missing, no tensor, or of another shape than the other.
+    """
+    if two_views_loss(loss) is None:
+        return given
+    _refuse_views(title, given)
+    if not stacks_views(loss):
+        return given
+    return {"embeddings": torch.cat([given[name] for name in _TWO_VIEWS])}
+
+
+def identities_of(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Return labels of the rows of all ranks, each rank's first view before its second.
+
+    Args:
+        counts: Rows of each rank, both views together.
+        device: Their device.
+
+    Returns:
+        (2 G,) int64, a sample's number over all ranks, for both of its rows.
+    """
+    samples = torch.arange(sum(counts) // 2, device=device)
+    parts = torch.split(samples, [rows // 2 for rows in counts])
+    return torch.cat([part.repeat(2) for part in parts])
+
+
+def by_view(rows: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the rows of one process, the first view of all ranks before the second, from rows in the order of ``identities_of``."""
+    sizes = [both // 2 for both in counts for _ in _TWO_VIEWS]
+    parts = torch.split(rows, sizes)
+    return torch.cat([*parts[0::2], *parts[1::2]])
+
+
+def fix_for_views(loss: nn.Module) -> str:
+    """Return advice how two views are given to a loss that was called with the second in the place of labels."""
+    name = type(loss).__name__
+    if name in SelfSupervisedLoss.supported_losses():
+        return f"Two views without labels: GlobalBatchLoss(SelfSupervisedLoss({name}(...)))(view1, view2)."
+    if isinstance(loss, VICRegLoss):
+        return "Pass the second view as ref_emb."
+    return "Pass class indices, one per row."
+
+
+def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
+    shapes = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in given.items()}
+    first, second = (shapes.get(name) for name in _TWO_VIEWS)
+    expect(
+        len(shapes) == 2 and first is not None and first == second and len(first) == 2,
+        f"{title}: views",
+        expected="embeddings and ref_emb, (n, D) each: row i of one belongs to row i of the other",
+        got=", ".join(f"{name} {shape or type(given[name]).__name__}" for name, shape in shapes.items()),
+        error=InputError,
+    )
 
 
 # ---------------------------------------------------------------------- a call of PML's
@@ -80,11 +242,14 @@ class PMLCall:
         # each tensor travels once, and each index tensor of this rank's own tuples
         aliases = {name: own for name, own in _REFERENCES if _is_same_tensor(given, name, own)}
         batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
-        tuples = given.get("indices_tuple")
+        rows, tuples = given.get("embeddings"), given.get("indices_tuple")
+        # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes), and is gathered like any batch
+        own_tuples: Sequence[Tensor] = ()
+        if tuples is not None and not isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
+            own_tuples = tuples
         if compares_named_rows(inner):
-            call_arguments.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", _own_tuples(tuples))
-        rows = given.get("embeddings")
-        indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(_own_tuples(tuples))}
+            row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", own_tuples)
+        indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(own_tuples)}
         gathered = gather(batches | indices)
         self.seed = shared_seed(gathered)
         names = [*batches, *indices]
@@ -92,7 +257,7 @@ class PMLCall:
         self.narrow_dtypes = dict(zip(names, gathered.narrow_dtypes, strict=True))
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
-        if isinstance(tuples, GlobalTuples):
+        if isinstance(tuples, row_tuples.GlobalTuples):
             references = None if facts_of(inner).own_references else self.total_references
             tuples.check(type(inner).__name__, self.total_rows, references)
         # the loss gets the rows of all ranks, with tuples that count them
@@ -119,7 +284,7 @@ class PMLCall:
             return self.arguments
         # a loss that draws random numbers draws by the order of rows
         counts = self.counts["embeddings"]
-        return {name: call_arguments.by_view(self.arguments[name], counts) for name in ("embeddings", "labels")}
+        return {name: by_view(self.arguments[name], counts) for name in ("embeddings", "labels")}
 
     @property
     def batches(self) -> Iterable[Any]:
@@ -171,7 +336,7 @@ class PMLCall:
             return False
         mined = self.arguments.get("indices_tuple")
         matching = self._matching() if mined is None else None
-        return call_arguments.are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
+        return row_tuples.are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
 
     def global_pair_counts(self) -> tuple[int, int]:
         """Return how many positive and negative pairs the labels of all ranks make."""
@@ -186,7 +351,7 @@ class PMLCall:
         mined, (start, stop) = self.arguments.get("indices_tuple"), self.bound
         if mined is not None:
             counts = torch.stack(
-                [call_arguments.count_indices(anchors, len(labels)) for anchors in call_arguments.named_anchors(mined)]
+                [row_tuples.count_indices(anchors, len(labels)) for anchors in row_tuples.named_anchors(mined)]
             )
             on_host = counts[:, start:stop].cpu()
             # those of pairs are two kinds, a triplet has both
@@ -204,7 +369,7 @@ class PMLCall:
         triplets, same, positives = facts_of(self._inner).compares_triplets, ref_labels is labels, None
         if mined is None and labels.device.type != "cpu":
             positives = self._matching()[slice(*bounds)] - int(same)
-        return call_arguments.anchor_tuples(
+        return row_tuples.anchor_tuples(
             labels, ref_labels, bounds, mined, triplets=triplets, same=same, positives=positives
         )
 
@@ -228,7 +393,7 @@ class PMLCall:
     def _matching(self) -> Tensor:
         """Return ``same_label_counts``, once computed."""
         if self._matching_counts is None:
-            self._matching_counts = call_arguments.same_label_counts(*self._all_labels())
+            self._matching_counts = row_tuples.same_label_counts(*self._all_labels())
         return self._matching_counts
 
     def _all_labels(self) -> tuple[Tensor, Tensor]:
@@ -255,7 +420,7 @@ class PMLCall:
         """Number the rows of two views without labels: row i of one belongs to row i of the other, over all ranks."""
         device = arguments["embeddings"].device
         if self._two_views:
-            labels = call_arguments.identities_of(self.counts["embeddings"], device)
+            labels = identities_of(self.counts["embeddings"], device)
         else:
             labels = torch.arange(self.total_rows, device=device)
             arguments.setdefault("ref_labels", labels.clone())
@@ -302,16 +467,6 @@ class PMLCall:
 
 def _is_same_tensor(given: Mapping[str, Any], name: str, other: str) -> bool:
     return isinstance(given.get(name), Tensor) and given[name] is given.get(other)
-
-
-def _own_tuples(tuples: Any) -> Sequence[Tensor]:
-    """Return a miner's tuples that count this rank's rows.
-
-    A tensor is no tuple of indices but a value per row (ManifoldLoss's classes) and is gathered like any batch.
-    """
-    if tuples is None or isinstance(tuples, (GlobalTuples, Tensor)):
-        return ()
-    return tuples  # type: ignore[no-any-return]
 
 
 def _on_device_of(rows: Any, index: Tensor) -> Tensor:

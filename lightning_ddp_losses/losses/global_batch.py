@@ -30,16 +30,16 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
-from lightning_ddp_losses.losses import call_arguments, pml_registry
-from lightning_ddp_losses.losses.call_arguments import GlobalTuples, labelled_loss
-from lightning_ddp_losses.losses.evaluations import Elements, FromMoments, LocalCall, Replicated, Rows, Tiled
+from lightning_ddp_losses.losses import gathered_call, pml_registry
+from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.partial_sums import SumExchange
-from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss
+from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
+from lightning_ddp_losses.losses.tuples import GlobalTuples
 
 _WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own rows
 
@@ -178,7 +178,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         plan = tiled_plan(labelled_loss(self.loss))
         if plan is None:
             return "row tiles"
-        symmetric = plan.symmetric and not call_arguments.compares_one_way(self.loss)
+        symmetric = plan.symmetric and not pml_registry.compares_one_way(self.loss)
         return "tiled, symmetric" if symmetric else "tiled"
 
     def exact_modes(self) -> tuple[Mode, ...]:
@@ -245,7 +245,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if isinstance(self.loss, TORCH_LOSS_TYPES):
             buffers = [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
         if not tensors.are_on_one_device(buffers):
-            given = {**self._by_name(args), **kwargs}
+            names = (
+                self._argument_names(args) if is_pml_loss(self.loss) else map("argument {}".format, range(len(args)))
+            )
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
             inputs.check_devices(self._title, given, precision.parameters_of(self.loss), buffers=buffers)
 
     def _evaluate(self, rows: RowsAsGiven, /, *args: Any, **kwargs: Any) -> Any:
@@ -256,14 +259,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             handshake.raise_on_all_ranks(not_exact(self._title, mode, modes), self._title, group=self._group)
         try:
             if is_pml_loss(self.loss):
-                evaluation, call = self._choose_pml(mode, rows, args, kwargs)
+                value = self._evaluate_pml(mode, rows, args, kwargs)
             else:
-                evaluation, call = self._choose_torch(mode, rows, args, kwargs)
-            value = evaluation.run(call)
-            # last: if warnings are errors, peers are not in the middle of the evaluation
-            if isinstance(call, PMLCall):
-                self._warn_identities(call)
-                self._warn_moved_pairs(call)
+                value = self._evaluate_torch(mode, rows, args, kwargs)
         except Exception as error:  # errors that all ranks raise pass through
             handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if self.queue_position is not None:
@@ -272,34 +270,27 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     # ------------------------------------------------------------------ choose
 
-    def _choose_torch(
-        self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Return the evaluation of a loss that is not PML's, and its call."""
+    def _evaluate_torch(self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Evaluate a loss that is not PML's."""
         if mode == "elements":
-            return Elements(self.loss, self._exchange(rows)), LocalCall(args, kwargs)
-        if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in (*args, *kwargs.values())):
+            return by_elements(self.loss, self._exchange(rows), args, kwargs)
+        views = (*args, *kwargs.values())
+        if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             self._upstream_grad.take()  # the coefficients are compared by the sums' own watch
-            return FromMoments(self.loss, self._group), LocalCall(args, kwargs)
+            return by_moments(self.loss, views, self._group)
         gather = partial(self._gather, rows, self.backward)
-        return Replicated(self.loss), TensorCall(self._title, args, kwargs, self.batch_dims, gather)
+        return replicated(self.loss, TensorCall(self._title, args, kwargs, self.batch_dims, gather))
 
-    def _choose_pml(
-        self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Return the evaluation of a PML loss, the same on every rank, and its call."""
-        given = call_arguments.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
+    def _evaluate_pml(self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Evaluate a PML loss, in the same way on every rank."""
+        given = gathered_call.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
         # a loss of two views makes labels, and the loss inside it compares rows by them
-        loss, two_views = labelled_loss(self.loss), call_arguments.stacks_views(self.loss)
-        given = call_arguments.labelled_arguments(self.loss, self._title, given)
+        loss, two_views = labelled_loss(self.loss), pml_registry.stacks_views(self.loss)
+        given = gathered_call.labelled_arguments(self.loss, self._title, given)
         # a sum over samples needs no other rank's rows
-        if (
-            mode == "elements"
-            and loss is self.loss
-            and set(given) <= {"embeddings", "labels"}
-            and isinstance(given.get("embeddings"), Tensor)
-        ):
-            return Elements(self.loss, self._exchange(rows)), LocalCall((), given)
+        are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
+        if mode == "elements" and loss is self.loss and are_of_samples:
+            return by_elements(self.loss, self._exchange(rows), (), given)
 
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
         def backward(counts: dict[str, list[int]]) -> Backward:
@@ -307,34 +298,38 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
         gather = partial(self._gather, rows, backward)
         call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
+        value = self._evaluate_gathered(mode, rows, loss, call)
+        # last: if warnings are errors, peers are not in the middle of the evaluation
+        self._warn_identities(call)
+        self._warn_moved_pairs(call)
+        return value
+
+    def _evaluate_gathered(self, mode: str, rows: RowsAsGiven, loss: Any, call: PMLCall) -> Any:
+        """Evaluate a PML loss that has gathered the rows of all ranks."""
         # a sum over anchors: our own tiles if there are any, else PML's formula on this rank's anchors
-        if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(given):
+        if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(call.given):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
-                symmetric = plan.is_symmetric(given, two_views=two_views)
+                symmetric = plan.is_symmetric(call)
                 form = rows.form
                 if self.products == "auto" and not call.is_bf16_on_all_ranks():
                     form = "float32"
-                tile_options = self.tile_bytes, self._tile_compiler, form
-                tiled = TiledCall(loss, plan, call, symmetric, self._group, *tile_options)
-                return Tiled(tiled, self._exchange(rows)), call
+                options = self.tile_bytes, self._tile_compiler, form
+                return TiledCall(loss, plan, call, symmetric, self._exchange(rows), *options).run()
             if call.rows_possible():
-                return Rows(loss, self._exchange(rows), self.tile_bytes), call
+                return by_rows(loss, self._exchange(rows), call, self.tile_bytes)
         # the full loss on every rank
         if self.queue_position is not None:
-            if not call.total_rows:
-                expected = "rows on some rank, as the memory needs them"
-                raise InputError(
-                    f"{self._title}: embeddings", expected=expected, got="0 rows on all ranks", collective=True
-                )
+            expect(
+                call.total_rows,
+                f"{self._title}: embeddings",
+                expected="rows on some rank, as the memory needs them",
+                got="0 rows on all ranks",
+                error=InputError,
+                collective=True,
+            )
             self.queue_position.check(call.rows_to_remember(), self._title)
-        return Replicated(loss), call
-
-    def _by_name(self, args: tuple[Any, ...]) -> dict[str, Any]:
-        """Return positional arguments by their names in messages."""
-        if is_pml_loss(self.loss):
-            return dict(zip(self._argument_names(args), args, strict=False))
-        return {f"argument {position}": value for position, value in enumerate(args)}
+        return replicated(loss, call)
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Return PML's names of the positional arguments. A memory also takes as many as a plain loss does."""
@@ -476,7 +471,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
             refuse_capture(title)
-            given = call_arguments.by_name(title, self.miner, names, args, kwargs)
+            given = gathered_call.by_name(title, self.miner, names, args, kwargs)
             inputs.check_devices(title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, title, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]

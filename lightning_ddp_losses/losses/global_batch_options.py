@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, torchmetrics_states
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option, explained_by
-from lightning_ddp_losses.losses.call_arguments import labelled_loss
 from lightning_ddp_losses.losses.pml_registry import (
     MODES,
     allowed_modes,
     gathering_option,
     gathers_by_itself,
+    labelled_loss,
     returns_no_number,
 )
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products

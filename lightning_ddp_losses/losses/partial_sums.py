@@ -337,15 +337,14 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
     totals = [each.total for each in sums.partials]
     # sums of one rank hold all rows, which an exchange has gathered if there are more ranks
     once = "GlobalBatchLoss" if len(sums.table) > 1 else None
-    if window_source is None:
-        return value_with_grad(value, *totals, factors=factors, once=once)
-    parts, window = sums.window_parts(), current_window()
-    if window is None:
+    window = current_window()
+    if window_source is None or window is None:
         result = value_with_grad(value, *totals, factors=factors, once=once)
-        note_parts(result, parts)
+        if window_source is not None:
+            note_parts(result, sums.window_parts())
         return result
     # in an accumulation window: each sub-loss as a part of that in all its micro-batches
-    call = window.enter(*window_source, parts)
+    call = window.enter(*window_source, sums.window_parts())
     marked = []
     for index, (each, total, factor) in enumerate(zip(values, totals, factors, strict=True)):
         marked.append(call.mark(value_with_grad(each, total, factors=[factor], once=once), index))

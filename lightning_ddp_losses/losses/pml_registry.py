@@ -228,6 +228,26 @@ def two_views_loss(loss: object) -> Any:
     return None
 
 
+def labelled_loss(loss: nn.Module) -> Any:
+    """Return the loss that compares rows by their labels: the one in a ``SelfSupervisedLoss``, which only makes labels, else the loss.
+
+    A subclass may make something else of its views, and is then a different loss.
+    """
+    two_views = two_views_loss(loss)
+    return loss if two_views is None else two_views.loss
+
+
+def stacks_views(loss: nn.Module) -> bool:
+    """Return whether a loss compares the rows of both views as one batch."""
+    two_views = two_views_loss(loss)
+    return two_views is not None and bool(two_views.symmetric)
+
+
+def compares_one_way(loss: nn.Module) -> bool:
+    """Return whether a loss compares the rows of one view with those of the other only."""
+    return two_views_loss(loss) is not None and not stacks_views(loss)
+
+
 @lru_cache(maxsize=64)
 def _nt_xent(temperature: float) -> nn.Module:
     loss: nn.Module = pml.SelfSupervisedLoss(pml.NTXentLoss(temperature))

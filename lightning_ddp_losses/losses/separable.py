@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.losses.call_arguments import anchor_tuples, labelled_loss
 from lightning_ddp_losses.losses.element_losses import element_losses, partial_sums_of, torch_partial_sum
 from lightning_ddp_losses.losses.partial_sums import PartialSum, global_loss, sum_of, sums_of_all_rows
-from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of
+from lightning_ddp_losses.losses.pml_registry import Mode, can_split, facts_of, labelled_loss
+from lightning_ddp_losses.losses.tuples import anchor_tuples
 
 _HALVES = ((0, 5), (5, 12))  # unequal on purpose
 # errors of a loss that cannot run on a part

@@ -11,25 +11,42 @@ of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
-from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.losses.element_losses import collects_counts, no_loss
+from lightning_ddp_losses.losses.element_losses import (
+    collects_counts,
+    embedding_term,
+    no_loss,
+    record_counts,
+    record_norms,
+    record_sub_loss,
+    regularizes_embeddings,
+)
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import SUM_BYTES, GlobalSums, PartialSum, host_number, value_with_grad
+from lightning_ddp_losses.losses.partial_sums import (
+    ONE_ELEMENT,
+    SUM_BYTES,
+    GlobalSums,
+    PartialSum,
+    SumExchange,
+    host_number,
+    value_with_grad,
+)
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tiled.distances import Side, TileDistance, is_one_product, tile_distance
+from lightning_ddp_losses.losses.tiled.distances import Side, is_one_product, tile_distance
 from lightning_ddp_losses.losses.tiled.masks import NamedPairs, NamedTriplets, Pairs, SortedPairs, Tile, WholePairs
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
@@ -45,7 +62,8 @@ a band of a few columns. At 64 MiB and 3 TB/s the difference is 0.6 ms. SupCon h
 """
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # with more pairs there are two of one kind, whatever the labels
-_REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+
+GradSums: TypeAlias = tuple[Tensor, Tensor | None]  # of rows, and of columns if they are wanted
 
 
 # ---------------------------------------------------------------------- which losses
@@ -65,26 +83,20 @@ class TiledPlan:
     reductions: tuple[Reduction, ...]
     symmetric: bool
 
-    def is_symmetric(self, given: Mapping[str, Any], *, two_views: bool) -> bool:
-        """Return whether a call with these arguments compares the rows of one batch with each other.
-
-        Args:
-            given: The arguments by name.
-            two_views: The embeddings are both views of each sample, which need no labels.
-        """
-        if two_views:
-            return self.symmetric
-        if not self.symmetric or "indices_tuple" in given:
-            return False
-        if not isinstance(given.get("embeddings"), Tensor) or not isinstance(given.get("labels"), Tensor):
-            return False
-        return all(given.get(reference, given[own]) is given[own] for reference, own in _REFERENCES)
+    def is_symmetric(self, call: PMLCall) -> bool:
+        """Return whether a call compares the rows of one batch with each other, without a miner's tuples. The same on all ranks."""
+        is_one_batch = call.references is call.arguments["embeddings"] and call.ref_labels is call.arguments["labels"]
+        return self.symmetric and is_one_batch and "indices_tuple" not in call.arguments
 
 
 def tiled_plan(loss: Any) -> TiledPlan | None:
     """Plan the tiled evaluation of a loss as it is configured. None: it has none."""
     pair_loss: type[PairLoss] | None = pair_loss_of(loss)
-    if pair_loss is None or type(loss.distance) not in DISTANCES or _learns(loss):
+    if pair_loss is None or type(loss.distance) not in DISTANCES:
+        return None
+    # pair losses take numbers. A temperature or margin that is a tensor may need a gradient
+    held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
+    if any(isinstance(value, Tensor) for value in held):
         return None
     found = [reduction_of(loss.reducer, name) for name in pair_loss.sub_losses]
     reductions = tuple(each for each in found if each is not None and not each.given_divisor)
@@ -92,12 +104,6 @@ def tiled_plan(loss: Any) -> TiledPlan | None:
         return None
     symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
     return TiledPlan(pair_loss, reductions, symmetric)
-
-
-def _learns(loss: Any) -> bool:
-    """Return whether a temperature or margin is a tensor, which may need a gradient. Pair losses take numbers."""
-    held = [*loss.parameters(), *vars(loss).values(), *vars(loss.distance).values()]
-    return any(isinstance(value, Tensor) for value in held)
 
 
 def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_bytes: int | None) -> int:
@@ -130,14 +136,14 @@ def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_byte
 
 @dataclass(frozen=True)
 class TiledCall:
-    """One call of a loss on tiles, with its options. ``forward`` evaluates it.
+    """One call of a loss that is a sum over anchors, in tiles of our own: each rank its own anchors. ``run`` evaluates it.
 
     Attributes:
         loss: pytorch-metric-learning's.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
         symmetric: True if ``plan.is_symmetric``. The gathered rows then get no gradient.
-        group: Process group.
+        exchange: Exchange of sums between the ranks.
         tile_bytes: The most that a tile may take. None: a default.
         compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: they are not compiled.
         products: Form of products of rows, if the distance is one.
@@ -147,10 +153,50 @@ class TiledCall:
     plan: TiledPlan
     call: PMLCall
     symmetric: bool
-    group: Group
+    exchange: SumExchange
     tile_bytes: int | None = None
     compiler: TileCompiler | None = None
     products: ProductForm = "float32"
+
+    def run(self) -> Tensor:
+        """Return the global loss."""
+        call, exchange, rows = self.call, self.exchange, self.call.given["embeddings"]
+        self._rehearse()
+        # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
+        handshake_bytes = handshake.HANDSHAKE_BYTES + self._payload_capacity()
+        try:
+            forward = self._forward()
+            partials, present = forward.partial_sums(), forward.is_no_zero()
+        except Exception as error:
+            handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
+        # those of all ranks: the number now, the gradient tile by tile in backward
+        sums, row_stats = exchange.gather(
+            partials,
+            rows,
+            with_counts=self.records,
+            present=present,
+            row_stats=forward.row_stats if self.symmetric else None,
+            rows_by_rank=call.counts["embeddings"],
+            handshake_bytes=handshake_bytes,
+        )
+        graph, value = forward.value(sums, row_stats)
+        if self.records:
+            record_counts(self.loss, sums)
+        record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
+        # the embedding regulariser, which every rank computes in full
+        if not regularizes_embeddings(self.loss):
+            return graph
+        regularizer = embedding_term(self.loss, self._rows_with_grad())
+        record_sub_loss(self.loss, "embedding_reg_loss", ONE_ELEMENT)
+        return value_with_grad(value + regularizer.detach(), graph + regularizer)
+
+    def _rows_with_grad(self) -> Tensor:
+        """Return all ranks' rows in the graph of this rank's. Symmetric tiles leave the gathered ones without."""
+        everywhere, local = self.call.arguments["embeddings"], self.call.given["embeddings"]
+        if self.symmetric:
+            place = (0, self.call.bound[0], local.shape[0])
+            (everywhere,) = own_slices_with_grad([everywhere.detach()], [local], [place], group=self.exchange.group)
+        return everywhere  # type: ignore[no-any-return]
 
     @cached_property
     def records(self) -> bool:
@@ -160,9 +206,9 @@ class TiledCall:
     @cached_property
     def on_device(self) -> bool:
         """Whether exchanged numbers stay on the device, which is not synchronized."""
-        return not self.records and travels_on_device(self.call.given["embeddings"], self.group)
+        return not self.records and travels_on_device(self.call.given["embeddings"], self.exchange.group)
 
-    def payload_capacity(self) -> int:
+    def _payload_capacity(self) -> int:
         """Return bytes that any rank's payload fits in. The same on all ranks."""
         totals = SUM_BYTES * len(self.plan.pair_loss.sub_losses)
         if not self.symmetric or self.on_device:  # there the statistics travel apart from the handshake
@@ -171,7 +217,7 @@ class TiledCall:
         return totals + max(self.call.counts["embeddings"]) * _MOST_STATS * item
 
     @torch.no_grad()
-    def rehearse(self, title: str) -> None:
+    def _rehearse(self) -> None:
         """Let the ranks compile together the functions of forward and backward that are new."""
         compiler, call = self.compiler, self.call
         if compiler is None or not self._may_be_whole():
@@ -197,28 +243,24 @@ class TiledCall:
             pair_loss.prepare_backward(stats, column_stats, [like.new_ones(())] * len(pair_loss.sub_losses))
             pair_loss.grad(tile)
 
-        compiler.rehearse(title, kind, rehearsal, self.group)
+        compiler.rehearse(self.exchange.title, kind, rehearsal, self.exchange.group)
 
-    def forward(self) -> TiledForward:
-        """Evaluate the tiles. The other ranks then need ``pack`` or ``device_stats`` of the result."""
-        whole, like = self._is_whole(), self.call.given["embeddings"].detach()
+    def _forward(self) -> TiledForward:
+        """Evaluate the tiles."""
+        like = self.call.given["embeddings"].detach()
         if is_one_product(self.loss.distance):
             warn_of_tf32(f"GlobalBatchLoss({type(self.loss).__name__})", self.products, like)
-        inputs, rows, columns = _Inputs.of(self, copy=not whole)
-        if whole:
+        if self._is_whole():
             pairs: Pairs = WholePairs(*self._labels(), like, compiled=self.compiler is not None)
+            pair_loss = self.new_pair_loss(like, self.compiler)
         else:
-            pairs = self._known_pairs(like, len(columns.rows))
-        pair_loss = self.new_pair_loss(like, self.compiler if whole else None)
-        tiles = _Tiles(inputs.distance, pairs, rows, columns, like, pair_loss.scale, self.tile_bytes)
-        return TiledForward(self, inputs, tiles, pair_loss)
+            pairs, pair_loss = self._known_pairs(like), self.new_pair_loss(like, None)
+        return TiledForward(self, _Tiles(self, pairs, pair_loss.scale), pair_loss)
 
     def new_pair_loss(self, like: Tensor, run: Callable[..., Any] | None) -> PairLoss:
         """Return the loss on tiles like these, which calls their functions by ``run``."""
         plan = self.plan
         return plan.pair_loss(self.loss, plan.reductions, like, run, records=self.records)
-
-    # pairs
 
     def _may_be_whole(self) -> bool:
         """Return whether the host need not know anything about the pairs. The same on all ranks."""
@@ -242,7 +284,7 @@ class TiledCall:
         matrix_bytes = len(rows) * self.call.total_references * rows.element_size()
         return self.plan.pair_loss.masks_any_size or matrix_bytes <= MASKED_BYTES
 
-    def _known_pairs(self, like: Tensor, columns: int) -> Pairs:
+    def _known_pairs(self, like: Tensor) -> Pairs:
         """Return the pairs of this rank's rows and all columns: those of a miner, else those of the labels."""
         call = self.call
         labels, reference_labels, first = self._labels()
@@ -252,7 +294,8 @@ class TiledCall:
         tuples = call.local_tuples()
         if len(tuples) == 3 and facts_of(self.loss).compares_triplets:
             return NamedTriplets(tuples, len(labels))
-        pairs = NamedPairs(tuples, len(labels), columns, like.dtype, once=self.plan.pair_loss.counts_pairs_once)
+        once = self.plan.pair_loss.counts_pairs_once
+        pairs = NamedPairs(tuples, len(labels), call.total_references, like.dtype, once=once)
         if pairs.contradict:
             raise InputError(
                 f"{type(self.loss).__name__}: indices_tuple",
@@ -270,108 +313,53 @@ class TiledCall:
         return labels, reference_labels, call.bound[0] if reference_labels is call.arguments["labels"] else None
 
 
-class _Inputs(NamedTuple):
-    """Embeddings of a call and their prepared rows, for the way back.
-
-    Attributes:
-        distance: Prepares rows and computes tiles.
-        embeddings: (B, D), with their graph.
-        prepared: As the distance compares them.
-        references: (G, D), with their graph. None: they need no gradient.
-        prepared_references: As the distance compares them.
-        bound: Rows of this rank among the references, if it gets the gradient with these, else None.
-    """
-
-    distance: TileDistance
-    embeddings: Tensor
-    prepared: Operand
-    references: Tensor | None
-    prepared_references: Operand | None
-    bound: slice | None
-
-    @classmethod
-    def of(cls, tiled: TiledCall, *, copy: bool) -> tuple[_Inputs, Operand, Operand]:
-        """Prepare this rank's rows and all columns. Return them too.
-
-        Args:
-            tiled: The call.
-            copy: The columns are sorted: views of the unsorted ones would keep them alive.
-        """
-        call = tiled.call
-        embeddings, references = call.given["embeddings"], call.references
-        everyone = call.arguments["embeddings"]
-        embeddings = match_requires_grad(embeddings, everyone.requires_grad)
-        distance = tile_distance(tiled.loss.distance, references.shape[0], tiled.products)
-        columns = distance.prepare(references)
-        is_one_batch = references is everyone
-        prepared = columns.part(slice(*call.bound)) if is_one_batch else distance.prepare(embeddings)
-        if is_one_batch and copy:
-            lengths = prepared.lengths
-            prepared = Operand(prepared.rows.clone(), None if lengths is None else lengths.clone())
-        found = cls(distance, embeddings, prepared, None, None, None)
-        if references.requires_grad and not tiled.symmetric:
-            bound = slice(*call.bound) if is_one_batch else None
-            found = cls(distance, embeddings, prepared, references, columns, bound)
-        return found, prepared, columns
-
-    def with_graph(self) -> list[Tensor]:
-        """Return the tensors that get a gradient."""
-        if self.references is None:
-            return [self.embeddings]
-        return [self.references] if self.bound is not None else [self.embeddings, self.references]
-
-    def vjp(self, rows_grad: Tensor, columns_grad: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """Return the gradients of ``with_graph``, from those of the prepared rows and columns."""
-        back, references = self.distance.prepare_vjp, self.references
-        if columns_grad is not None and references is not None and self.prepared_references is not None:
-            if self.bound is not None:
-                columns_grad[self.bound] += rows_grad
-            columns_grad = back(references, self.prepared_references, columns_grad)
-        if self.bound is not None:
-            return (columns_grad,)
-        found = back(self.embeddings, self.prepared, rows_grad) if wanted[0] else None
-        return (found,) if references is None else (found, columns_grad)
-
-
 class _Tiles:
-    """Rows and columns in the tiles' order and form.
+    """Rows and columns of a call in the tiles' order and form, and the way of their gradients back.
 
     Args:
-        distance: Computes tiles.
+        tiled: The call.
         pairs: Pairs of rows and columns.
-        rows: This rank's B, prepared.
-        columns: All C, prepared.
-        like: Tensor of the tiles' dtype and device.
         scale: Factor of the distances.
-        tile_bytes: The most that a tile may take. None: a default.
 
     Attributes:
-        rows: In the order of the tiles, as the distance keeps them.
-        columns: Also.
+        embeddings: (B, D), with their graph.
+        references: (G, D), with their graph. None: they need no gradient.
+        rows: This rank's, in the order of the tiles, as the distance keeps them.
+        columns: All, also.
         parts: Rows of each tile.
     """
 
-    def __init__(
-        self,
-        distance: TileDistance,
-        pairs: Pairs,
-        rows: Operand,
-        columns: Operand,
-        like: Tensor,
-        scale: float,
-        tile_bytes: int | None,
-    ) -> None:
-        self.distance, self.pairs, self.scale = distance, pairs, scale
-        self.rows = distance.kept_rows(_sorted_operand(rows, pairs.row_order))
-        self.columns = distance.kept_columns(_sorted_operand(columns, pairs.column_order))
-        self.parts: list[slice] = []
-        count, width = len(rows.rows), len(columns.rows)
+    def __init__(self, tiled: TiledCall, pairs: Pairs, scale: float) -> None:
+        call, self.pairs, self._scale = tiled.call, pairs, scale
+        embeddings, references, everyone = call.given["embeddings"], call.references, call.arguments["embeddings"]
+        self.embeddings = embeddings = match_requires_grad(embeddings, everyone.requires_grad)
+        # rows and columns as they are compared
+        distance = self._distance = tile_distance(tiled.loss.distance, len(references), tiled.products)
+        columns = distance.prepare(references)
+        is_one_batch = references is everyone
+        if is_one_batch:
+            rows = columns.part(slice(*call.bound))
+            if pairs.column_order is not None:  # the rows would keep the unsorted columns in memory
+                rows = _each(torch.clone, rows)
+        else:
+            rows = distance.prepare(embeddings)
+        self._prepared = rows
+        # the gradient of references. If they are one batch with the rows, these get theirs with it
+        wants_references = references.requires_grad and not tiled.symmetric
+        self.references = references if wants_references else None
+        self._prepared_references = columns if wants_references else None
+        self._bound = slice(*call.bound) if wants_references and is_one_batch else None
+        # sorted, in the distance's form
+        self.rows = distance.kept_rows(_each(partial(_sorted, order=pairs.row_order), rows))
+        self.columns = distance.kept_columns(_each(partial(_sorted, order=pairs.column_order), columns))
+        # as few tiles as fit, of one size
+        self._like, self.parts = embeddings.detach(), list[slice]()
+        self._buffer = self._like.new_empty(0)
+        count, width = len(embeddings), len(references)
         if count and width:
-            most = rows_of_a_tile(distance.row_bytes(width, like), width, like.device, tile_bytes)
-            # as few tiles as these, of one size
+            most = rows_of_a_tile(distance.row_bytes(width, self._like), width, embeddings.device, tiled.tile_bytes)
             size = -(-count // -(-count // most))
             self.parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-        self._like, self._buffer = like, like.new_empty(0)
 
     def __iter__(self) -> Iterator[slice]:
         yield from self.parts
@@ -383,19 +371,46 @@ class _Tiles:
         if self._buffer.numel() < rows * columns:
             self._buffer = self._like.new_empty(rows * columns)  # memory that all tiles of a pass share
         matrix = self._buffer[: rows * columns].view(rows, columns)
-        matrix = self.distance.matrix(self.rows.part(part), self.columns, self.scale, matrix)
-        overwrites = not (keep or self.distance.needs_matrix_in_vjp)
+        matrix = self._distance.matrix(self.rows.part(part), self.columns, self._scale, matrix)
+        overwrites = not (keep or self._distance.needs_matrix_in_vjp)
         return Tile(matrix, part, self.pairs.masks(part, overwrites=overwrites))
 
-    def add_vjp_(self, tile: Tile, grad: Tensor, row_sums: Tensor, column_sums: Tensor | None) -> None:
+    def add_vjp_(self, tile: Tile, grad: Tensor, sums: GradSums) -> None:
         """Add the gradients of rows and columns, from that of a tile's matrix, or of its band of columns."""
-        matrix, columns = tile.matrix, self.columns
+        matrix, columns, (row_sums, column_sums) = tile.matrix, self.columns, sums
         if grad.shape != matrix.shape:
             band: Any = tile.keys.band  # type: ignore[union-attr]
             matrix, columns = matrix[:, band], columns.part(band)
             column_sums = None if column_sums is None else column_sums[band]
         row_side = Side(self.rows.part(tile.rows), row_sums[tile.rows])
-        self.distance.vjp_(row_side, Side(columns, column_sums), self.scale, matrix, grad)
+        self._distance.vjp_(row_side, Side(columns, column_sums), self._scale, matrix, grad)
+
+    def zeros(self, *, columns: bool = True) -> GradSums:
+        """Return empty sums for ``add_vjp_``, of rows and, if they are wanted, of columns."""
+        dtype, column_sums = self._like.dtype, None
+        if columns and self.references is not None:
+            column_sums = torch.zeros_like(self.columns.rows, dtype=dtype)
+        return torch.zeros_like(self.rows.rows, dtype=dtype), column_sums
+
+    def with_graph(self) -> list[Tensor]:
+        """Return the tensors that get a gradient."""
+        if self.references is None:
+            return [self.embeddings]
+        return [self.references] if self._bound is not None else [self.embeddings, self.references]
+
+    def vjp(self, row_sums: Tensor, column_sums: Tensor | None, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of ``with_graph``, from the sums of rows and columns."""
+        distance, references, columns_grad = self._distance, self.references, None
+        rows_grad = _unsorted(distance.rows_grad_(self.rows, row_sums), self.pairs.row_order)
+        if column_sums is not None and references is not None and self._prepared_references is not None:
+            columns_grad = _unsorted(distance.columns_grad_(self.columns, column_sums), self.pairs.column_order)
+            if self._bound is not None:
+                columns_grad[self._bound] += rows_grad
+            columns_grad = distance.prepare_vjp(references, self._prepared_references, columns_grad)
+        if self._bound is not None:
+            return (columns_grad,)
+        found = distance.prepare_vjp(self.embeddings, self._prepared, rows_grad) if wanted[0] else None
+        return (found,) if references is None else (found, columns_grad)
 
 
 class TiledForward:
@@ -403,7 +418,6 @@ class TiledForward:
 
     Args:
         tiled: The call.
-        inputs: Its embeddings.
         tiles: Its tiles.
         pair_loss: The loss on them.
 
@@ -411,13 +425,14 @@ class TiledForward:
         row_stats: (B, k), statistics of this rank's rows.
     """
 
-    def __init__(self, tiled: TiledCall, inputs: _Inputs, tiles: _Tiles, pair_loss: PairLoss) -> None:
-        self._tiled, self._inputs, self._tiles, self._pair_loss = tiled, inputs, tiles, pair_loss
-        self._is_whole = isinstance(tiles.pairs, WholePairs)
+    def __init__(self, tiled: TiledCall, tiles: _Tiles, pair_loss: PairLoss) -> None:
+        self._tiled, self._tiles, self._pair_loss = tiled, tiles, pair_loss
+        # the host knows nothing about the pairs, nor about what is exchanged
+        self._is_blind = isinstance(tiles.pairs, WholePairs) and tiled.on_device
         self._kept_tile: Tile | None = None
         # gradients of rows and columns by each sub-loss, if forward computes them already
-        self._grad_sums: list[tuple[Tensor, Tensor | None]] = []
-        wants_grad = inputs.embeddings.requires_grad or inputs.references is not None
+        self._grad_sums: list[GradSums] = []
+        wants_grad = tiles.embeddings.requires_grad or tiles.references is not None
         self._totals, self.row_stats = self._accumulate_tiles(backward_comes=wants_grad and torch.is_grad_enabled())
 
     @torch.no_grad()
@@ -428,7 +443,7 @@ class TiledForward:
         has_one_gradient = self._tiled.symmetric or not pair_loss.symmetric
         with_grads = pair_loss.grad_in_forward and has_one_gradient and backward_comes
         if with_grads:
-            self._grad_sums = [self._zeros() for _ in pair_loss.sub_losses]
+            self._grad_sums = [tiles.zeros() for _ in pair_loss.sub_losses]
         # so small a batch is not computed twice
         keeps = backward_comes and not with_grads and len(tiles.parts) == 1
         found: list[Numbers] = []
@@ -439,7 +454,7 @@ class TiledForward:
             for sums, grad in zip(self._grad_sums, grads, strict=True):
                 # on an accelerator a product more is cheaper than to wait
                 if grad.device.type != "cpu" or bool(grad.any()):
-                    tiles.add_vjp_(tile, grad, *sums)
+                    tiles.add_vjp_(tile, grad, sums)
             if keeps:
                 self._kept_tile = tile
         numbers = _of_all_rows(found) if found else pair_loss.nothing(len(tiles.rows.rows))
@@ -449,25 +464,18 @@ class TiledForward:
         totals, stats = pair_loss.finalize(numbers, labels)
         return totals, _unsorted(stats, tiles.pairs.row_order)
 
-    def _zeros(self) -> tuple[Tensor, Tensor | None]:
-        """Return empty sums of gradients of rows and, if they are wanted, of columns."""
-        rows, columns, dtype = self._tiles.rows.rows, self._tiles.columns.rows, self._inputs.embeddings.dtype
-        column_sums = None if self._inputs.references is None else torch.zeros_like(columns, dtype=dtype)
-        return torch.zeros_like(rows, dtype=dtype), column_sums
-
     # the exchanged statistics
 
     def partial_sums(self) -> list[PartialSum]:
         """Return this rank's sub-losses, without graph."""
-        names, embeddings = self._pair_loss.sub_losses, self._inputs.embeddings.detach()
-        counts_on_device = self._is_whole and self._tiled.on_device
-        if not counts_on_device and self._is_zero_loss():
+        names, embeddings = self._pair_loss.sub_losses, self._tiles.embeddings.detach()
+        if not self._is_blind and self._is_zero_loss():
             return [PartialSum(no_loss(embeddings), host_number(0.0), name=name) for name in names]
         found = []
         for name, each in zip(names, self._totals, strict=True):
             total = each.total
             # a NaN passes no limit: if no entry passes it would be lost
-            if not self._is_whole and each.may_count_nothing:
+            if not self._is_blind and each.may_count_nothing:
                 total = total + no_loss(embeddings)
             found.append(replace(each, total=total, name=name))
         return found
@@ -486,16 +494,15 @@ class TiledForward:
             positive, negative = pairs.matching - itself, rows * columns - pairs.matching
         else:
             positive, negative = call.global_pair_counts()
-        if tiled.plan.pair_loss.needs_both_kinds and not (positive and negative):
-            return True
-        return max(positive, negative) <= 1
+        lacks_a_kind = self._pair_loss.needs_both_kinds and not (positive and negative)
+        return lacks_a_kind or max(positive, negative) <= 1
 
     def is_no_zero(self) -> Tensor | None:
         """Return 0 if PML returns a zero at once, for want of negatives, else 1. None: ``partial_sums`` knows it.
 
         Without positives the loss is 0.
         """
-        if not (self._is_whole and self._tiled.on_device and self._tiled.plan.pair_loss.needs_both_kinds):
+        if not (self._is_blind and self._pair_loss.needs_both_kinds):
             return None
         labels, reference_labels = self._tiled.call.arguments["labels"], self._tiled.call.ref_labels
         assert reference_labels is not None
@@ -515,44 +522,33 @@ class TiledForward:
         """
         value, factors = sums.reduce()
         column_stats = None if all_stats is None else _sorted(all_stats, self._tiles.pairs.column_order)
-
-        def vjp(wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-            wants_columns = wanted[-1] and self._inputs.references is not None
-            grads = self._backward_tiles(column_stats, factors, wants_columns=wants_columns)
-            return self._inputs.vjp(*grads, wanted)
-
-        return value_with_grad(value, *self._inputs.with_graph(), vjp=vjp), value
+        vjp = partial(self._gradients, column_stats, factors)
+        return value_with_grad(value, *self._tiles.with_graph(), vjp=vjp), value
 
     @torch.no_grad()
-    def _backward_tiles(
-        self, column_stats: Tensor | None, factors: Sequence[Tensor], *, wants_columns: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute the gradients of the prepared rows, (B, D), and columns, (C, D).
+    def _gradients(
+        self, column_stats: Tensor | None, factors: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the tensors with a graph.
 
         Args:
             column_stats: (G, k) in the order of the columns. None: the gradient of this rank's share only.
             factors: One per sub-loss.
-            wants_columns: True if the columns' gradient is wanted, else it is None.
+            wanted: True for the tensors whose gradient is wanted.
         """
-        tiles, pairs = self._tiles, self._tiles.pairs
-        row_sums, column_sums = self._zeros()
-        if not wants_columns:
-            column_sums = None
+        sums = self._tiles.zeros(columns=wanted[-1])
         if self._grad_sums:
-            self._weigh_sums_(factors, row_sums, column_sums)
+            self._weigh_sums_(factors, sums)
         else:
-            self._add_tiles_(column_stats, factors, row_sums, column_sums)
-        rows_grad = _unsorted(tiles.distance.rows_grad_(tiles.rows, row_sums), pairs.row_order)
-        if column_sums is None:
-            return rows_grad, None
-        return rows_grad, _unsorted(tiles.distance.columns_grad_(tiles.columns, column_sums), pairs.column_order)
+            self._add_tiles_(column_stats, factors, sums)
+        return self._tiles.vjp(*sums, wanted)
 
-    def _weigh_sums_(self, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None) -> None:
+    def _weigh_sums_(self, factors: Sequence[Tensor], totals: GradSums) -> None:
         """Add the gradients of the sub-losses, which are known since forward up to their factors."""
         # transposed entries have the same gradient
         times = 2.0 if self._tiled.symmetric else 1.0
         for found, factor, sign in zip(self._grad_sums, factors, self._pair_loss.grad_signs, strict=True):
-            for total, sums in zip((row_sums, column_sums), found, strict=True):
+            for total, sums in zip(totals, found, strict=True):
                 if total is None or sums is None:
                     continue
                 if factor.device.type == "cpu":
@@ -560,10 +556,8 @@ class TiledForward:
                 else:
                     total.addcmul_(sums, factor.to(sums.dtype), value=times * sign)
 
-    def _add_tiles_(
-        self, column_stats: Tensor | None, factors: Sequence[Tensor], row_sums: Tensor, column_sums: Tensor | None
-    ) -> None:
-        """Add the gradients of all tiles. Arguments as for ``_backward_tiles``."""
+    def _add_tiles_(self, column_stats: Tensor | None, factors: Sequence[Tensor], totals: GradSums) -> None:
+        """Add the gradients of all tiles. Arguments as for ``_gradients``."""
         tiles, pair_loss, row_stats = self._tiles, self._pair_loss, self.row_stats
         if column_stats is not row_stats:
             row_stats = _sorted(row_stats, tiles.pairs.row_order)
@@ -574,9 +568,9 @@ class TiledForward:
             if tile is None:
                 tile = tiles.tile(part, keep=False)
             # their gradient, then that of the embeddings
-            tiles.add_vjp_(tile, pair_loss.grad(tile), row_sums, column_sums)
+            tiles.add_vjp_(tile, pair_loss.grad(tile), totals)
         if pair_loss.factor is not None:
-            for sums in (row_sums, column_sums):
+            for sums in totals:
                 if sums is not None:
                     sums.mul_(pair_loss.factor)
 
@@ -593,9 +587,9 @@ def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
     return values if order is None else values[order]
 
 
-def _sorted_operand(operand: Operand, order: Tensor | None) -> Operand:
-    lengths = operand.lengths
-    return Operand(_sorted(operand.rows, order), None if lengths is None else _sorted(lengths, order))
+def _each(function: Callable[[Tensor], Tensor], operand: Operand) -> Operand:
+    """Return an operand with a function applied to its rows and their lengths."""
+    return Operand(function(operand.rows), None if operand.lengths is None else function(operand.lengths))
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:

@@ -37,7 +37,7 @@ class LabelKeys(NamedTuple):
     own_columns: Tensor | None
 
 
-class LabelMasks:
+class Masks:
     """Masks of a tile with pairs that follow from labels. Each is made when it is first needed.
 
     Args:
@@ -148,14 +148,14 @@ class LabelMasks:
         return matrix.shape[1] - self.same.sum(1, dtype=matrix.dtype)
 
     def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
-        """Subtract (T, b) values from the gradient of the positives, and clear that of the rows with themselves. Return it."""
+        """Subtract (T, b) values from the gradient of the positives, and clear that of entries that are no pairs. Return it."""
         band = self.in_band(grad).addcmul_(values, self.same_or_positives, value=-1)
         filled = self.fill_itself(band, 0)
         return filled if self.band is None else grad
 
 
-class CountedMasks:
-    """Masks of a tile with pairs that a miner names. The interface of ``LabelMasks``.
+class CountedMasks(Masks):
+    """Masks of a tile with pairs that a miner names, of all columns. It names no row with itself.
 
     Args:
         positives: (T, C), how often each entry is named as a positive.
@@ -165,67 +165,42 @@ class CountedMasks:
     """
 
     counted = True
-    are_one_batch = False
-    band = None
 
     def __init__(self, positives: Tensor, negatives: Tensor, most_positives: int, *, repeats_negatives: bool) -> None:
-        self.positives, self.negatives, self.most_positives = positives, negatives, most_positives
+        self._positives, self.negatives, self.most_positives = positives, negatives, most_positives
         self._repeats_negatives = repeats_negatives
+        self.band = self._own_columns = None
 
     @property
     def same(self) -> Tensor:
-        """(T, C), the positives."""
         return self.positives > 0
 
-    @property
-    def same_or_positives(self) -> Tensor:
-        """(T, C), the positives."""
-        return self.positives
-
-    def in_band(self, values: Tensor) -> Tensor:
-        """Return the values: any column may hold positives."""
-        return values
-
-    def fill_itself(self, values: Tensor, fill: float) -> Tensor:
-        """Return the values: a miner names no row with itself."""
-        return values
-
     def without_strangers(self, matrix: Tensor, fill: float) -> Tensor:
-        """Return a matrix (T, C) with ``fill`` for entries that are no pairs."""
         return matrix.masked_fill(self._are_strangers(), fill)
 
     def split(self, matrix: Tensor, fill: float) -> tuple[Tensor, Tensor]:
-        """Return (T, C) negatives, ``fill`` elsewhere, and all entries. A negative that is named n times is as large as n of them."""
         negatives = matrix.masked_fill(self.negatives == 0, fill)
+        # a negative that is named n times is as large as n of them
         if self._repeats_negatives:
             negatives.add_(self.negatives.clamp(min=1).log_())
         return negatives, matrix
 
     def lowest_but(self, mask: Tensor, values: Tensor) -> Tensor:
-        """Return a copy of values with the lowest number outside of a mask."""
         return torch.where(mask > 0, values, torch.finfo(values.dtype).min)
 
     def weigh_negatives_(self, values: Tensor) -> Tensor:
-        """Multiply (T, C) values by how often each entry counts as a negative. Return them."""
         return values.mul_(self.negatives)
 
-    def number_of_positives(self, like: Tensor) -> Tensor:
-        """Return (T,), the number of positives of each row, in the dtype of ``like``."""
-        return self.positives.sum(1, dtype=like.dtype)
-
     def number_of_negatives(self, matrix: Tensor) -> Tensor:
-        """Return (T,), the number of negatives of each row."""
         return self.negatives.sum(1, dtype=matrix.dtype)
 
     def subtract_at_positives_(self, grad: Tensor, values: Tensor) -> Tensor:
-        """Subtract (T, C) values from the gradient of the positives, and clear that of entries that are no pairs. Return it."""
         return grad.masked_fill_(self._are_strangers(), 0).addcmul_(values, self.positives, value=-1)
 
     def _are_strangers(self) -> Tensor:
         return (self.positives + self.negatives) == 0
 
 
-Masks = LabelMasks | CountedMasks
 Keys = Masks | LabelKeys
 """Pairs of a tile, as a formula gets them."""
 
@@ -234,7 +209,7 @@ def masks_of(keys: Keys) -> Masks:
     """Return the masks of a tile. Those of labels inside a compiled function are made here."""
     if not isinstance(keys, LabelKeys):
         return keys
-    return LabelMasks(*keys, functional=True)
+    return Masks(*keys, functional=True)
 
 
 # ---------------------------------------------------------------------- pairs of a batch, tile by tile
@@ -267,7 +242,7 @@ class WholePairs:
         if self._first is not None:
             own = rows.start + self._first
         if not self._compiled:
-            return LabelMasks(labels, self._column_labels, own, lowest=self._lowest)
+            return Masks(labels, self._column_labels, own, lowest=self._lowest)
         if own is None:
             return LabelKeys(labels, self._column_labels, None)
         own_columns = torch.arange(own, own + len(labels), device=labels.device)
@@ -309,14 +284,14 @@ class SortedPairs:
         on_host: list[int] = torch.cat([starts, stops, matching]).tolist()
         self._starts, self._stops, self.matching = on_host[: len(labels)], on_host[len(labels) : -1], on_host[-1]
 
-    def masks(self, rows: slice, *, overwrites: bool) -> LabelMasks:
+    def masks(self, rows: slice, *, overwrites: bool) -> Masks:
         """Return the masks of some rows against their band of columns."""
         band = slice(self._starts[rows.start], self._stops[rows.stop - 1])
         longest = max(stop - start for start, stop in zip(self._starts[rows], self._stops[rows], strict=True))
         own = None
         if self._own_columns is not None:
             own, longest = self._own_columns[rows] - band.start, longest - 1
-        return LabelMasks(
+        return Masks(
             self._labels[rows],
             self._columns[band],
             own,

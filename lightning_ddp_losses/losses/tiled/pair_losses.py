@@ -129,8 +129,8 @@ class PairLoss:
         grad_signs: Factor of each sub-loss's gradient that is computed in forward.
         factor: Factor of gradients, after ``prepare_backward``. None: 1.
         grad_of: Formula of a tile's gradient.
-        terms: Its terms of all rows and of all columns, after ``prepare_backward``.
         grad_options: Its further arguments.
+        terms: Its terms of all rows and of all columns, after ``prepare_backward``.
     """
 
     sub_losses: ClassVar[tuple[str, ...]] = ("loss",)
@@ -146,8 +146,8 @@ class PairLoss:
     scale: float = 1.0
     factor: Tensor | None = None
     grad_of: Callable[..., Tensor]
-    terms: tuple[Any, Any]
     grad_options: tuple[Any, ...] = ()
+    terms: list[formulas.Term]
 
     def __init__(
         self,
@@ -160,7 +160,6 @@ class PairLoss:
     ) -> None:
         self.loss, self.reductions, self.like, self.run, self.records = loss, reductions, like, run or _call, records
         self.sign = -1.0 if loss.distance.is_inverted else 1.0  # of a distance: large is far
-        self.is_compiled = run is not None
 
     @classmethod
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
@@ -212,9 +211,12 @@ class PairLoss:
 
     def grad(self, tile: Tile) -> Tensor:
         """Compute a tile's gradient, (T, C), up to ``factor``."""
-        of_rows, of_columns = self.terms
-        of_tile = formulas.on_tensors(lambda term: term[tile.rows], of_rows)
-        return self.run(self.grad_of, tile.matrix, tile.keys, of_tile, of_columns, *self.grad_options)  # type: ignore[no-any-return]
+        return self.grad_by(self.terms, tile)
+
+    def grad_by(self, terms: Sequence[formulas.Term], tile: Tile) -> Tensor:
+        """Compute a tile's gradient from terms of all rows and all columns."""
+        of_tile = [(of_rows[tile.rows].unsqueeze(1), *of_columns) for of_rows, *of_columns in terms]
+        return self.run(self.grad_of, tile.matrix, tile.keys, *self.grad_options, *of_tile)  # type: ignore[no-any-return]
 
 
 class SoftmaxPairLoss(PairLoss):
@@ -223,77 +225,59 @@ class SoftmaxPairLoss(PairLoss):
     Attributes:
         rows_of: Formula of the numbers of rows.
         row_options: Its further arguments.
+        opposite_terms: As ``terms``, of the rows with counts below 0. Their gradient is subtracted.
     """
 
     width = 3
     rows_of: Callable[..., formulas.Numbers]
     row_options: tuple[Any, ...] = ()
-
-    @classmethod
-    def supports_whole(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:
-        return _have_logarithms(reductions)
+    opposite_terms: Sequence[formulas.Term] = ()
 
     def rows(self, tile: Tile, *, with_grads: bool) -> tuple[formulas.Numbers, list[Tensor]]:
         return self.run(self.rows_of, tile.matrix, tile.keys, *self.row_options), []
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         self.factor = factors[0]
-        of_rows, of_columns = self.softmaxes(row_stats, column_stats, 0, 1)
-        column_terms = None if column_stats is None else (of_columns, self.shares(column_stats))
-        self.terms = (of_rows, self.shares(row_stats)), column_terms
+        weights = self.reductions[0].weights
+        if weights is None or not bool((weights < 0).any()):
+            self.terms = self._terms(row_stats, column_stats)
+            return
+        # a count below 0 has no logarithm: the gradient is that of the rows above 0, less that of the others with the opposite counts
+        self.terms = self._terms(_counts_above_0(row_stats, 1), _counts_above_0(column_stats, 1))
+        self.opposite_terms = self._terms(_counts_above_0(row_stats, -1), _counts_above_0(column_stats, -1))
 
-    def shares(self, stats: Tensor) -> Any:
-        """Return the (n, k) statistics that the gradient needs next to the softmax."""
+    def grad(self, tile: Tile) -> Tensor:
+        if not self.opposite_terms:
+            return super().grad(tile)
+        matrix = tile.matrix.clone()
+        grad = self.grad_by(self.terms, tile)
+        return grad.sub_(self.grad_by(self.opposite_terms, tile._replace(matrix=matrix)))
+
+    def _terms(self, row_stats: Tensor, column_stats: Tensor | None) -> list[formulas.Term]:
+        numbers = [self.terms_of(row_stats)]
+        if column_stats is not None:
+            numbers.append(numbers[0] if column_stats is row_stats else self.terms_of(column_stats))
+        return [*zip(*numbers, strict=True)]
+
+    def terms_of(self, stats: Tensor) -> formulas.Numbers:
+        """Return numbers of rows, (n,) each, that the gradient needs, of their (n, k) statistics: offsets of the softmax first."""
         raise NotImplementedError
 
-    def softmaxes(
-        self, stats: Tensor, other: Tensor | None, lse: int, count: int
-    ) -> tuple[formulas.Softmax, formulas.Softmax | None]:
-        """Return the softmaxes of rows and columns, of their (n, k) statistics.
 
-        Args:
-            stats: (B, k) of the rows.
-            other: (G, k) of the columns, which may be the same tensor. None: there are none.
-            lse: Index of the log-sum-exp among the statistics.
-            count: Index of the count.
-        """
-        if (stats.device.type != "cpu" or self.is_compiled) and _have_logarithms(self.reductions):
-            # one exponential for both: fewer passes over memory, which bound the time of an accelerator
-            of_rows = formulas.Softmax(stats[:, count].log() - stats[:, lse])
-            if other is None or other is stats:
-                return of_rows, None if other is None else of_rows
-            return of_rows, formulas.Softmax(other[:, count].log() - other[:, lse])
-        parts = [(part[:, lse], part[:, count]) for part in (stats, other) if part is not None]
-        # rows that have no gradient: exp(m - inf) = 0
-        lses = [each.masked_fill((number == 0) | (each == -torch.inf), torch.inf) for each, number in parts]
-        shared = None
-        if other is not None and stats.device.type == "cpu":
-            shared = _shared_exponent([each for each, _ in parts], lses)
-        if shared is None:
-            found = [formulas.Softmax(-each, number) for each, (_, number) in zip(lses, parts, strict=True)]
-        else:
-            found = []
-            for each, (_, number) in zip(lses, parts, strict=True):
-                found.append(formulas.Softmax(-each, number * (shared - each).exp_(), shared))
-        return found[0], None if other is None else found[-1]
+def _counts_above_0(stats: Any, sign: int) -> Any:
+    """Return statistics, (n, 3): a log-sum-exp, and numbers in proportion to the count of the row, times the sign and 0 if below."""
+    return stats if stats is None else torch.cat([stats[:, :1], (stats[:, 1:] * sign).clamp_min_(0)], 1)
 
 
-def _have_logarithms(reductions: Sequence[Reduction]) -> bool:
-    """Return whether the counts of rows have a logarithm: none is negative."""
-    return all(reduction.weights is None or not bool((reduction.weights < 0).any()) for reduction in reductions)
+def softmax_offsets(stats: Tensor, lse: int, count: int = 1) -> Tensor:
+    """Return the offsets of ``softmax_grad``, (n,), of (n, k) statistics.
 
-
-def _shared_exponent(lses: list[Tensor], without_silent: list[Tensor]) -> float | None:
-    """Return a number to subtract from all entries, so that rows and columns share one exponential. None: they lie too far apart.
-
-    No entry is larger than the log-sum-exps of its row and of its column.
+    Args:
+        stats: Statistics of rows or columns.
+        lse: Index of the log-sum-exp among them.
+        count: Index of the count.
     """
-    extremes = torch.cat([*lses, *(each.neg() for each in without_silent)])
-    if not extremes.numel():
-        return 0.0
-    highest, lowest = (float(part.max()) for part in extremes.view(2, -1))
-    are_close = math.isfinite(highest) and highest + lowest < 0.65 * math.log(torch.finfo(extremes.dtype).max)
-    return highest if are_close else None
+    return stats[:, count].log() - stats[:, lse]
 
 
 class NTXent(SoftmaxPairLoss):
@@ -321,10 +305,11 @@ class NTXent(SoftmaxPairLoss):
             pull = pull * counts
         return [total], torch.stack([lse, pull, counts], 1)
 
-    def shares(self, stats: Tensor) -> tuple[Tensor, ...]:
+    def terms_of(self, stats: Tensor) -> formulas.Numbers:
+        found = softmax_offsets(stats, 0), stats[:, 0]
         # pairs of all rows count the same, unless ...
         is_uniform = self.reductions[0].weights is None and not self.reductions[0].per_anchor
-        return (stats[:, 0],) if is_uniform else (stats[:, 0], stats[:, 2])
+        return found if is_uniform else (*found, stats[:, 2])
 
     def _tiny_that_counts(self) -> float:
         """Return the number that PML adds to each ratio, or 0: between rows of unit length a ratio may never be so small that it counts."""
@@ -362,8 +347,8 @@ class SupCon(SoftmaxPairLoss):
         counts = counts.masked_fill(has_none, 0)
         return [total], torch.stack([maximum + above, counts, counts / number], 1)
 
-    def shares(self, stats: Tensor) -> Tensor:
-        return stats[:, 2]
+    def terms_of(self, stats: Tensor) -> formulas.Numbers:
+        return softmax_offsets(stats, 0), stats[:, 2]
 
 
 class MultiSimilarity(SoftmaxPairLoss):
@@ -398,10 +383,11 @@ class MultiSimilarity(SoftmaxPairLoss):
         return [total], torch.stack([maximum + above, counts, positive_lse + self._base * self._ratio], 1)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
+        super().prepare_backward(row_stats, column_stats, factors)
         self.factor = factors[0] / self.loss.beta
-        negatives = self.softmaxes(row_stats, column_stats, 0, 1)
-        positives = self.softmaxes(row_stats, column_stats, 2, 1)
-        self.terms = (negatives[0], positives[0]), None if column_stats is None else (negatives[1], positives[1])
+
+    def terms_of(self, stats: Tensor) -> formulas.Numbers:
+        return softmax_offsets(stats, 0), softmax_offsets(stats, 2)
 
 
 class Contrastive(PairLoss):
@@ -439,11 +425,10 @@ class Contrastive(PairLoss):
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         both = as_row(factors, row_stats)
         if self.grad_in_forward:
-            row_stats, column_stats = both.expand(len(row_stats), 2), None
+            counts = [both.expand(len(row_stats), 2)]
         else:
-            row_stats = row_stats * both
-            column_stats = None if column_stats is None else column_stats * both
-        self.terms = row_stats.unbind(1), None if column_stats is None else column_stats.unbind(1)
+            counts = [stats * both for stats in (row_stats, column_stats) if stats is not None]
+        self.terms = [*zip(*(each.unbind(1) for each in counts), strict=True)]
 
 
 class TripletMargin(PairLoss):

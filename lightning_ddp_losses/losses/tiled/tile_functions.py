@@ -4,7 +4,7 @@ A formula is written once for all masks of pairs (``masks``): on an accelerator 
 miner's names. No function here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
 
 Every ``*_rows`` returns numbers of the tile's rows, (T,) each. Every ``*_grad`` returns the gradient of the tile's entries, (T, C), plus
-that of the transposed entries if terms of the columns are given.
+that of the transposed entries if its terms have numbers of the columns.
 
 Each operator on a tile is a launch and a pass over memory. Entries that do not count are overwritten once, with a number whose exponential
 is 0, and not weighed. Both softmaxes of an entry, of its row and of its column, are one exponential. The sum of exponentials of a row comes
@@ -17,8 +17,8 @@ Legend: ``T`` rows of a tile, ``C`` columns, ``b`` columns of the band that may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,51 +52,32 @@ def _log_sum_exp(values: Tensor) -> Tensor:
     return values.amax(1) - values.log_softmax(1).amax(1)
 
 
-class Softmax(NamedTuple):
-    """The softmax of each row (or column), times a count, as the gradient of a tile takes it: ``count * exp(entry - lse)``.
+Term = Sequence[Tensor]
+"""Numbers of a tile's rows, (T, 1), and of its columns, (C,). Without the second the transposed entries have no gradient here."""
 
-    Attributes:
-        offset: (n,), added to an entry: ``log(count) - lse``, or ``-lse`` if the factor is the count.
-        factor: (n,), multiplies the exponential: the count. None: the offset contains it.
-        shared: Number that is subtracted from all entries, if rows and columns share one exponential. ``factor`` is then
-            ``count * exp(shared - lse)``.
+
+def softmax_grad(values: Tensor, offsets: Term, ratio: float = 1.0) -> Tensor:
+    """Return the softmax of ``ratio * values`` in rows, plus that in columns, (T, C), each times the count of the row or column.
+
+    Args:
+        values: (T, C).
+        offsets: Logarithms of the counts, less the log-sum-exps.
+        ratio: Factor of the values.
     """
-
-    offset: Tensor
-    factor: Tensor | None = None
-    shared: float | None = None
-
-
-def softmax_grad(values: Tensor, of_rows: Softmax, of_columns: Softmax | None, ratio: float = 1.0) -> Tensor:
-    """Return the softmax of ``ratio * values`` in rows, plus that in columns, (T, C)."""
-    row_offset = of_rows.offset.unsqueeze(1)
-    if of_columns is None:
-        grad = torch.add(row_offset, values, alpha=ratio).exp_()
-        return grad if of_rows.factor is None else grad.mul_(of_rows.factor.unsqueeze(1))
-    if of_rows.factor is None or of_columns.factor is None:
-        return torch.logaddexp(row_offset, of_columns.offset).add_(values, alpha=ratio).exp_()
-    if of_rows.shared is not None:
-        factors = of_rows.factor.unsqueeze(1) + of_columns.factor
-        exponents = values * ratio if ratio != 1 else values
-        return (exponents - of_rows.shared).exp_().mul_(factors)
-    transposed = torch.add(of_columns.offset, values, alpha=ratio).exp_().mul_(of_columns.factor)
-    return torch.add(row_offset, values, alpha=ratio).exp_().mul_(of_rows.factor.unsqueeze(1)).add_(transposed)
+    # one exponential for both: fewer passes over memory, which bound the time of an accelerator
+    offset = functools.reduce(torch.logaddexp, offsets)
+    return torch.add(offset, values, alpha=ratio).exp_()
 
 
-def on_tensors(function: Callable[[Tensor], Tensor], terms: Any) -> Any:
-    """Return terms, nested tuples, with a function applied to each tensor."""
-    if isinstance(terms, Tensor):
-        return function(terms)
-    if isinstance(terms, Softmax):
-        return Softmax(*(on_tensors(function, term) for term in terms))
-    if isinstance(terms, tuple):
-        return tuple(on_tensors(function, term) for term in terms)
-    return terms
-
-
-def _of_both(of_rows: Tensor, of_columns: Tensor | None) -> Tensor:
+def _of_both(term: Term) -> Tensor:
     """Add a number of each entry's row to that of its column, (T, n) or (T, 1)."""
-    return of_rows.unsqueeze(1) if of_columns is None else of_rows.unsqueeze(1) + of_columns
+    return functools.reduce(torch.add, term)
+
+
+def _in_band(masks: Masks, term: Term) -> Term:
+    """Return a term of the entries that may be positives."""
+    of_rows, *of_columns = term
+    return of_rows, *map(masks.in_band, of_columns)
 
 
 # ---------------------------------------------------------------------- limits of reducers
@@ -129,24 +110,18 @@ def supcon_rows(matrix: Tensor, keys: Keys) -> Numbers:
     return maximum, entries.exp_().sum(1), total, masks.number_of_positives(matrix)
 
 
-def supcon_grad(
-    matrix: Tensor,
-    keys: Keys,
-    of_rows: tuple[Softmax, Tensor],
-    of_columns: tuple[Softmax, Tensor] | None,
-) -> Tensor:
+def supcon_grad(matrix: Tensor, keys: Keys, softmaxes: Term, shares: Term) -> Tensor:
     """Return the softmax of the row, less the row's count spread over its positives.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Softmax of the rows. The count of each over its number of positives.
-        of_columns: The same of the columns. None: the transposed entries have no gradient here.
+        softmaxes: Offsets of the softmax.
+        shares: Count over the number of positives.
     """
     masks = masks_of(keys)
-    columns, shares = of_columns or (None, None)
-    grad = softmax_grad(matrix, of_rows[0], columns)
-    return masks.subtract_at_positives_(grad, _of_both(of_rows[1], on_tensors(masks.in_band, shares)))
+    grad = softmax_grad(matrix, softmaxes)
+    return masks.subtract_at_positives_(grad, _of_both(_in_band(masks, shares)))
 
 
 # ---------------------------------------------------------------------- NT-Xent
@@ -180,40 +155,32 @@ def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, 
 
 
 def ntxent_grad(
-    matrix: Tensor,
-    keys: Keys,
-    of_rows: tuple[Softmax, tuple[Tensor, ...]],
-    of_columns: tuple[Softmax, tuple[Tensor, ...]] | None,
-    limits: Limits | None,
-    tiny: float,
+    matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, softmaxes: Term, lses: Term, *counts: Term
 ) -> Tensor:
     """Return the softmax over the row's negatives times the row's pull, and the derivative of each positive.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Softmax of the rows. Their log-sum-exp, and if pairs of different rows count differently, the count of a pair.
-        of_columns: The same of the columns. None: the transposed entries have no gradient here.
         limits: Limits of the reducer.
         tiny: Number that PML adds to a ratio.
+        softmaxes: Offsets of the softmax.
+        lses: Log-sum-exp of the negatives.
+        counts: Count of a pair, if pairs of different rows count differently.
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
-    columns, of_positives = of_columns or (None, None)
-    grad = softmax_grad(negatives, of_rows[0], columns)
-    total: Tensor | None = None
-    for terms, dim in ((of_rows[1], 1), (on_tensors(masks.in_band, of_positives), 0)):
-        if terms is None:
-            continue
-        lse, *counts = (term.unsqueeze(dim) for term in terms)
+    grad = softmax_grad(negatives, softmaxes)
+    found = []
+    # of the rows, then of the columns
+    for lse, *weights in zip(*(_in_band(masks, term) for term in (lses, *counts)), strict=True):
         losses, pulls = _ntxent_pair_(lse - entries, tiny, wants_loss=limits is not None)
         if limits is not None:
             pulls.mul_(pass_limits(losses, *limits))
-        for count in counts:
-            pulls.mul_(count)
-        total = pulls if total is None else total.add_(pulls)
-    assert total is not None
-    return masks.subtract_at_positives_(grad, total)
+        for weight in weights:
+            pulls.mul_(weight)
+        found.append(pulls)
+    return masks.subtract_at_positives_(grad, functools.reduce(Tensor.add_, found))
 
 
 def _ntxent_pair_(below: Tensor, tiny: float, *, wants_loss: bool = True) -> tuple[Tensor, Tensor]:
@@ -255,27 +222,20 @@ def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float)
     return *_maximum_and_softmax(negatives), *_maximum_and_softmax(exponents)
 
 
-def multi_similarity_grad(
-    matrix: Tensor,
-    keys: Keys,
-    of_rows: tuple[Softmax, Softmax],
-    of_columns: tuple[Softmax, Softmax] | None,
-    ratio: float,
-) -> Tensor:
+def multi_similarity_grad(matrix: Tensor, keys: Keys, ratio: float, of_negatives: Term, of_positives: Term) -> Tensor:
     """Return the softmax of the negatives, and minus that of the positives.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Softmax of the rows' negatives. That of their positives times ``ratio``, relative to the base.
-        of_columns: The same of the columns. None: the transposed entries have no gradient here.
         ratio: Factor of the positives' exponents.
+        of_negatives: Offsets of the negatives' softmax.
+        of_positives: Those of the positives times ``ratio``, relative to the base.
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
-    columns, of_positives = of_columns or (None, None)
-    grad = softmax_grad(negatives, of_rows[0], columns)
-    positives = softmax_grad(entries, of_rows[1], on_tensors(masks.in_band, of_positives), ratio)
+    grad = softmax_grad(negatives, of_negatives)
+    positives = softmax_grad(entries, _in_band(masks, of_positives), ratio)
     return masks.subtract_at_positives_(grad, positives)
 
 
@@ -341,28 +301,27 @@ def _contrastive_kind(
 def contrastive_grad(
     matrix: Tensor,
     keys: Keys,
-    of_rows: tuple[Tensor, Tensor],
-    of_columns: tuple[Tensor, Tensor] | None,
     margins: tuple[float, float],
     sign: float,
     limits: tuple[Limits | None, Limits | None],
+    near: Term,
+    far: Term,
 ) -> Tensor:
     """Return 1 for a pair with a loss that passes, with its sign, times the counts of a pair of its row and column.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        of_rows: Counts of a positive and a negative pair, (T,) each.
-        of_columns: The same of the columns, (C,) each. None: the transposed entries have no gradient here.
         margins: Same as for ``contrastive_rows``.
         sign: Same as for ``contrastive_rows``.
         limits: Same as for ``contrastive_rows``.
+        near: Counts of a positive pair.
+        far: Counts of a negative pair.
     """
     masks = masks_of(keys)
     _, (positives, negatives) = contrastive_rows(matrix, masks, margins, sign, limits, False)
-    near, far = of_columns or (None, None)
-    positives.mul_(_of_both(of_rows[0], on_tensors(masks.in_band, near)))
-    grad = negatives.mul_(_of_both(of_rows[1], far)).mul_(-sign)
+    positives.mul_(_of_both(_in_band(masks, near)))
+    grad = negatives.mul_(_of_both(far)).mul_(-sign)
     masks.in_band(grad).add_(positives, alpha=sign)
     return grad
 
