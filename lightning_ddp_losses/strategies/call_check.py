@@ -48,22 +48,15 @@ class Calls:
 
     Attributes:
         parameters: Parameters that the strategy reduces in this backward.
+        new: Those of them that were created after the wrap.
         expected: Per loss, whether its parameters may hold gradients.
         uneven: Rows of each rank, by the title of a loss with different numbers.
     """
 
     parameters: list[ReducedParameter]
+    new: list[ReducedParameter]
     expected: list[bool] = field(default_factory=list)
     uneven: dict[str, list[int]] = field(default_factory=dict)
-
-
-class _UnsentHandshake(NamedTuple):
-    """A handshake that has yet to leave."""
-
-    must_match: Mapping[str, object]
-    payload: bytes
-    parameters: list[ReducedParameter]
-    new_parameters: list[ReducedParameter]
 
 
 class _RankPayload(NamedTuple):
@@ -97,7 +90,7 @@ class CallCheck:
         self._counters = list(counters)
         self._attached: list[AttachedPayload] = []
         self._upstream_grads = UpstreamGradRecorder()
-        self._prepared: _UnsentHandshake | None = None
+        self._unsent: tuple[Mapping[str, object], bytes] | None = None  # what must match, and the payload
         self._calls: Calls | None = None
         self._ready_bytes = 0
         self._hooks: list[RemovableHandle] = []
@@ -139,13 +132,13 @@ class CallCheck:
             counter.reset()
         for attached in self._attached:
             payload += sized(attached.measure())
-        self._prepared = _UnsentHandshake(must_match, payload, parameters, new)
-        self._calls, self._ready_bytes = None, 0
+        self._unsent = must_match, payload
+        self._calls, self._ready_bytes = Calls(parameters, new), 0
         # upstream gradients of global values travel along
         self._upstream_grads.start()
 
     def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
-        if self._prepared is None:
+        if self._unsent is None:
             return
         self._ready_bytes += num_bytes
         if self._ready_bytes >= self._parameters.first_bucket:
@@ -159,15 +152,15 @@ class CallCheck:
             RankMismatchError: on every rank, when parameters differ by name, shape or dtype, when the ranks weigh a global value
                 differently, or when a parameter created after the wrap does not start equal.
         """
-        prepared, self._prepared = self._prepared, None
-        if prepared is None:
+        unsent, calls, self._unsent = self._unsent, self._calls, None
+        if unsent is None or calls is None:
             return
-        grads = self._reducer.pack(prepared.parameters)
-        own = prepared.payload + sized(self._upstream_grads.take().encode()) + sized(grads)
-        payloads = handshake.all_gather("backward", prepared.must_match, own)
-        self._calls = self._compare(payloads, prepared.parameters)
-        if prepared.new_parameters:
-            self._parameters.admit(prepared.new_parameters)
+        must_match, payload = unsent
+        grads = self._reducer.pack(calls.parameters)
+        own = payload + sized(self._upstream_grads.take().encode()) + sized(grads)
+        self._compare_(calls, handshake.all_gather("backward", must_match, own))
+        if calls.new:
+            self._parameters.admit(calls.new)
 
     def finish(self) -> Calls | None:
         """Return the calls of all ranks, and exchange them now if backward did not. None if no handshake was prepared."""
@@ -175,11 +168,11 @@ class CallCheck:
         calls, self._calls = self._calls, None
         return calls
 
-    def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
+    def _compare_(self, calls: Calls, payloads: Sequence[bytes]) -> None:
+        """Complete the calls with those of all ranks, or refuse them."""
         # equal payloads are read once
         first = self._read(payloads[0])
         by_rank = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
-        calls = Calls(parameters)
         missing: list[str] = []
         for index, counter in enumerate(self._counters):
             counts, num_rows, grads = zip(*[rank.calls[index] for rank in by_rank], strict=True)
@@ -195,7 +188,6 @@ class CallCheck:
         for index, attached in enumerate(self._attached):
             attached.judge([rank.attached[index] for rank in by_rank])
         self._reducer.receive([rank.grads for rank in by_rank])
-        return calls
 
     def _read(self, payload: bytes) -> _RankPayload:
         """Read a rank's payload."""

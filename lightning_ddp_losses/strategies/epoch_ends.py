@@ -285,8 +285,7 @@ class CommonEnds(CombinedLoader):
         if lengths is not None:
             self.ends.refuse_lengths(lengths)
             self._common_length = min(lengths)  # the fit ends before
-        names = ", ".join(sorted({type(loader).__name__ for loader in self.flattened}))
-        self._together = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
+        self._together = _Stream(self.ends, self.flattened, lengths).over(super().__next__)
 
     def _agree(self, lengths_by_rank: Sequence[Any], limits_by_rank: Sequence[Any]) -> None:
         """Let each loader be a stream with a common end. Lightning's modes combine those."""
@@ -296,9 +295,8 @@ class CommonEnds(CombinedLoader):
         # 2. the streams, around the iterators that were made
         streams = []
         for loader, *lengths in zip(self.flattened, *lengths_by_rank, strict=True):
-            title = f"training loader ({type(loader).__name__})"
             known = None if None in lengths else lengths
-            streams.append(_Stream(self.ends, title, known, loader, is_alone=len(self.flattened) == 1))
+            streams.append(_Stream(self.ends, [loader], known, is_alone=len(self.flattened) == 1))
         self._streams = iterator.iterables = streams
         iterators = zip(streams, iterator.iterators, strict=False)
         iterator.iterators = [stream.over(own.__next__) for stream, own in iterators]
@@ -309,9 +307,8 @@ class _Stream:
 
     Args:
         ends: The fit's.
-        title: Name of the loader in messages.
+        loaders: The loaders that give a batch together. A single one is iterated again when it is shorter than others.
         lengths: Number of batches on each rank. None if unknown.
-        loader: Loader to iterate again when it is shorter than others. None if that cannot happen.
         is_alone: True if no other stream belongs to the same batches.
 
     Attributes:
@@ -320,9 +317,9 @@ class _Stream:
     """
 
     def __init__(
-        self, ends: UnevenEnds, title: str, lengths: Sequence[int] | None, loader: Any = None, *, is_alone: bool = True
+        self, ends: UnevenEnds, loaders: Sequence[Any], lengths: Sequence[int] | None, *, is_alone: bool = True
     ) -> None:
-        self._ends, self._title, self._lengths, self._loader, self._is_alone = ends, title, lengths, loader, is_alone
+        self._ends, self._loaders, self._lengths, self._is_alone = ends, loaders, lengths, is_alone
         self._trained: int | None = None  # batches before the first of this iterator; None until it is fetched
         self._empty: Any = None  # a batch of 0 rows, or why there cannot be one
         self._has_empty = self._is_shared = self.lacks_rows = False
@@ -334,7 +331,7 @@ class _Stream:
 
     def __iter__(self) -> _Stream:
         """Begin again, as a shorter loader does while the longest goes on."""
-        self.over(iter(self._loader).__next__)
+        self.over(iter(self._loaders[0]).__next__)
         self._trained = 0
         return self
 
@@ -374,8 +371,9 @@ class _Stream:
         if place < own:
             has_batch, batch = self._own_batch()
             if not has_batch:
+                names = ", ".join(sorted({type(loader).__name__ for loader in self._loaders}))
                 error = InputError(
-                    self._title,
+                    f"training loader ({names})",
                     expected=f"{own} batches, as its len() says",
                     got=f"{place}",
                     fix="Let len() say what comes: of an iterable data set, the rows of this rank and this worker.",

@@ -550,42 +550,33 @@ def _is_out_of_reach(loader: Any) -> bool:
 
 def _refuse_part_of_epoch(combined: NotingLoader, saved: Mapping[str, Any]) -> None:
     """Refuse to continue in the middle of an epoch if that is not possible."""
+    states, holders, W = saved.get("states"), combined.holders(), process_groups.world_size()
+    beyond_reach = [loader for loader in combined.flattened if _is_out_of_reach(loader)]
+    ends_together = len(combined.flattened) > 1 and compat.cycles(combined)
+    got: object
     # 1. data sets with their state in the workers
-    for loader in filter(_is_out_of_reach, combined.flattened):
-        raise InputError(
+    if beyond_reach:
+        loader = beyond_reach[0]
+        what, expected = (
             f"{type(loader.dataset).__name__}, resumed in the middle of an epoch",
-            expected="its state in this process",
-            got=f"its copies in {loader.num_workers} workers",
-            fix=f"Use num_workers=0, a loader with a state_dict of its own, or: {_FROM_AN_END}.",
+            "its state in this process",
         )
-    states = saved.get("states")
-    if not states:
+        got = f"its copies in {loader.num_workers} workers"
+        fix = f"Use num_workers=0, a loader with a state_dict of its own, or: {_FROM_AN_END}."
+    elif not states:
         return
     # 2. states of other ranks and loaders
-    W, holders = process_groups.world_size(), combined.holders()
-    expect(
-        len(states) == W,
-        _INSIDE,
-        expected=f"{len(states)} ranks, whose states were saved",
-        got=W,
-        fix=f"A part of an epoch cannot be dealt anew. {_FROM_AN_END}, or use GlobalBatchSampler, which can.",
-        error=InputError,
-    )
-    expect(
-        len(states[0]) == len(holders),
-        _INSIDE,
-        expected=f"{len(states[0])}, as saved",
-        got=len(holders),
-        fix=f"Resume with the loaders that were saved. {_FROM_AN_END} where they are others.",
-        error=InputError,
-    )
+    elif len(states) != W:
+        what, expected, got = _INSIDE, f"{len(states)} ranks, whose states were saved", W
+        fix = f"A part of an epoch cannot be dealt anew. {_FROM_AN_END}, or use GlobalBatchSampler, which can."
+    elif len(states[0]) != len(holders):
+        what, expected, got = _INSIDE, f"{len(states[0])}, as saved", len(holders)
+        fix = f"Resume with the loaders that were saved. {_FROM_AN_END} where they are others."
     # 3. an epoch with an end that depends on several loaders
-    ends_together = len(combined.flattened) > 1 and compat.cycles(combined)
-    expect(
-        not (holders and ends_together and None in map(sized_len, combined.flattened)),
-        f"{_STATES_TITLE}, several of unknown lengths, resumed in the middle of an epoch",
-        expected="lengths, which say where the epoch ends",
-        got="none",
-        fix=f"Give the data sets a __len__, or CombinedLoader(mode='min_size'). {_FROM_AN_END}.",
-        error=InputError,
-    )
+    elif holders and ends_together and None in map(sized_len, combined.flattened):
+        what = f"{_STATES_TITLE}, several of unknown lengths, resumed in the middle of an epoch"
+        expected, got = "lengths, which say where the epoch ends", "none"
+        fix = f"Give the data sets a __len__, or CombinedLoader(mode='min_size'). {_FROM_AN_END}."
+    else:
+        return
+    raise InputError(what, expected=expected, got=got, fix=fix)

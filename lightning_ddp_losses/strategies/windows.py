@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -37,17 +36,15 @@ class LightningWindows(FitPart):
 
     # ------------------------------------------------------------------ automatic optimisation
 
-    def training_step(self) -> AbstractContextManager[None]:
-        """Return the context of the window's next micro-batch. In manual optimisation windows are blocks of the user's."""
-        if not self.fit.module.automatic_optimization:
-            return contextlib.nullcontext()
-        return self._micro_batch(self.fit.trainer, is_last=self.fit.strategy.sync_gradients)
-
     @contextlib.contextmanager
-    def _micro_batch(self, trainer: pl.Trainer, *, is_last: bool) -> Iterator[None]:
-        """Run a training step as the next micro-batch of its window. The first one opens it."""
+    def training_step(self) -> Iterator[None]:
+        """Run a step as the next micro-batch of its window, which the first one opens. In manual optimisation the user opens windows."""
+        trainer, window = self.fit.trainer, self._window
+        if not self.fit.module.automatic_optimization:
+            yield
+            return
         batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
-        if (trainer.current_epoch, batch) == self._last_batch and self._window is None:
+        if (trainer.current_epoch, batch) == self._last_batch and window is None:
             raise ConfigurationError(
                 "accumulation='window'",
                 expected="an optimizer that evaluates each batch once",
@@ -56,10 +53,9 @@ class LightningWindows(FitPart):
             )
         self._last_batch = trainer.current_epoch, batch
         number = batch % per_window + 1
-        window = self._window
         if number == 1 or window is None:
             window = self._open(per_window)
-        window.begin_micro_batch(number, is_last=is_last)
+        window.begin_micro_batch(number, is_last=self.fit.strategy.sync_gradients)
         self._give_expected(window)
         with active(window):
             yield
