@@ -483,18 +483,17 @@ class Permutation(Sampler[int]):
 
     Args:
         length: Number of rows, n.
+
+    Attributes:
+        dtype: The smallest integer dtype for a row number.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self.dtype = torch.int32 if length < _INT32_ROWS else torch.int64
 
     def __len__(self) -> int:
         return self.length
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The smallest integer dtype for a row number."""
-        return torch.int32 if self.length < _INT32_ROWS else torch.int64
 
     def order(self, seed: int) -> Tensor:
         """Return the order for a seed.

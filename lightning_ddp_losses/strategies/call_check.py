@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -28,18 +28,6 @@ from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
-
-
-class AttachedPayload(NamedTuple):
-    """Bytes of a check that travel along.
-
-    Attributes:
-        measure: This rank's bytes. Must not raise.
-        judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
-    """
-
-    measure: Callable[[], bytes]
-    judge: Callable[[list[bytes]], None]
 
 
 @dataclass
@@ -59,22 +47,6 @@ class Calls:
     uneven: dict[str, list[int]] = field(default_factory=dict)
 
 
-class _RankPayload(NamedTuple):
-    """A rank's payload.
-
-    Attributes:
-        calls: Number of calls, number of rows, and presence of a gradient, for each loss.
-        attached: Bytes of the checks.
-        upstream_grads: Upstream gradients of global values.
-        grads: Flags of gradients, and few bytes of them.
-    """
-
-    calls: list[Any]
-    attached: list[bytes]
-    upstream_grads: str
-    grads: bytes
-
-
 class CallCheck:
     """Compares the ranks' calls in each synchronising backward.
 
@@ -88,7 +60,7 @@ class CallCheck:
     def __init__(self, reducer: LossReducer, counters: Sequence[LossForwardPatch]) -> None:
         self._parameters, self._reducer = reducer.parameters, reducer
         self._counters = list(counters)
-        self._attached: list[AttachedPayload] = []
+        self._attached: list[tuple[Callable[[], bytes], Callable[[list[bytes]], None]]] = []
         self._upstream_grads = UpstreamGradRecorder()
         self._unsent: tuple[Mapping[str, object], bytes] | None = None  # what must match, and the payload
         self._calls: Calls | None = None
@@ -112,8 +84,13 @@ class CallCheck:
         self._hooks = []
 
     def attach(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
-        """Let a check's bytes travel along."""
-        self._attached.append(AttachedPayload(measure, judge))
+        """Let a check's bytes travel along.
+
+        Args:
+            measure: Returns this rank's bytes. Must not raise.
+            judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
+        """
+        self._attached.append((measure, judge))
 
     def start(self, step: int) -> None:
         """Prepare the handshake of a synchronising backward: what ran on this rank. Counts start again from zero."""
@@ -130,8 +107,8 @@ class CallCheck:
         self._reducer.start_backward(parameters, [counter.calls > 0 for counter in self._counters])
         for counter in self._counters:
             counter.reset()
-        for attached in self._attached:
-            payload += sized(attached.measure())
+        for measure, _ in self._attached:
+            payload += sized(measure())
         self._unsent = must_match, payload
         self._calls, self._ready_bytes = Calls(parameters, new), 0
         # upstream gradients of global values travel along
@@ -173,9 +150,10 @@ class CallCheck:
         # equal payloads are read once
         first = self._read(payloads[0])
         by_rank = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
+        calls_by_rank, attached, upstream_grads, gradients = zip(*by_rank, strict=True)
         missing: list[str] = []
         for index, counter in enumerate(self._counters):
-            counts, num_rows, grads = zip(*[rank.calls[index] for rank in by_rank], strict=True)
+            counts, num_rows, grads = zip(*[of_rank[index] for of_rank in calls_by_rank], strict=True)
             calls.expected.append(any(counts) or any(grads))
             if counter.loss.learnable and any(counts) and not all(counts):
                 missing.append(_missing_text(counter.loss.title, counts, num_rows))
@@ -184,16 +162,16 @@ class CallCheck:
         if missing:
             fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
             raise LossCallError("\n".join([*missing, fix]), collective=True)
-        refuse_other_upstream_grads([rank.upstream_grads for rank in by_rank])
-        for index, attached in enumerate(self._attached):
-            attached.judge([rank.attached[index] for rank in by_rank])
-        self._reducer.receive([rank.grads for rank in by_rank])
+        refuse_other_upstream_grads(upstream_grads)
+        for index, (_, judge) in enumerate(self._attached):
+            judge([of_rank[index] for of_rank in attached])
+        self._reducer.receive(gradients)
 
-    def _read(self, payload: bytes) -> _RankPayload:
-        """Read a rank's payload."""
+    def _read(self, payload: bytes) -> tuple[list[Any], list[bytes], str, bytes]:
+        """Return a rank's calls, rows and presence of a gradient for each loss, the checks' bytes, upstream gradients, and gradients."""
         end = _CALL.size * len(self._counters)
-        *attached, upstream_grads, grads = read_sized(payload, end)
-        return _RankPayload(list(_CALL.iter_unpack(payload[:end])), attached, upstream_grads.decode(), grads)
+        *attached, upstream_grads, gradients = read_sized(payload, end)
+        return list(_CALL.iter_unpack(payload[:end])), attached, upstream_grads.decode(), gradients
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:
