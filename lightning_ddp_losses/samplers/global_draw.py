@@ -71,6 +71,10 @@ class GlobalDraw:
         drop_last: Leave out a last batch of fewer than G rows.
         seed: Seed of epoch 0. Epoch ``e`` is drawn from ``seed + e``. None: rank 0's ``torch.initial_seed()``.
         title: Name in errors.
+
+    Attributes:
+        local_name: The user's name for the rows of one rank.
+        seed_fix: Advice if the seed differs from the saved one.
     """
 
     _place: EpochPlace | None = None  # place from which the next epoch goes on
@@ -78,9 +82,7 @@ class GlobalDraw:
     _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
     _begun = (0, 0)  # the epoch that is being read, and the number of its batches that were handed out
     local_name = "local_batch_size"
-    """The user's name for the rows of one rank."""
     seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
-    """Advice if the seed differs from the saved one."""
 
     def __init__(
         self,
