@@ -65,7 +65,7 @@ class EvaluationEnds(FitPart):
         try:
             index, loaders = _loaders_of(self.fit.trainer, args)
             if index not in self._data:
-                self._data[index] = UndividedData(self.fit.trainer, _name(self.fit.trainer))
+                self._data[index] = UndividedData(_name(self.fit.trainer))
             self._data[index].see(loaders, args[0])
             yield
         except Exception as error:
@@ -94,7 +94,7 @@ class EvaluationEnds(FitPart):
         everyone = handshake.all_gather_between_steps(f"the end of {_name(trainer)}", {}, own)
         by_rank = [read_sized(payload) for payload in everyone]
         for index, of_ranks in zip(indices, zip(*by_rank, strict=False), strict=False):
-            self._data[index].judge(of_ranks)
+            self._data[index].judge(trainer, of_ranks)
 
 
 class EvaluationLoaders(FitPart):

@@ -44,7 +44,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, format_error
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler, batches_in_place, draw_of
-from lightning_ddp_losses.strategies.fit_part import FitPart
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 _TITLE = "use_global_sampler=True"
 _FAULT = "F71"
@@ -275,12 +275,11 @@ class UndividedData:
     """Looks at the first batches of the iterable loaders of one stage.
 
     Args:
-        trainer: The trainer.
         stage: Its name.
     """
 
-    def __init__(self, trainer: pl.Trainer, stage: str) -> None:
-        self._trainer, self._stage = trainer, stage
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
         self.begin()
 
     def begin(self) -> None:
@@ -306,7 +305,7 @@ class UndividedData:
         seen, self._seen = b"".join(self._seen), []
         return seen
 
-    def judge(self, payloads: Sequence[bytes]) -> None:
+    def judge(self, trainer: pl.Trainer, payloads: Sequence[bytes]) -> None:
         """Compare the batches of all ranks, in rank order.
 
         Raises:
@@ -316,7 +315,7 @@ class UndividedData:
         for step in zip(*by_rank, strict=False):
             contents, distinct = zip(*step, strict=True)
             ranks = self._rows.see(contents, distinct)
-            if ranks and not _is_checked(self._trainer):
+            if ranks and not _is_checked(trainer):
                 whose = "all ranks" if len(ranks) == len(payloads) else f"ranks {', '.join(map(str, ranks))}"
                 raise InputError(
                     f"batches of {self._name} in {self._stage} ({_FAULT})",
@@ -332,12 +331,13 @@ class TrainingRows(FitPart):
 
     needs = ("check_calls", True)
 
-    _data: UndividedData
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._data = UndividedData("training")
 
     def on_model_ready(self) -> None:
         """Let the hashes travel in the call check."""
-        self._data = UndividedData(self.fit.trainer, "training")
-        self.fit.attach_payload(self._data.take, self._data.judge)
+        self.fit.attach_payload(self._data.take, lambda payloads: self._data.judge(self.fit.trainer, payloads))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look at the first batches of an epoch."""
