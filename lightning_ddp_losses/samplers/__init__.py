@@ -1,9 +1,9 @@
 """Samplers that cut one process's batches over W ranks, and the function that puts ranks' rows back into one order.
 
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone
-* ``global_draw``: batches of one process, drawn on every rank, dealt to the ranks, and resumed in the middle of an epoch
+* ``global_draw``: batches of one process, drawn on every rank, dealt to the ranks, and resumed in the middle of an epoch, also those of
+  a permutation that follows from the seed
 * ``seeded_draw``: an epoch of any sampler, the same draw on every rank, without traces in the sampler or in random numbers
-* ``shuffled_order``: a permutation of the rows that follows from the seed, and its draw
 * ``evaluation``: each row of an evaluation on one rank, with the same number of batches on every rank
 * ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set
 

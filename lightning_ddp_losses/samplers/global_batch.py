@@ -20,12 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count
-from lightning_ddp_losses.samplers.global_draw import GlobalDraw
-from lightning_ddp_losses.samplers.shuffled_order import NaturalOrder, Permutation, ShuffledDraw
+from lightning_ddp_losses.samplers.global_draw import GlobalDraw, NaturalOrder, Permutation, ShuffledDraw
 
 
 class GlobalBatchSampler(DistributedSampler[Any]):
@@ -181,7 +180,7 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         expected = "False if the sampler makes the batches"
         expect(is_known, what, expected=expected, got=True, fix="Leave it to the sampler.")
         draw = GlobalDraw(sampler, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed)
-        return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
+        return GlobalBatches.of(draw)
 
     @staticmethod
     def shuffled(length: int, global_batch_size: int, *, seed: int, drop_last: bool = False) -> BatchSampler:
@@ -206,20 +205,13 @@ class GlobalBatchSampler(DistributedSampler[Any]):
         expect(seed is not None, f"{title}: seed", expected="a whole number", got=seed)
         order = Permutation(length)
         draw = ShuffledDraw(order, global_batch_size=global_batch_size, drop_last=drop_last, seed=seed, title=title)
-        return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
+        return GlobalBatches.of(draw)
 
 
 class _CarriedSize(int):
     """A batch size that carries its draw when Lightning rebuilds the batch sampler."""
 
     draw: GlobalDraw
-
-    @classmethod
-    def of(cls, draw: GlobalDraw) -> _CarriedSize:
-        declared = getattr(draw.source, "batch_size", None)
-        size = cls(draw.global_batch_size or (declared if isinstance(declared, int) and declared > 0 else 1))
-        size.draw = draw
-        return size
 
 
 class GlobalBatches(BatchSampler):
@@ -245,6 +237,14 @@ class GlobalBatches(BatchSampler):
         super().__init__(draw, batch_size, draw.drop_last)
         self.sampler: GlobalDraw = draw  # Lightning calls its set_epoch
 
+    @classmethod
+    def of(cls, draw: GlobalDraw) -> GlobalBatches:
+        """Return the batches of a draw."""
+        declared = getattr(draw.source, "batch_size", None)
+        size = _CarriedSize(draw.global_batch_size or (declared if isinstance(declared, int) and declared > 0 else 1))
+        size.draw = draw
+        return cls(draw, batch_size=size, drop_last=draw.drop_last)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the next epoch, as Lightning does."""
         self.sampler.set_epoch(epoch)
@@ -264,25 +264,21 @@ class GlobalBatches(BatchSampler):
         return self.sampler.count()
 
 
-def batches_in_place(
-    length: int, local_batch_size: int, *, shuffled: bool, drop_last: bool, seed: int | None, title: str
-) -> GlobalBatches:
-    """Return the batches of a DataLoader without a custom sampler, for all ranks together.
+def batches_in_place(loader: DataLoader[Any], *, seed: int | None, title: str) -> GlobalBatches:
+    """Return the batches of a DataLoader without a custom sampler, for all ranks together. Its ``batch_size`` are the rows of one.
 
     Args:
-        length: Rows of the data set.
-        local_batch_size: ``batch_size`` of the DataLoader.
-        shuffled: Whether each epoch is shuffled. Else rows come as they are.
-        drop_last: Leave out a last batch that is not full.
+        loader: The DataLoader. Each epoch is shuffled, or rows come as they are, as it says.
         seed: Seed of ``seed_everything``, None if it was not called.
         title: Name in errors.
     """
-    order = Permutation(length) if shuffled else NaturalOrder(length)
-    draw = ShuffledDraw(order, title=title, local_batch_size=local_batch_size, drop_last=drop_last, seed=seed)
+    kind = Permutation if isinstance(loader.sampler, RandomSampler) else NaturalOrder
+    order, rows, drop_last = kind(len(loader.dataset)), loader.batch_size, loader.drop_last  # type: ignore[arg-type]
+    draw = ShuffledDraw(order, title=title, local_batch_size=rows, drop_last=drop_last, seed=seed)
     # as the user knows them
     draw.local_name = "batch_size"
     draw.seed_fix = "Call seed_everything({seed}), or leave it out, which takes over the saved seed."
-    return GlobalBatches(draw, batch_size=_CarriedSize.of(draw), drop_last=drop_last)
+    return GlobalBatches.of(draw)
 
 
 def draw_of(dataloader: object) -> GlobalDraw | None:

@@ -7,7 +7,11 @@ The place in an epoch counts rows that were trained on, of all ranks together. S
 the workers of a DataLoader had already drawn are drawn again. The rest of a saved state is compared: another sampler, seed, data set or
 global batch would silently give other batches.
 
-Legend: ``W`` ranks, ``G`` rows of a global batch.
+An order that follows from the seed alone (`ShuffledDraw`) is not exchanged: every rank computes it. The permutation of epoch ``e`` is
+``torch.randperm`` from ``seed + e``. It is kept as a tensor (4 bytes a row). Each batch becomes a list when it is read. A resumed epoch
+starts at its place at once.
+
+Legend: ``n`` rows of the data set, ``W`` ranks, ``G`` rows of a global batch.
 """
 
 from __future__ import annotations
@@ -18,15 +22,19 @@ import operator
 import struct
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.fingerprint import hash_bytes
+from lightning_ddp_losses.distributed.raw_collectives import host_memory
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect, expect_count
 from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, nested_samplers, share
 
@@ -34,6 +42,7 @@ Batches = list[list[Any]]
 
 _OFFER = struct.Struct("<Q16s")  # seed, digest of the draw that this rank still has
 _NONE = bytes(16)
+_INT32_ROWS = 1 << 31
 
 
 class EpochPlace(NamedTuple):
@@ -62,6 +71,10 @@ class GlobalDraw:
         drop_last: Leave out a last batch of fewer than G rows.
         seed: Seed of epoch 0. Epoch ``e`` is drawn from ``seed + e``. None: rank 0's ``torch.initial_seed()``.
         title: Name in errors.
+
+    Attributes:
+        local_name: The user's name for the rows of one rank.
+        seed_fix: Advice if the seed differs from the saved one.
     """
 
     _place: EpochPlace | None = None  # place from which the next epoch goes on
@@ -69,9 +82,7 @@ class GlobalDraw:
     _sizes: Sequence[int] = ()  # rows of each global batch of the epoch that is kept
     _begun = (0, 0)  # the epoch that is being read, and the number of its batches that were handed out
     local_name = "local_batch_size"
-    """The user's name for the rows of one rank."""
     seed_fix = "Give it seed={seed}, or leave seed out, which takes over the saved one."
-    """Advice if the seed differs from the saved one."""
 
     def __init__(
         self,
@@ -160,7 +171,8 @@ class GlobalDraw:
             expect(is_known, what, expected=expected, got="another epoch", fix=fix, error=InputError)
             rows = sum(self._sizes[:batches])
         else:
-            rows = min(batches * G, self._epoch_rows(G))
+            full, rest = self._cut(G)
+            rows = min(batches * G, full * G + rest)
         # the digest makes another order after a resume an error
         digest = self._kept[1].hex() if rows and is_kept and self._kept else ""
         return self._state(epoch, rows, digest)
@@ -228,11 +240,6 @@ class GlobalDraw:
         if saved is not None and saved % W == 0:
             return f"On {W} ranks give {self.local_name}={saved // W}."
         return f"Use GlobalBatchSampler.batches(sampler, {saved}), which any number of ranks can divide."
-
-    def _epoch_rows(self, G: int) -> int:
-        """Return the rows of an epoch, all ranks together."""
-        full, rest = self._cut(G)
-        return full * G + rest
 
     # ------------------------------------------------------------------ sizes, without drawing
 
@@ -468,3 +475,101 @@ def _refuse_other_sampler(sampler: Any) -> None:
         length = math.inf
     is_finite, fix = not math.isinf(length), "Give the sampler a finite __len__."
     expect(is_finite, what, expected=expected, got=f"{name} without one", fix=fix)
+
+
+# ---------------------------------------------------------------------- an order that follows from the seed
+
+
+class Permutation(Sampler[int]):
+    """The numbers 0 to n - 1, in another order for each seed.
+
+    Args:
+        length: Number of rows, n.
+
+    Attributes:
+        dtype: The smallest integer dtype for a row number.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.dtype = torch.int32 if length < _INT32_ROWS else torch.int64
+
+    def __len__(self) -> int:
+        return self.length
+
+    def order(self, seed: int) -> Tensor:
+        """Return the order for a seed.
+
+        Returns:
+            (n,), int32 if the numbers fit.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randperm(self.length, generator=generator, dtype=self.dtype)
+
+
+class NaturalOrder(Permutation):
+    """The numbers 0 to n - 1 as they come, for every seed."""
+
+    def order(self, seed: int) -> Tensor:
+        """Return the numbers in ascending order."""
+        return torch.arange(self.length, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class LocalBatches(Sequence[list[int]]):
+    """This rank's part of each batch of an epoch. A batch is made when it is read.
+
+    Attributes:
+        order: Row numbers of the epoch, all ranks together.
+        global_batch_size: Rows of a global batch, G. The last batch may have fewer.
+        world_size: Number of ranks.
+        rank: Number of this rank.
+    """
+
+    order: Tensor
+    global_batch_size: int
+    world_size: int
+    rank: int
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.order) / self.global_batch_size)
+
+    def __getitem__(self, number: Any) -> Any:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        start = number * self.global_batch_size
+        batch = self.order[start : start + self.global_batch_size]
+        return batch[share(len(batch), self.world_size, self.rank)].tolist()
+
+
+class ShuffledDraw(GlobalDraw):
+    """The batches of an order that follows from the seed alone.
+
+    Args:
+        sampler: Order of the rows.
+        global_batch_size: Rows of a global batch, G.
+        local_batch_size: Rows of a rank's batch. G is W times this.
+        drop_last: Leave out a last batch of fewer than G rows.
+        seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. None: 0, or the seed of a loaded state.
+        title: Name in errors.
+    """
+
+    source: Permutation
+
+    def _first_seed(self) -> int:
+        return 0  # ranks exchange none
+
+    def _draw_together(self, epoch: int) -> Sequence[list[Any]]:
+        W, rank = process_groups.world_size(), process_groups.rank()
+        place, G = (epoch, W, rank), self._global_rows()
+        assert G is not None
+        if self._kept is None or self._kept[0] != place:
+            full, rest = self._cut(G)
+            order = self.source.order((self._offer() + epoch) % NUMPY_SEEDS)[: full * G + rest]
+            digest = hash_bytes(host_memory(order)).to_bytes(8, "little", signed=True)
+            self._kept = (place, digest, LocalBatches(order, G, W, rank))
+            self._sizes = [G] * full + [rest] * bool(rest)
+        _, digest, batches = self._kept
+        # seed and length give the order. Its hash finds ranks with other releases of torch
+        handshake.all_gather(self.title, {**self._must_match(epoch), "order": digest.hex()})
+        return batches

@@ -9,10 +9,10 @@
 * ``loss_discovery``: which submodules are losses. ``adoption``: losses that the module does not register. ``loss_forward``: precision and
   checks around each call of a loss, and losses made global.
 * ``call_check``: the handshake in each backward. ``loss_reducer``: the mean of the losses' gradients after it.
-* ``epoch_ends``: training epochs that end on every rank at the same batch. ``empty_batches``: batches for a rank that ran out.
+* ``epoch_ends``: training epochs that end on every rank at the same batch, and batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
-* ``windows``: accumulation windows in Lightning's loops. ``interruptions``: signals, and checkpoints after errors.
-* ``resume``: the rows and random numbers that come next, in a checkpoint. ``loader_states``: loaders that have a state.
+* ``windows``: accumulation windows in Lightning's loops, and its counters. ``interruptions``: signals, and checkpoints after errors.
+* ``resume``: the rows and random numbers that come next, in a checkpoint, and loaders that have a state.
 * ``shards``: weights with classes divided over the ranks: norms, overflows, parts and wholes.
 * ``checkpoint_files``: files that are whole or not there, and the same error on
   every rank. ``checkpoint_folder``: folders into which each rank writes its parts.

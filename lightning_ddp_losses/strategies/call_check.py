@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -30,56 +30,21 @@ from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedPar
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
 
 
-class AttachedPayload(NamedTuple):
-    """Bytes of a check that travel along.
-
-    Attributes:
-        measure: This rank's bytes. Must not raise.
-        judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
-    """
-
-    measure: Callable[[], bytes]
-    judge: Callable[[list[bytes]], None]
-
-
 @dataclass
 class Calls:
     """Calls of all ranks since the last synchronising backward.
 
     Attributes:
         parameters: Parameters that the strategy reduces in this backward.
+        new: Those of them that were created after the wrap.
         expected: Per loss, whether its parameters may hold gradients.
         uneven: Rows of each rank, by the title of a loss with different numbers.
     """
 
     parameters: list[ReducedParameter]
+    new: list[ReducedParameter]
     expected: list[bool] = field(default_factory=list)
     uneven: dict[str, list[int]] = field(default_factory=dict)
-
-
-class _UnsentHandshake(NamedTuple):
-    """A handshake that has yet to leave."""
-
-    must_match: Mapping[str, object]
-    payload: bytes
-    parameters: list[ReducedParameter]
-    new_parameters: list[ReducedParameter]
-
-
-class _RankPayload(NamedTuple):
-    """A rank's payload.
-
-    Attributes:
-        calls: Number of calls, number of rows, and presence of a gradient, for each loss.
-        attached: Bytes of the checks.
-        upstream_grads: Upstream gradients of global values.
-        grads: Flags of gradients, and few bytes of them.
-    """
-
-    calls: list[Any]
-    attached: list[bytes]
-    upstream_grads: str
-    grads: bytes
 
 
 class CallCheck:
@@ -95,9 +60,9 @@ class CallCheck:
     def __init__(self, reducer: LossReducer, counters: Sequence[LossForwardPatch]) -> None:
         self._parameters, self._reducer = reducer.parameters, reducer
         self._counters = list(counters)
-        self._attached: list[AttachedPayload] = []
+        self._attached: list[tuple[Callable[[], bytes], Callable[[list[bytes]], None]]] = []
         self._upstream_grads = UpstreamGradRecorder()
-        self._prepared: _UnsentHandshake | None = None
+        self._unsent: tuple[Mapping[str, object], bytes] | None = None  # what must match, and the payload
         self._calls: Calls | None = None
         self._ready_bytes = 0
         self._hooks: list[RemovableHandle] = []
@@ -119,8 +84,13 @@ class CallCheck:
         self._hooks = []
 
     def attach(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
-        """Let a check's bytes travel along."""
-        self._attached.append(AttachedPayload(measure, judge))
+        """Let a check's bytes travel along.
+
+        Args:
+            measure: Returns this rank's bytes. Must not raise.
+            judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
+        """
+        self._attached.append((measure, judge))
 
     def start(self, step: int) -> None:
         """Prepare the handshake of a synchronising backward: what ran on this rank. Counts start again from zero."""
@@ -137,15 +107,15 @@ class CallCheck:
         self._reducer.start_backward(parameters, [counter.calls > 0 for counter in self._counters])
         for counter in self._counters:
             counter.reset()
-        for attached in self._attached:
-            payload += sized(attached.measure())
-        self._prepared = _UnsentHandshake(must_match, payload, parameters, new)
-        self._calls, self._ready_bytes = None, 0
+        for measure, _ in self._attached:
+            payload += sized(measure())
+        self._unsent = must_match, payload
+        self._calls, self._ready_bytes = Calls(parameters, new), 0
         # upstream gradients of global values travel along
         self._upstream_grads.start()
 
     def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
-        if self._prepared is None:
+        if self._unsent is None:
             return
         self._ready_bytes += num_bytes
         if self._ready_bytes >= self._parameters.first_bucket:
@@ -159,15 +129,15 @@ class CallCheck:
             RankMismatchError: on every rank, when parameters differ by name, shape or dtype, when the ranks weigh a global value
                 differently, or when a parameter created after the wrap does not start equal.
         """
-        prepared, self._prepared = self._prepared, None
-        if prepared is None:
+        unsent, calls, self._unsent = self._unsent, self._calls, None
+        if unsent is None or calls is None:
             return
-        grads = self._reducer.pack(prepared.parameters)
-        own = prepared.payload + sized(self._upstream_grads.take().encode()) + sized(grads)
-        payloads = handshake.all_gather("backward", prepared.must_match, own)
-        self._calls = self._compare(payloads, prepared.parameters)
-        if prepared.new_parameters:
-            self._parameters.admit(prepared.new_parameters)
+        must_match, payload = unsent
+        grads = self._reducer.pack(calls.parameters)
+        own = payload + sized(self._upstream_grads.take().encode()) + sized(grads)
+        self._compare_(calls, handshake.all_gather("backward", must_match, own))
+        if calls.new:
+            self._parameters.admit(calls.new)
 
     def finish(self) -> Calls | None:
         """Return the calls of all ranks, and exchange them now if backward did not. None if no handshake was prepared."""
@@ -175,14 +145,15 @@ class CallCheck:
         calls, self._calls = self._calls, None
         return calls
 
-    def _compare(self, payloads: Sequence[bytes], parameters: list[ReducedParameter]) -> Calls:
+    def _compare_(self, calls: Calls, payloads: Sequence[bytes]) -> None:
+        """Complete the calls with those of all ranks, or refuse them."""
         # equal payloads are read once
         first = self._read(payloads[0])
         by_rank = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
-        calls = Calls(parameters)
+        calls_by_rank, attached, upstream_grads, gradients = zip(*by_rank, strict=True)
         missing: list[str] = []
         for index, counter in enumerate(self._counters):
-            counts, num_rows, grads = zip(*[rank.calls[index] for rank in by_rank], strict=True)
+            counts, num_rows, grads = zip(*[of_rank[index] for of_rank in calls_by_rank], strict=True)
             calls.expected.append(any(counts) or any(grads))
             if counter.loss.learnable and any(counts) and not all(counts):
                 missing.append(_missing_text(counter.loss.title, counts, num_rows))
@@ -191,17 +162,16 @@ class CallCheck:
         if missing:
             fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
             raise LossCallError("\n".join([*missing, fix]), collective=True)
-        refuse_other_upstream_grads([rank.upstream_grads for rank in by_rank])
-        for index, attached in enumerate(self._attached):
-            attached.judge([rank.attached[index] for rank in by_rank])
-        self._reducer.receive([rank.grads for rank in by_rank])
-        return calls
+        refuse_other_upstream_grads(upstream_grads)
+        for index, (_, judge) in enumerate(self._attached):
+            judge([of_rank[index] for of_rank in attached])
+        self._reducer.receive(gradients)
 
-    def _read(self, payload: bytes) -> _RankPayload:
-        """Read a rank's payload."""
+    def _read(self, payload: bytes) -> tuple[list[Any], list[bytes], str, bytes]:
+        """Return a rank's calls, rows and presence of a gradient for each loss, the checks' bytes, upstream gradients, and gradients."""
         end = _CALL.size * len(self._counters)
-        *attached, upstream_grads, grads = read_sized(payload, end)
-        return _RankPayload(list(_CALL.iter_unpack(payload[:end])), attached, upstream_grads.decode(), grads)
+        *attached, upstream_grads, gradients = read_sized(payload, end)
+        return list(_CALL.iter_unpack(payload[:end])), attached, upstream_grads.decode(), gradients
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

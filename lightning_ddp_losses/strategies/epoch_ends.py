@@ -12,34 +12,49 @@ derives from them is so too.
 
 Legend: ``W`` ranks. A *stream* is one loader's batches for one rank in one epoch. With ``uneven="error"`` it is those that all
 loaders together give, as they are not to be changed. A rank *lacks rows* in a step for which its stream has none left: with
-``uneven="join"`` it gets an empty batch (``empty_batches``).
+``uneven="join"`` it gets a batch of 0 rows, where that leaves the gradients exact.
+
+Such a batch does not change a loss over the rows of all ranks. Any other loss would be silently wrong: the mean of no rows is not a
+number, and a mean over one rank's rows is divided by W though fewer ranks have some. So the graph of the back-propagated loss is
+looked at on every rank, whenever some rank has no rows: each path to a parameter must pass a value over all ranks.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lightning_ddp_losses.core import compat, safe_payload
+from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.faults import FAULTS
+from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.nests import children_of, is_array, rebuild_nest
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.strategies import empty_batches
+from lightning_ddp_losses.distributed.upstream_grad import is_global_value
+from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 N = TypeVar("N", int, float)
 _REMEMBERED = 8  # batches: more than Lightning fetches ahead
 _FETCH = "fetching a training batch"
 _STRUCTURE = "uneven='join': the structure of a batch, for ranks that never had one"
+_EMPTY = "uneven='join': a batch of 0 rows"
+_STEP = "uneven='join', a step in which some rank has no rows"
+_FIX_STRUCTURE = "Let collate give tensors whose first axis are the rows, or use uneven='stop'."
+_OF_A_ROW = (str, bytes, int, float)  # in a list of as many as there are rows
+_KEPT = (str, bytes, bool, type(None))
 
 
 def batches_until_max_steps(trainer: pl.Trainer) -> float:
@@ -92,7 +107,7 @@ class UnevenEnds(FitPart):
             given = request()
         # Lightning waits here, for a rank that may have failed
         handshake.all_gather_between_steps("train_dataloader", {})
-        return with_common_ends(given, self)
+        return as_combined(given, CommonEnds, ends=self)
 
     def compare_loaders(self, loaders: Sequence[Any]) -> None:
         """Refuse loaders with a length, or with batches, on some ranks only, before Lightning sums lengths over ranks.
@@ -186,38 +201,21 @@ class JoinedEnds(FitPart):
     needs = ("uneven", "join")
 
     def before_step(self) -> None:
-        """Refuse layers that would need rows, if some rank lacks rows in this step.
-
-        Raises:
-            InputError: naming them.
-        """
+        """Refuse layers that would need rows, if some rank lacks rows in this step."""
         loop = self.fit.trainer.fit_loop
         loader = compat.combined_loader(loop)
-        self.fit.lacks_rows = (
-            isinstance(loader, _CommonEnds) and loader.lacks_rows[-1 - compat.prefetched_batches(loop)]
-        )
+        self.fit.lacks_rows = isinstance(loader, CommonEnds) and loader.lacks_rows[-1 - compat.prefetched_batches(loop)]
         if self.fit.lacks_rows:
-            empty_batches.refuse_plain_norms(self.fit.module)
+            refuse_plain_norms(self.fit.module)
 
     def before_backward(self, loss: Tensor) -> Tensor:
-        """Refuse to back-propagate a loss that is not over the rows of all ranks, if some rank lacks rows in this step.
-
-        Raises:
-            InputError: on every rank.
-
-        Communication: one handshake in such a step.
-        """
+        """Refuse a loss that is not over the rows of all ranks, if some rank lacks rows in this step. Communication: one handshake then."""
         if self.fit.lacks_rows:
-            empty_batches.refuse_local_losses(loss, self.fit.module)
+            refuse_local_losses(loss, self.fit.module)
         return loss
 
 
-def with_common_ends(given: Any, ends: UnevenEnds) -> CombinedLoader:
-    """Return a user's training loaders as a combined loader with common ends."""
-    return as_combined(given, _CommonEnds, {"ends": ends})
-
-
-def as_combined(given: Any, kind: type[CombinedLoader], members: dict[str, Any]) -> CombinedLoader:
+def as_combined(given: Any, kind: type[CombinedLoader], **members: Any) -> CombinedLoader:
     """Return a user's training loaders as a combined loader of one more class, with these members."""
     # a copy: the user's own keeps its loaders, and its class
     loader = copy.copy(given) if isinstance(given, CombinedLoader) else CombinedLoader(given, "max_size_cycle")
@@ -226,26 +224,7 @@ def as_combined(given: Any, kind: type[CombinedLoader], members: dict[str, Any])
     return loader
 
 
-class _EpochSizes(NamedTuple):
-    """Sizes of one rank's loaders when it makes an iterator.
-
-    Attributes:
-        lengths: Number of batches of each loader. None if unknown.
-        limits: Lightning's limit for each loader.
-        together: Number of combined batches, within the limits. None if unknown.
-    """
-
-    lengths: list[int | None]
-    limits: list[float]
-    together: int | None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether all lengths are. A limit alone does not say how many batches come."""
-        return self.together is not None and None not in self.lengths
-
-
-class _CommonEnds(CombinedLoader):
+class CommonEnds(CombinedLoader):
     """A combined loader that ends on every rank at the same batch. The class of a fit's own is made of this one and the user's.
 
     Attributes:
@@ -276,13 +255,20 @@ class _CommonEnds(CombinedLoader):
         """Make the ranks' iterators and agree on their ends. Communication: one handshake."""
         with self.ends.fit.raise_on_all_ranks("the iterator of a training loader"):
             super().__iter__()
-            own = self._own_sizes()
+            self._common_length, self.lacks_rows = None, deque(maxlen=_REMEMBERED)
+            # numbers of batches, None if unknown: of each loader, and of all together within Lightning's limits
+            own_lengths, own_limits = [sized_len(loader) for loader in self.flattened], self.limits
+            own = own_lengths, list(own_limits or [math.inf] * len(own_lengths)), sized_len(self)
         by_rank = handshake.all_gather_json("training epoch", {"uneven": self.ends.mode}, own)
-        sizes = [_EpochSizes(*found) for found in by_rank]
+        lengths, limits, together = zip(*by_rank, strict=True)
+        # a limit alone does not say how many batches come
+        is_known = all(None not in numbers for numbers in (together, *lengths))
         if self.ends.mode == "error":
-            self._agree_or_refuse(sizes)
-        else:
-            self._agree(sizes)
+            self._agree_or_refuse(together if is_known else None)
+            return self
+        self._agree(lengths, limits)
+        if is_known:
+            self.ends.log_left_out([max(number - len(self), 0) for number in together])
         return self
 
     def __next__(self) -> Any:
@@ -294,41 +280,26 @@ class _CommonEnds(CombinedLoader):
         self.lacks_rows.append(any(stream.lacks_rows for stream in self._streams))
         return batch
 
-    def _own_sizes(self) -> _EpochSizes:
-        self._common_length = None
-        self.lacks_rows = deque(maxlen=_REMEMBERED)
-        lengths = [sized_len(loader) for loader in self.flattened]
-        limits = self.limits or [math.inf] * len(lengths)
-        return _EpochSizes(lengths, list(limits), sized_len(self))
-
-    def _agree_or_refuse(self, sizes: Sequence[_EpochSizes]) -> None:
+    def _agree_or_refuse(self, lengths: Sequence[int] | None) -> None:
         """Let all loaders together be one stream, of the same length on every rank."""
-        lengths = None
-        if all(size.is_known for size in sizes):
-            lengths = [size.together or 0 for size in sizes]
+        if lengths is not None:
             self.ends.refuse_lengths(lengths)
             self._common_length = min(lengths)  # the fit ends before
-        names = ", ".join(sorted({type(loader).__name__ for loader in self.flattened}))
-        self._together = _Stream(self.ends, f"training loader ({names})", lengths).over(super().__next__)
+        self._together = _Stream(self.ends, self.flattened, lengths).over(super().__next__)
 
-    def _agree(self, sizes: Sequence[_EpochSizes]) -> None:
+    def _agree(self, lengths_by_rank: Sequence[Any], limits_by_rank: Sequence[Any]) -> None:
         """Let each loader be a stream with a common end. Lightning's modes combine those."""
         iterator = compat.mode_iterator(self)
         # 1. limits that are a fraction of a length differ as lengths do
-        limits_by_rank = [size.limits for size in sizes]
         iterator.limits = [self.ends.common(limits) for limits in zip(*limits_by_rank, strict=True)]
         # 2. the streams, around the iterators that were made
         streams = []
-        for loader, *lengths in zip(self.flattened, *(size.lengths for size in sizes), strict=True):
-            title = f"training loader ({type(loader).__name__})"
+        for loader, *lengths in zip(self.flattened, *lengths_by_rank, strict=True):
             known = None if None in lengths else lengths
-            streams.append(_Stream(self.ends, title, known, loader, is_alone=len(self.flattened) == 1))
+            streams.append(_Stream(self.ends, [loader], known, is_alone=len(self.flattened) == 1))
         self._streams = iterator.iterables = streams
         iterators = zip(streams, iterator.iterators, strict=False)
         iterator.iterators = [stream.over(own.__next__) for stream, own in iterators]
-        # 3. batches that the shortest rank leaves out
-        if all(size.is_known for size in sizes):
-            self.ends.log_left_out([max((size.together or 0) - len(self), 0) for size in sizes])
 
 
 class _Stream:
@@ -336,9 +307,8 @@ class _Stream:
 
     Args:
         ends: The fit's.
-        title: Name of the loader in messages.
+        loaders: The loaders that give a batch together. A single one is iterated again when it is shorter than others.
         lengths: Number of batches on each rank. None if unknown.
-        loader: Loader to iterate again when it is shorter than others. None if that cannot happen.
         is_alone: True if no other stream belongs to the same batches.
 
     Attributes:
@@ -347,9 +317,9 @@ class _Stream:
     """
 
     def __init__(
-        self, ends: UnevenEnds, title: str, lengths: Sequence[int] | None, loader: Any = None, *, is_alone: bool = True
+        self, ends: UnevenEnds, loaders: Sequence[Any], lengths: Sequence[int] | None, *, is_alone: bool = True
     ) -> None:
-        self._ends, self._title, self._lengths, self._loader, self._is_alone = ends, title, lengths, loader, is_alone
+        self._ends, self._loaders, self._lengths, self._is_alone = ends, loaders, lengths, is_alone
         self._trained: int | None = None  # batches before the first of this iterator; None until it is fetched
         self._empty: Any = None  # a batch of 0 rows, or why there cannot be one
         self._has_empty = self._is_shared = self.lacks_rows = False
@@ -361,7 +331,7 @@ class _Stream:
 
     def __iter__(self) -> _Stream:
         """Begin again, as a shorter loader does while the longest goes on."""
-        self.over(iter(self._loader).__next__)
+        self.over(iter(self._loaders[0]).__next__)
         self._trained = 0
         return self
 
@@ -373,67 +343,59 @@ class _Stream:
     def __next__(self) -> Any:
         if self._trained is None:
             self._trained = self._ends.trained_batches()
-        # the places of several resumed loaders are unknown
-        resumes_unknown = self._trained > 0 and not self._is_alone
-        if self._lengths is None or resumes_unknown:
-            batch = self._next_by_exchange()
+        # 1. this rank's batch, and which ranks have one. The places of several resumed loaders are unknown
+        if self._lengths is None or (self._trained > 0 and not self._is_alone):
+            have, know, batch = self._fetch_by_exchange()
         else:
-            batch = self._next_by_length(self._lengths, self._trained + self._fetched)
+            have, know, batch = self._fetch_by_length(self._lengths, self._trained)
+        if not any(have):
+            raise StopIteration
+        # 2. an end on some ranks only
+        has_batch, self.lacks_rows = have[process_groups.rank()], False
+        if not all(have) and self._ends.mode == "join":
+            self.lacks_rows = True
+            if not all(know) and not self._is_shared:
+                self._share_structure(batch)
+            batch = batch if has_batch else self._empty_batch()
+        elif not all(have):
+            self._ends.end_early(have, self._fetched)
+            batch = batch if has_batch else (None, self._fetched, 0)  # fetched ahead by a fit that ends before
         self._fetched += 1
         return batch
 
-    def _next_by_length(self, lengths: Sequence[int], place: int) -> Any:
-        """Return the batch at a place of the epoch. All ranks know which of them have one."""
+    def _fetch_by_length(self, lengths: Sequence[int], trained: int) -> tuple[list[bool], list[bool], Any]:
+        """Return which ranks have a batch, which know the structure of one, and this rank's. The lengths say so."""
+        place, own, batch = trained + self._fetched, lengths[process_groups.rank()], None
         if place >= len(self):
             raise StopIteration
-        own = lengths[process_groups.rank()]
-        self.lacks_rows = place >= min(lengths)
-        # first fetch of a rank without batches: it does not know the structure of one
-        must_share = self.lacks_rows and self._fetched == 0 and not self._is_shared
-        if place >= own:
-            if must_share:
-                self._share_structure(None)
-            return self._empty_batch()
-        has_batch, batch = self._own_batch()
-        if not has_batch:
-            error = InputError(
-                self._title,
-                expected=f"{own} batches, as its len() says",
-                got=f"{place}",
-                fix="Let len() say what comes: of an iterable data set, the rows of this rank and this worker.",
-            )
-            handshake.raise_in_all_groups(error, _FETCH)
-        if place + 1 == own < len(self):
-            self._keep_structure(batch)
-        if must_share:
-            self._share_structure(batch)
-        return batch
+        if place < own:
+            has_batch, batch = self._own_batch()
+            if not has_batch:
+                names = ", ".join(sorted({type(loader).__name__ for loader in self._loaders}))
+                error = InputError(
+                    f"training loader ({names})",
+                    expected=f"{own} batches, as its len() says",
+                    got=f"{place}",
+                    fix="Let len() say what comes: of an iterable data set, the rows of this rank and this worker.",
+                )
+                handshake.raise_in_all_groups(error, _FETCH)
+            if place + 1 == own < len(self):
+                self._keep_structure(batch)
+        return [place < length for length in lengths], [trained < length for length in lengths], batch
 
-    def _next_by_exchange(self) -> Any:
-        """Return a batch if every rank has one. Communication: one handshake."""
+    def _fetch_by_exchange(self) -> tuple[list[bool], list[bool], Any]:
+        """Return the same as the ranks say it. Communication: one handshake."""
         has_batch, batch = self._own_batch()
-        is_joining = self._ends.mode == "join"
-        if has_batch and is_joining:
+        if has_batch and self._ends.mode == "join":
             self._keep_structure(batch)  # now: the step may change the batch
         payloads = handshake.all_gather_between_steps(_FETCH, {}, bytes([has_batch, self._has_empty]))
-        flags = [bool(payload[0]) for payload in payloads]
-        if all(flags):
-            return batch
-        if not any(flags):
-            raise StopIteration
-        if not is_joining:
-            self._ends.end_early(flags, self._fetched)
-            return batch if has_batch else (None, self._fetched, 0)  # fetched ahead by a fit that ends before
-        self.lacks_rows = True
-        if not all(payload[1] for payload in payloads):  # a rank that never had a batch
-            self._share_structure(batch if has_batch else None)
-        return batch if has_batch else self._empty_batch()
+        return [bool(payload[0]) for payload in payloads], [bool(payload[1]) for payload in payloads], batch
 
     def _keep_structure(self, batch: Any) -> None:
         """Remember a batch of 0 rows for when this rank has run out, or the error if there cannot be one."""
         self._has_empty = True
         try:
-            self._empty = empty_batches.without_rows(batch)
+            self._empty = without_rows(batch)
         except InputError as error:
             self._empty = error
 
@@ -475,3 +437,157 @@ class _Stream:
             return False, None
         except Exception as error:
             handshake.raise_in_all_groups(error, _FETCH)
+
+
+# ---------------------------------------------------------------------- a batch of 0 rows
+
+
+def without_rows(batch: Any) -> Any:
+    """Return a batch of the same structure with 0 rows. Strings, bools and None stay, of rows that are a list of them none.
+
+    Raises:
+        InputError: naming what has no axis of rows, of as many rows as the rest of the batch.
+    """
+    sizes = dict(_first_axes(batch, "batch"))
+    rows = set(sizes.values())
+    if len(rows) != 1:
+        shown = ", ".join(f"{path}: {size}" for path, size in sizes.items())
+        got = f"different lengths ({shown})" if sizes else f"no tensor in a {type(batch).__name__}"
+        raise InputError(_EMPTY, expected="tensors whose first axis are the rows", got=got, fix=_FIX_STRUCTURE)
+    return _emptied(batch, "batch", rows.pop())
+
+
+def _first_axes(part: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Yield path and length of the first axis of each tensor and array."""
+    if isinstance(part, PackedSequence):
+        raise _no_rows(path, "a PackedSequence")
+    if is_array(part):
+        if isinstance(part, Tensor) and (part.layout != torch.strided or part.is_nested):
+            raise _no_rows(path, f"a {type(part).__name__} that is not dense")
+        if not part.ndim:
+            raise _no_rows(path, "a tensor of no dimension")
+        yield path, part.shape[0]
+        return
+    for key, child in children_of(part) or ():
+        yield from _first_axes(child, f"{path}{key}")
+
+
+def _emptied(part: Any, path: str, rows: int) -> Any:
+    if isinstance(part, Tensor):
+        return part.detach()[:0].clone()  # a slice alone would keep the memory of the whole
+    if is_array(part):
+        return part[:0].copy()
+    if isinstance(part, _KEPT):
+        return part
+    if isinstance(part, (tuple, list)):
+        if len(part) == rows and all(isinstance(item, _OF_A_ROW) for item in part):
+            return type(part)()  # one for each row, as collate leaves texts
+        if all(isinstance(item, _KEPT) for item in part):
+            return part
+    children = children_of(part)
+    if children is None:
+        raise _no_rows(path, f"{part!r} ({type(part).__name__})")
+    return rebuild_nest(part, [_emptied(child, f"{path}{key}", rows) for key, child in children])
+
+
+def _no_rows(path: str, got: str) -> InputError:
+    return InputError(f"{_EMPTY}: {path}", expected="rows along a first axis", got=got, fix=_FIX_STRUCTURE)
+
+
+# ---------------------------------------------------------------------- the module, and its loss without rows on some rank
+
+
+def name_module(error: Exception, root: nn.Module) -> Exception:
+    """Return the error of a training step, as one that names the module if a module has failed on 0 rows.
+
+    Args:
+        error: Error that was raised inside the step.
+        root: The user's module.
+    """
+    if isinstance(error, DDPLossError):
+        return error
+    failed = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner, values = frame.f_locals.get("self"), frame.f_locals.values()
+        if isinstance(owner, nn.Module) and any(isinstance(value, Tensor) and 0 in value.shape for value in values):
+            failed = owner
+    if failed is None:
+        return error
+    name = next((name for name, module in root.named_modules() if module is failed), "")
+    shown = f"`{name}` ({type(failed).__name__})" if name else type(failed).__name__
+    got = f"{type(error).__name__} in {shown}: {error}"
+    fix = "Let the module return 0 rows for 0 rows, or use uneven='stop'."
+    return InputError(_EMPTY, expected="modules that take 0 rows", got=got, fix=fix)
+
+
+def refuse_plain_norms(module: nn.Module) -> None:
+    """Refuse layers that would take their statistics from no rows, before that forward.
+
+    Raises:
+        InputError: naming them.
+    """
+    plain = []
+    for name, layer in module.named_modules():
+        is_synced = isinstance(layer, nn.SyncBatchNorm) or synchronises(layer)
+        is_batch_norm = isinstance(layer, compat.BATCH_NORM_TYPES)
+        uses_rows = is_batch_norm or getattr(layer, "track_running_stats", False)
+        if isinstance(layer, compat.NORM_TYPES) and layer.training and uses_rows and not is_synced:
+            plain.append(f"`{name}` ({type(layer).__name__})")
+    fix = "Set Trainer(sync_batchnorm=True), or use uneven='stop'."
+    expect(
+        not plain, _STEP, expected="norms over the rows of all ranks", got=", ".join(plain), fix=fix, error=InputError
+    )
+
+
+def refuse_local_losses(loss: Tensor, module: nn.Module) -> None:
+    """Refuse to back-propagate a term that is not over the rows of all ranks, on any rank.
+
+    Args:
+        loss: Value that will be back-propagated.
+        module: Names the parameters.
+
+    Raises:
+        InputError: on every rank, naming a term on each rank that has one.
+
+    Communication: one handshake.
+    """
+    terms = handshake.all_gather_json("backward without rows on some rank", {}, _local_term(loss, module))
+    if any(terms):
+        raise InputError(
+            _STEP,
+            expected="losses over the rows of all ranks",
+            ranks=[term or "nothing else" for term in terms],
+            fix="Wrap the loss in GlobalBatchLoss, write global_mean(total, count) (of a term without rows: global_mean(term, 1)), wrap a "
+            "metric in differentiable, or use uneven='stop'.",
+            collective=True,
+        )
+
+
+def _local_term(loss: Tensor, module: nn.Module) -> str:
+    """Return a term of a loss that reaches a parameter and passes no value over all ranks. Empty if there is none."""
+    above: dict[Any, Any] = {}
+    queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    for node in queue:
+        if is_global_value(node):
+            continue
+        children = node.next_functions
+        if not children and hasattr(node, "variable"):
+            return _describe_leaf(node, above, module)
+        if attaches_zero_grad(node):  # its other children get zeros
+            children = children[:1]
+        for child, _ in children:
+            if child is not None and child not in above:
+                above[child] = node
+                queue.append(child)
+    return ""
+
+
+def _describe_leaf(leaf: Any, above: Mapping[Any, Any], module: nn.Module) -> str:
+    """Return how a message names a term, by the operations next to the loss."""
+    path = [leaf]
+    while path[-1] in above:
+        path.append(above[path[-1]])
+    names = {id(parameter): f"`{name}`" for name, parameter in module.named_parameters()}
+    reached = names.get(id(leaf.variable), f"a parameter of shape {tuple(leaf.variable.shape)}")
+    operations = [node.name() for node in reversed(path[1:])]
+    return f"{' of '.join(operations[:3])}, which reaches {reached}"

@@ -194,36 +194,29 @@ class EvaluationLoaders(FitPart):
             yield
             return
         # DDP's broadcast of buffers, once in an evaluation, is in a batch that all ranks have
-        ddp = strategy.wrapped_model
+        ddp, step = strategy.wrapped_model, f"{_name(trainer)} step"
         broadcasts = ddp is not None and ddp.will_sync_module_buffers()
         before = (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
+        expected, grown, is_local = "as many batches on every rank", list[str](), False
         if not strategy.exchanges_in_forward:
             lengths = _list_lengths(trainer.lightning_module)
             yield
-            self._refuse_grown_lists(sampler, lengths)
-            if before == (handshake.number_opened(), 0 if broadcasts else compat.collectives_started()):
-                return
-        raise InputError(
-            f"{_name(trainer)} step, which exchanges something between ranks",
-            expected="as many batches on every rank",
-            ranks=[f"{count} batches" for count in sampler.counts],
-            fix=f"Take batches of two rows or more, drop_last=True, or a number of rows that the ranks divide ({_PADDED}).",
-            collective=True,
-        )
-
-    def _refuse_grown_lists(self, sampler: EvaluationSampler, before: dict[str, int]) -> None:
-        """Refuse a metric that torchmetrics would gather item by item, from a different number of batches on each rank."""
-        trainer = self.fit.trainer
-        after = _list_lengths(trainer.lightning_module)
-        grown = [name for name, length in after.items() if length > before.get(name, 0)]
+            is_local = before == (handshake.number_opened(), 0 if broadcasts else compat.collectives_started())
+            after = _list_lengths(trainer.lightning_module)
+            grown = [name for name, length in after.items() if length > lengths.get(name, 0)]
+        # 1. a metric that torchmetrics would gather item by item, from a different number of batches on each rank
         if grown:
-            raise InputError(
-                f"{_name(trainer)} step, which adds items to the list states {', '.join(grown)}",
-                expected="as many batches on every rank, because torchmetrics gathers them item by item",
-                ranks=[f"{count} batches" for count in sampler.counts],
-                fix=f"Wrap the metric in lightning_ddp_losses.synced, or take batches of two rows or more ({_PADDED}).",
-                collective=True,
-            )
+            what = f"{step}, which adds items to the list states {', '.join(grown)}"
+            expected += ", because torchmetrics gathers them item by item"
+            fix = f"Wrap the metric in lightning_ddp_losses.synced, or take batches of two rows or more ({_PADDED})."
+        # 2. a collective, or a handshake
+        elif not is_local:
+            what = f"{step}, which exchanges something between ranks"
+            fix = f"Take batches of two rows or more, drop_last=True, or a number of rows that the ranks divide ({_PADDED})."
+        else:
+            return
+        ranks = [f"{count} batches" for count in sampler.counts]
+        raise InputError(what, expected=expected, ranks=ranks, fix=fix, collective=True)
 
     def _uneven_sampler(self, trainer: pl.Trainer, args: tuple[Any, ...]) -> EvaluationSampler | None:
         """Return the sampler of the loader that a batch is from, if ranks have different numbers of its batches."""

@@ -112,13 +112,20 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 class HostStrategy(ParallelStrategy):
-    """Lightning's strategy with the properties that losses need of the one that parallelises the model."""
+    """Lightning's strategy with the properties that losses need of the one that parallelises the model.
+
+    Attributes:
+        kinds_of_parts: Features of this kind of strategy.
+        divides_model: Whether a rank holds parts of the model only.
+        divided_parameters: Names of parameters that are divided over the ranks.
+        run_seed: Seed of the run that was resumed, also for a checkpoint after the fit. None: nothing was resumed.
+    """
 
     kinds_of_parts: ClassVar[tuple[type[FitPart], ...]]
-    """Features of this kind of strategy."""
-
     divides_model: ClassVar[bool] = False
-    """Whether a rank holds parts of the model only."""
+    divided_parameters: frozenset[str] = frozenset()
+    run_seed: int | None = None
+    _sync_blocked = False
 
     @property
     def wrapped_model(self) -> Any:
@@ -129,14 +136,6 @@ class HostStrategy(ParallelStrategy):
     def exchanges_in_forward(self) -> bool:
         """Whether each forward of the model, in evaluation too, waits for all ranks."""
         return False
-
-    divided_parameters: frozenset[str] = frozenset()
-    """Names of parameters that are divided over the ranks."""
-
-    run_seed: int | None = None
-    """Seed of the run that was resumed, also for a checkpoint after the fit. None: nothing was resumed."""
-
-    _sync_blocked = False
 
     @property
     def sync_gradients(self) -> bool:

@@ -24,11 +24,11 @@ from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import PeerError, format_error
-from lightning_ddp_losses.strategies import empty_batches, same_setup
+from lightning_ddp_losses.strategies import same_setup
 from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
-from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds
+from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds, name_module
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy, LossOptions
 from lightning_ddp_losses.strategies.interruptions import Interruptions
@@ -393,7 +393,7 @@ class LossParallelism(Fit):
             except PeerError as named:
                 error = named
             if where == "training_step" and self.lacks_rows:
-                error = empty_batches.name_module(error, self.module)
+                error = name_module(error, self.module)
             if where == "training_step" and not (self.options.check_calls or self.lacks_rows):
                 handshake.notify_subgroups(error, where)
                 raise error  # the world opens no handshake that could inform it

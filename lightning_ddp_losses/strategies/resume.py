@@ -5,7 +5,7 @@ Lightning restores its counters, and rank 0's loader states for all ranks. A che
 | key | content |
 |---|---|
 | ``global_batch_samplers`` | epoch, trained batches and the place of each global sampler, which any number of ranks can take up |
-| ``training_loader_states`` | every rank's states of loaders and data sets that have a ``state_dict`` (``loader_states``) |
+| ``training_loader_states`` | every rank's states of loaders and data sets that have a ``state_dict`` |
 | ``random_states`` | every rank's generators of random numbers, and the call counts of losses that draw (sampled classes, random miners) |
 
 A sampler's place is set when a loader is handed to the strategy, because Lightning makes the iterator, from which workers read ahead,
@@ -17,19 +17,32 @@ A checkpoint inside an accumulation window has lost the window's gradients: it r
 
 On another number of ranks, generators are seeded from the run's seed, the step and the rank, and the log reports it. Not restored inside an
 epoch: random numbers of workers, and those of a batch that was fetched ahead (a loader without a length).
+
+Loaders with a state: Lightning saves that of rank 0 for all, a batch too far if it fetches ahead, and none of a data set. So each rank
+notes the state before each fetch, and a checkpoint takes the note of the batch with which training continues.
+
+| owner of the state | read from and loaded into |
+|---|---|
+| a loader with ``state_dict`` and ``load_state_dict`` (torchdata's, one of the user's) | the loader |
+| an ``IterableDataset`` with both, in a DataLoader without workers | the data set |
+| such a data set in a DataLoader with workers | nothing: the workers' copies move on. A warning, inside an epoch an error |
+
+After ``load_state_dict`` the next iterator gives what comes after the state. A state from the end of an epoch is followed by the next
+epoch. Another number of ranks cannot divide a part of an epoch: that is an error. Between two epochs a warning says that loaders begin as
+they are made.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -48,7 +61,7 @@ from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.samplers.global_draw import GlobalDraw
 from lightning_ddp_losses.strategies.epoch_ends import as_combined
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.loader_states import TITLE, NotingLoader, StateNote, state_holder, warn_of_workers
+from lightning_ddp_losses.strategies.windows import TrainedBatches, batches_of_step, iterator_follows
 
 PLACES = "global_batch_samplers"
 LOADER_STATES = "training_loader_states"
@@ -58,20 +71,11 @@ RANDOM_STATES = "random_states"
 _SAVED = "states of loaders and generators in a checkpoint"
 _PLACES_TITLE = "GlobalBatchSampler in a checkpoint"
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
-
-
-class TrainedBatches(NamedTuple):
-    """The batches that a fit has trained on.
-
-    Attributes:
-        epoch: Epoch that training continues in.
-        batches: Trained batches of that epoch.
-        rewinds: True if Lightning's counters differ and have to be set back.
-    """
-
-    epoch: int
-    batches: int
-    rewinds: bool
+_STATES_TITLE = "training loaders with a state of their own"
+_INSIDE = f"{_STATES_TITLE}, resumed in the middle of an epoch"
+_FROM_AN_END = "Resume from a checkpoint at the end of an epoch"
+_REMEMBERED = 4  # places: one more than Lightning fetches ahead of the batch that it trains on
+_NOTHING = object()
 
 
 class Resume(FitPart):
@@ -97,9 +101,7 @@ class Resume(FitPart):
             return
 
         def noting(request: Callable[[], Any]) -> Any:
-            functions = {"take_saved": self._take_loader_states, "progress": self._progress}
-            members = {name: staticmethod(function) for name, function in functions.items()}
-            return as_combined(request(), NotingLoader, {"fit": self.fit, "notes": {}, **members})
+            return as_combined(request(), NotingLoader, resume=self)
 
         self.undo.callback(compat.replace_training_source(self.fit.trainer, noting))
 
@@ -111,7 +113,7 @@ class Resume(FitPart):
         with self.fit.raise_on_all_ranks("train_dataloader"):
             if self.fit.trainer.training:
                 self._place_loader(dataloader)
-                warn_of_workers(dataloader)
+                _warn_of_workers(dataloader)
         return dataloader
 
     def on_train_start(self) -> None:
@@ -143,64 +145,55 @@ class Resume(FitPart):
 
         Communication: one handshake, as long as the states, if ``together``.
         """
-        trainer, entries, run_seed = self.fit.trainer, dict[str, Any](), self.fit.strategy.run_seed
+        trainer, strategy, is_fit = self.fit.trainer, self.fit.strategy, self.fit.is_fitting
         combined = compat.combined_loader(trainer.fit_loop)
-        with_loops, is_fit = "loops" in checkpoint, trainer.state.fn == TrainerFn.FITTING
-        trained = trained_batches(trainer)
+        trained, at_end = TrainedBatches.of(trainer), iterator_follows(trainer)
+        entries, own, names = dict[str, Any](), dict[str, Any](), list[str]()
         # 1. places of global samplers: the same on all ranks
-        if with_loops and combined is not None and any(map(draw_of, combined.flattened)):
+        if "loops" in checkpoint and combined is not None and any(map(draw_of, combined.flattened)):
             entries[PLACES] = {**trained._asdict(), "samplers": _places_in(combined, trained)}
         # 2. states of this rank
-        has_loaders = with_loops and is_fit and isinstance(combined, NotingLoader) and bool(combined.holders())
+        has_loaders = (
+            "loops" in checkpoint and is_fit and isinstance(combined, NotingLoader) and bool(combined.holders())
+        )
         has_random = "optimizer_states" in checkpoint and is_fit
-        if not has_loaders and not has_random:
-            return entries
-        at_end, device = iterator_follows(trainer), self.fit.strategy.root_device
-        notes, random = list[StateNote](), dict[str, Tensor]()
-        if together:
-            note, names = None, list[str]()
-            if has_loaders:
-                note = combined.note_now() if at_end else combined.note_at(trained.batches)
-                names = [type(holder).__name__ for holder in combined.holders()]
-            own_random = read_random_states(device) if has_random else {}
-            notes, random = self._states_of_all_ranks(note, names, own_random)
+        if has_loaders and together:
+            own.update(combined.note_now() if at_end else combined.note_at(trained.batches))
+            names = [type(holder).__name__ for holder in combined.holders()]
+        if has_random and together:
+            own["random"] = read_random_states(strategy.root_device)
         # 3. states of all ranks
+        ranks = self._gather_states(own, names) if own else []
         if has_loaders:
-            states, ended = [note.states for note in notes], [note.ended for note in notes]
-            entries[LOADER_STATES] = {**trained._asdict(), "at_end": at_end, "states": states, "ended": ended}
+            notes = {name: [rank[name] for rank in ranks] for name in ("states", "ended")}
+            entries[LOADER_STATES] = {**trained._asdict(), "at_end": at_end, **notes}
         if has_random:
             entries[RANDOM_STATES] = {
                 "world_size": process_groups.world_size(),
-                "seed": torch.initial_seed() >> 1 if run_seed is None else run_seed,
+                "seed": torch.initial_seed() >> 1 if strategy.run_seed is None else strategy.run_seed,
                 "iterator_follows": at_end,
                 "loaders_made_in": compat.loaders_made_in(trainer.fit_loop),
-                "states": random,
+                "states": {
+                    name: torch.stack([rank["random"][name] for rank in ranks]) for name in own.get("random", ())
+                },
                 "draw_counts": read_draw_counts(trainer.lightning_module),
             }
         return entries
 
-    def _states_of_all_ranks(
-        self, note: StateNote | None, names: list[str], random: Mapping[str, Tensor]
-    ) -> tuple[list[StateNote], dict[str, Tensor]]:
-        """Gather the states of loaders and generators.
+    def _gather_states(self, own: Mapping[str, Any], names: list[str]) -> list[dict[str, Any]]:
+        """Gather the states of loaders and generators by rank.
 
         Args:
-            note: States of this rank's loaders. None if none has a state, on every rank.
-            names: Names of the owners' classes, which ranks have in common.
-            random: uint8 (bytes,) by name of the generator. Empty to leave it out.
-
-        Returns:
-            The loader states by rank, and uint8 (W, bytes) by name of the generator, equal on every rank.
+            own: This rank's note of its loaders (``note_now``), and by ``"random"`` its generators: uint8 (bytes,) by name.
+            names: Names of the classes that own the states, which ranks have in common.
 
         Communication: one handshake, as long as the states.
         """
-        facts = {"loaders": names, "generators": {name: len(state) for name, state in random.items()}}
+        facts = {"loaders": names, "generators": {name: len(state) for name, state in own.get("random", {}).items()}}
         with self.fit.raise_on_all_ranks(_SAVED):
-            payload = safe_payload.pack_readable((None if note is None else tuple(note), dict(random)), TITLE)
+            payload = safe_payload.pack_readable(own, _STATES_TITLE)
             payloads = handshake.all_gather(_SAVED, facts, payload, of_user=True)
-            everyone = [safe_payload.unpack_from(payload, _SAVED, rank) for rank, payload in enumerate(payloads)]
-        notes = [StateNote(*own) for own, _ in everyone if own is not None]
-        return notes, {name: torch.stack([states[name] for _, states in everyone]) for name in random}
+            return [safe_payload.unpack_from(payload, _SAVED, rank) for rank, payload in enumerate(payloads)]
 
     # ------------------------------------------------------------------ out of the checkpoint
 
@@ -218,9 +211,9 @@ class Resume(FitPart):
         if counted:
             self._trained = TrainedBatches(counted["epoch"], counted["batches"], counted["rewinds"])
             if self._trained.rewinds:
-                fit_loop = _rewound(fit_loop, self._trained)
+                fit_loop = self._trained.rewound(fit_loop)
         else:
-            self._trained = _trained(fit_loop["epoch_progress"]["current"], fit_loop["epoch_loop.batch_progress"])
+            self._trained = TrainedBatches.read(fit_loop)
         if self._loaders and self._loaders["states"]:
             # what Lightning would give all ranks is rank 0's
             fit_loop = {**fit_loop, "state_dict": {**fit_loop["state_dict"], "combined_loader": []}}
@@ -306,26 +299,57 @@ class Resume(FitPart):
             error=InputError,
         )
         # a sampler without a place does not resume
-        resumes = [saved if draw_of(loader) else state_holder(loader) for loader in self._loaders_of_fit()]
+        resumes = [saved if draw_of(loader) else _state_holder(loader) for loader in self._loaders_of_fit()]
         if all(resumes):
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
 
-    # ------------------------------------------------------------------ loaders with a state
-
-    def _take_loader_states(self) -> Mapping[str, Any] | None:
-        """Return the loader states of a checkpoint, once."""
-        saved, self._loaders = self._loaders, None
-        return saved
-
-    def _progress(self) -> tuple[int, int]:
-        """Return the number of trained batches of this epoch, and the number of batches of a step."""
-        trainer = self.fit.trainer
-        return trained_batches(trainer).batches, _window(trainer)
-
     def _loaders_of_fit(self) -> list[Any]:
         combined = compat.combined_loader(self.fit.trainer.fit_loop)
         return [] if combined is None else list(combined.flattened)
+
+    # ------------------------------------------------------------------ loaders with a state
+
+    def restore_states_(self, combined: NotingLoader) -> Sequence[bool]:
+        """Load the states of a checkpoint into the loaders, once, before their iterators are made.
+
+        Returns:
+            Whether each loader had ended on this rank in the epoch that continues.
+
+        Raises:
+            InputError: for states that cannot be restored in the middle of an epoch.
+        """
+        saved, self._loaders = self._loaders, None
+        if saved is None:
+            return ()
+        is_inside = TrainedBatches.of(self.fit.trainer).batches > 0
+        if is_inside:
+            _refuse_part_of_epoch(combined, saved)
+        holders = combined.holders()
+        if not holders:
+            return ()
+        names = ", ".join(type(holder).__name__ for holder in holders)
+        if not saved.get("states"):
+            if is_inside:
+                rank_zero_warn(
+                    f"The checkpoint holds no states of all ranks' training loaders ({names}): it was not written by DDPLossStrategy, or "
+                    "after an error or in a signal, when ranks could not be asked. A loader goes on from rank 0's state on every rank, "
+                    "and a data set begins its epoch again."
+                )
+            return ()
+        W, rank = process_groups.world_size(), process_groups.rank()
+        if len(saved["states"]) != W:
+            rank_zero_warn(
+                f"The checkpoint holds the states of training loaders ({names}) on {len(saved['states'])} ranks, and there are {W}: they "
+                "begin the next epoch as they are made."
+            )
+            return ()
+        for holder, state in zip(holders, saved["states"][rank], strict=True):
+            holder.load_state_dict(state)
+            # an iterator after the end of an epoch must be empty. If it has rows, the owner has begun again, and they are still to come.
+            if saved["at_end"] and next(iter(holder), _NOTHING) is not _NOTHING:
+                holder.load_state_dict(state)
+        return () if saved["at_end"] else saved["ended"][rank]
 
     # ------------------------------------------------------------------ random states
 
@@ -408,72 +432,151 @@ def _reason_to_derive(saved: Mapping[str, Any], own: Mapping[str, Tensor]) -> st
     return None
 
 
-# ---------------------------------------------------------------------- Lightning's counters
+# ---------------------------------------------------------------------- loaders with a state
 
 
-def _window(trainer: pl.Trainer) -> int:
-    """Return the number of batches of a step. Training can continue between two steps, not inside one."""
-    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+class NotingLoader(CombinedLoader):
+    """A fit's combined loader that notes the states of its loaders. ``as_combined`` adds this class to the loader's own class.
+
+    Attributes:
+        resume: The fit's.
+        notes: By place in this epoch, what ``note_now`` returned before the fetch of that batch.
+    """
+
+    resume: Resume
+    notes: dict[int, dict[str, Any]]
+    _place = 0
+    _has_states = False  # decided with each iterator
+
+    def __iter__(self) -> Any:
+        fit = self.resume.fit
+        with fit.raise_on_all_ranks("load_state_dict of a training loader"):
+            ended = self.resume.restore_states_(self)
+        super().__iter__()
+        for stream, has_ended in zip(self._ending_streams(), ended, strict=False):
+            stream.has_ended = has_ended
+        self._place, self.notes = TrainedBatches.of(fit.trainer).batches, {}
+        self._has_states = bool(self.holders())
+        self._note()
+        with fit.raise_on_all_ranks("state_dict of a training loader"):
+            # a state that could not be saved, before anything is trained
+            for note in self.notes.values():
+                safe_payload.pack_readable(note["states"], _STATES_TITLE)
+        return self
+
+    def __len__(self) -> int:
+        if compat.mode_iterator(self) is None:  # Lightning cleans up after an error in __iter__, and asks
+            raise NotImplementedError("the length is not known before there is an iterator")
+        return super().__len__()
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        self._place += 1
+        self._note()
+        return batch
+
+    def holders(self) -> list[Any]:
+        """Return the owners of states: loaders, or their data sets."""
+        found = [_state_holder(loader) for loader in self.flattened]
+        return [holder for holder in found if holder is not None]
+
+    def note_now(self) -> dict[str, Any]:
+        """Return ``"states"``, copies that the owners do not change, and ``"ended"``: whether this rank has run out of each loader."""
+        states = copy.deepcopy([holder.state_dict() for holder in self.holders()])
+        return {"states": states, "ended": [stream.has_ended for stream in self._ending_streams()]}
+
+    def note_at(self, place: int) -> dict[str, Any]:
+        """Return the note from before the fetch of a batch.
+
+        Raises:
+            InputError: if that is too long ago.
+        """
+        expect(
+            place in self.notes,
+            f"{_STATES_TITLE}, in a checkpoint at batch {place}",
+            expected="the state before that batch",
+            got=f"those before batches {', '.join(map(str, self.notes))}",
+            fix="Save where a step has ended (on_train_batch_end), or at the end of an epoch.",
+            error=InputError,
+        )
+        return self.notes[place]
+
+    def _ending_streams(self) -> Sequence[Any]:
+        return getattr(self, "_streams", ())
+
+    def _note(self) -> None:
+        # inside a window training cannot continue, so no checkpoint asks for that place
+        fit = self.resume.fit
+        if not self._has_states or self._place % batches_of_step(fit.trainer):
+            return
+        with fit.raise_on_all_ranks("state_dict of a training loader"):
+            self.notes[self._place] = self.note_now()
+        if len(self.notes) > _REMEMBERED:
+            del self.notes[min(self.notes)]
 
 
-def trained_batches(trainer: pl.Trainer) -> TrainedBatches:
-    """Return the batches that a trainer has trained on. Those of an unfinished accumulation window do not count."""
-    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
-    return _trained(
-        vars(loop.epoch_progress.current),
-        {"current": vars(progress.current), "is_last_batch": progress.is_last_batch},
-        length=trainer.num_training_batches,
-        window=_window(trainer),
-    )
+# ---------------------------------------------------------------------- owners of states
 
 
-def iterator_follows(trainer: pl.Trainer) -> bool:
-    """Return whether the iterator from which training continues is yet to be made: between two epochs."""
-    trained, progress = trained_batches(trainer), trainer.fit_loop.epoch_loop.batch_progress
-    current: Any = progress.current
-    is_over = current.processed == 0 or progress.is_last_batch or current.processed >= trainer.num_training_batches
-    return trained.epoch > 0 and trained.batches == 0 and is_over and current.ready <= current.processed
+def _state_holder(loader: Any) -> Any:
+    """Return the owner of a training loader's state: itself or its data set. None if there is no state in this process."""
+    if draw_of(loader) is not None:
+        return None  # its place is saved for all ranks together
+    if _has_state(loader):
+        return loader
+    return loader.dataset if _has_stateful_rows(loader) and not loader.num_workers else None
 
 
-def _trained(
-    epochs: Mapping[str, int], progress: Mapping[str, Any], *, length: float = float("inf"), window: int = 1
-) -> TrainedBatches:
-    batches, epoch = progress["current"], epochs["processed"]
-    trained = batches["processed"]
-    is_over = trained >= length or (progress["is_last_batch"] and trained == batches["ready"])
-    is_inside = epochs["started"] > epoch
-    # 1. between two epochs, at the start or the end of the fit
-    if not is_inside and (is_over or trained == 0):
-        return TrainedBatches(epoch, 0, rewinds=is_over)
-    # 2. all batches of an epoch are trained on that is not over for Lightning: it runs validation and the hooks at its end, but not
-    #    if the last batch itself was not over, and then it would lose count of the epochs
-    if is_over:
-        return TrainedBatches(epoch + 1, 0, rewinds=batches["completed"] < trained)
-    # 3. inside an epoch. max_steps may have ended it, then Lightning counts it as over
-    stepped = trained - trained % window
-    rewinds = stepped != trained or progress["is_last_batch"] or not is_inside
-    return TrainedBatches(epoch - (not is_inside), stepped, rewinds=rewinds)
+def _warn_of_workers(loader: Any) -> None:
+    """Warn if the state of a training loader's data set stays in the workers."""
+    if _is_out_of_reach(loader):
+        rank_zero_warn(
+            f"The state_dict of {type(loader.dataset).__name__} is in {loader.num_workers} workers and not in checkpoints: training "
+            "cannot go on in the middle of an epoch. Use num_workers=0, or a loader with a state_dict of its own."
+        )
 
 
-def _rewound(fit_loop: Mapping[str, Any], trained: TrainedBatches) -> dict[str, Any]:
-    """Return the fit loop of a checkpoint with the counters of epochs and batches after ``trained``."""
-    # Lightning logs by the batches that stepped, and counts one after the hooks that save
-    logged = dict(fit_loop["epoch_loop.state_dict"])
-    logged["_batches_that_stepped"] += trained.epoch > fit_loop["epoch_progress"]["current"]["processed"]
-    # 1. epochs: this one has begun if some of its batches are trained on
-    begun = trained.epoch + (trained.batches > 0)
-    wanted = {"ready": begun, "started": begun, "processed": trained.epoch, "completed": trained.epoch}
-    epochs = _counted(fit_loop["epoch_progress"], wanted)
-    # 2. batches
-    batches = _counted(fit_loop["epoch_loop.batch_progress"], dict.fromkeys(wanted, trained.batches))
-    batches["is_last_batch"] = False
-    changed = {"epoch_loop.state_dict": logged, "epoch_progress": epochs, "epoch_loop.batch_progress": batches}
-    return {**fit_loop, **changed}
+def _has_state(part: Any) -> bool:
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
-def _counted(progress: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, Any]:
-    """Return counters with these values, and totals that fit them."""
-    # totals count from processed batches: one that failed was ready and started only
-    before = progress["total"]["processed"] - progress["current"]["processed"]
-    total = {field: before + value for field, value in wanted.items()}
-    return {**progress, "current": {**progress["current"], **wanted}, "total": {**progress["total"], **total}}
+def _has_stateful_rows(loader: Any) -> bool:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset) and _has_state(loader.dataset)
+
+
+def _is_out_of_reach(loader: Any) -> bool:
+    return _state_holder(loader) is None and _has_stateful_rows(loader)
+
+
+def _refuse_part_of_epoch(combined: NotingLoader, saved: Mapping[str, Any]) -> None:
+    """Refuse to continue in the middle of an epoch if that is not possible."""
+    states, holders, W = saved.get("states"), combined.holders(), process_groups.world_size()
+    beyond_reach = [loader for loader in combined.flattened if _is_out_of_reach(loader)]
+    ends_together = len(combined.flattened) > 1 and compat.cycles(combined)
+    got: object
+    # 1. data sets with their state in the workers
+    if beyond_reach:
+        loader = beyond_reach[0]
+        what, expected = (
+            f"{type(loader.dataset).__name__}, resumed in the middle of an epoch",
+            "its state in this process",
+        )
+        got = f"its copies in {loader.num_workers} workers"
+        fix = f"Use num_workers=0, a loader with a state_dict of its own, or: {_FROM_AN_END}."
+    elif not states:
+        return
+    # 2. states of other ranks and loaders
+    elif len(states) != W:
+        what, expected, got = _INSIDE, f"{len(states)} ranks, whose states were saved", W
+        fix = f"A part of an epoch cannot be dealt anew. {_FROM_AN_END}, or use GlobalBatchSampler, which can."
+    elif len(states[0]) != len(holders):
+        what, expected, got = _INSIDE, f"{len(states[0])}, as saved", len(holders)
+        fix = f"Resume with the loaders that were saved. {_FROM_AN_END} where they are others."
+    # 3. an epoch with an end that depends on several loaders
+    elif holders and ends_together and None in map(sized_len, combined.flattened):
+        what = f"{_STATES_TITLE}, several of unknown lengths, resumed in the middle of an epoch"
+        expected, got = "lengths, which say where the epoch ends", "none"
+        fix = f"Give the data sets a __len__, or CombinedLoader(mode='min_size'). {_FROM_AN_END}."
+    else:
+        return
+    raise InputError(what, expected=expected, got=got, fix=fix)

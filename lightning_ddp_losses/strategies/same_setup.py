@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import platform
 import sys
@@ -120,15 +121,14 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
         return
     # swap all names, and show the first that differ
     tables: list[list[str]] = handshake.all_gather_json("all names", {}, own)
-    longest = max(map(len, tables))
-    padded = [names + ["nothing"] * (longest - len(names)) for names in tables]
-    places = [i for i, column in enumerate(zip(*padded, strict=True)) if len(set(column)) > 1]
+    columns = list(itertools.zip_longest(*tables, fillvalue="nothing"))
+    places = [i for i, column in enumerate(columns) if len(set(column)) > 1]
     ranks = []
-    for names in padded:
-        shown = [f"position {i}: {names[i]}" for i in places[:_MAX_SHOWN]]
+    for rank in range(len(tables)):
+        shown = [f"position {i}: {columns[i][rank]}" for i in places[:_MAX_SHOWN]]
         ranks.append("; ".join(shown))
     raise RankMismatchError(
-        f"parameters and buffers ({len(places)} of {longest} positions)",
+        f"parameters and buffers ({len(places)} of {len(columns)} positions)",
         expected="the same names, shapes and dtypes in the same order on every rank",
         ranks=ranks,
         fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",

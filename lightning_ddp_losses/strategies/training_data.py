@@ -43,7 +43,7 @@ from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import MAX_ROWS, batch_leaves, combine, row_hashes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, format_error
-from lightning_ddp_losses.samplers.global_batch import GlobalBatches, batches_in_place, draw_of
+from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler, batches_in_place, draw_of
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 _TITLE = "use_global_sampler=True"
@@ -78,19 +78,19 @@ def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
     if not isinstance(dataloader, DataLoader):
         return None
     sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
+    held = getattr(batch_sampler, "__dict__", {}).values()
+    # a custom sampler in Lightning's wrapper, or a custom batch sampler around Lightning's sampler
     if isinstance(sampler, DistributedSamplerWrapper) and sampler.shuffle:
         inner = compat.wrapped_sampler(sampler.dataset)
         name = type(sampler if inner is None else inner).__name__
-        return _reshuffle_text(f"{name}(...), global_batch_size", name, "shuffled over all its batches")
-    if injecting and batch_sampler is not None and type(batch_sampler) is not BatchSampler:
-        held = getattr(batch_sampler, "__dict__", {}).values()
-        if any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
-            name = type(batch_sampler).__name__
-            return _reshuffle_text(f"{name}(...)", name, "built anew around a shuffling DistributedSampler")
-    return None
-
-
-def _reshuffle_text(arguments: str, name: str, got: str) -> str:
+        arguments, got = f"{name}(...), global_batch_size", "shuffled over all its batches"
+    elif not injecting or batch_sampler is None or type(batch_sampler) is BatchSampler:
+        return None
+    elif any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
+        name = type(batch_sampler).__name__
+        arguments, got = f"{name}(...)", "built anew around a shuffling DistributedSampler"
+    else:
+        return None
     return format_error(
         f"{name} under DDP",
         expected="its own order",
@@ -101,9 +101,7 @@ def _reshuffle_text(arguments: str, name: str, got: str) -> str:
 
 
 def refuse_other_batches(dataloader: object) -> None:
-    """Refuse a DataLoader with other batches than those of its global sampler.
-
-    Such a sampler is known by its ``local_batch_size``. It cannot see how the DataLoader uses its indices.
+    """Refuse a DataLoader with other batches than those of its global sampler, which cannot see how its indices are used.
 
     Args:
         dataloader: Argument of ``Strategy.process_dataloader``.
@@ -116,10 +114,9 @@ def refuse_other_batches(dataloader: object) -> None:
         return
     # under a custom batch sampler, dataloader.sampler is torch's placeholder. In prediction the sampler is inside
     sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
-    expected = getattr(sampler, "local_batch_size", None)
-    if expected is None or not isinstance(sampler, DistributedSampler):
+    if not isinstance(sampler, GlobalBatchSampler):
         return
-    name = type(sampler).__name__
+    name, expected = type(sampler).__name__, sampler.local_batch_size
     size = getattr(dataloader.batch_sampler, "batch_size", None)
     expect(
         size == expected,
@@ -162,7 +159,9 @@ class GlobalSamplers(FitPart):
             if _has_own_batches(dataloader):
                 return None
             loader = _checked(self.fit.trainer, dataloader)
-        batches = _batches_for(loader)
+        # where Lightning's DistributedSampler has it from
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        batches = batches_in_place(loader, seed=None if seed is None else int(seed) % NUMPY_SEEDS, title=_TITLE)
         if not self._has_logged:
             self._has_logged = True
             _log(loader, batches)
@@ -193,14 +192,15 @@ def _has_own_batches(dataloader: object) -> bool:
     is_torchs = type(sampler) in (SequentialSampler, RandomSampler) and getattr(sampler, "data_source", None) is data
     if is_torchs and isinstance(sampler, RandomSampler):
         is_torchs = not sampler.replacement and len(sampler) == len(sampler.data_source)
+    if is_plain and is_torchs:
+        return False
     # 2. anything else
-    if not (is_plain and is_torchs):
-        name = type(sampler if is_plain else batches).__name__
-        rank_zero_warn(
-            f"{_TITLE} leaves a training loader with a {name} of its own as it is. To cut its batches over the ranks, write "
-            "DataLoader(..., batch_sampler=GlobalBatchSampler.batches(sampler, global_batch_size))."
-        )
-    return not (is_plain and is_torchs)
+    name = type(sampler if is_plain else batches).__name__
+    rank_zero_warn(
+        f"{_TITLE} leaves a training loader with a {name} of its own as it is. To cut its batches over the ranks, write "
+        "DataLoader(..., batch_sampler=GlobalBatchSampler.batches(sampler, global_batch_size))."
+    )
+    return True
 
 
 def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
@@ -209,46 +209,23 @@ def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
     Raises:
         ConfigurationError: naming its type.
     """
-    leave_out = "Leave use_global_sampler out"
+    leave_out, kind = "Leave use_global_sampler out", type(dataloader).__name__
     if not isinstance(dataloader, DataLoader):
-        got, fix = type(dataloader).__name__, f"{leave_out}: a loader with batches of its own has no sampler."
-        raise ConfigurationError(f"training loader under {_TITLE}", expected="torch's DataLoader", got=got, fix=fix)
-    expect(
-        not isinstance(dataloader.dataset, IterableDataset),
-        f"data set under {_TITLE}",
-        expected="one whose rows have numbers",
-        got=f"{type(dataloader.dataset).__name__}, which is an IterableDataset",
-        fix=f"{leave_out} and let the data set yield each rank its own rows.",
-    )
-    expect(
-        dataloader.batch_size is not None,
-        f"DataLoader under {_TITLE}",
-        expected="a batch_size",
-        got="batch_size=None",
-        fix="Give the rows of one rank.",
-    )
-    expect(
-        compat.injects_distributed_sampler(trainer),
-        _TITLE,
-        expected="a Trainer that gives loaders a sampler",
-        got="Trainer(use_distributed_sampler=False)",
-        fix="Leave one of the two options out.",
-    )
-    return dataloader
-
-
-def _batches_for(loader: DataLoader[Any]) -> GlobalBatches:
-    assert loader.batch_size is not None
-    # where Lightning's DistributedSampler has it from
-    seed = os.environ.get("PL_GLOBAL_SEED")
-    return batches_in_place(
-        len(loader.dataset),  # type: ignore[arg-type]
-        loader.batch_size,
-        shuffled=isinstance(loader.sampler, RandomSampler),
-        drop_last=loader.drop_last,
-        seed=None if seed is None else int(seed) % NUMPY_SEEDS,
-        title=_TITLE,
-    )
+        what, expected, got = f"training loader under {_TITLE}", "torch's DataLoader", kind
+        fix = f"{leave_out}: a loader with batches of its own has no sampler."
+    elif isinstance(dataloader.dataset, IterableDataset):
+        what, expected = f"data set under {_TITLE}", "one whose rows have numbers"
+        got = f"{type(dataloader.dataset).__name__}, which is an IterableDataset"
+        fix = f"{leave_out} and let the data set yield each rank its own rows."
+    elif dataloader.batch_size is None:
+        what, expected, got = f"DataLoader under {_TITLE}", "a batch_size", "batch_size=None"
+        fix = "Give the rows of one rank."
+    elif not compat.injects_distributed_sampler(trainer):
+        what, expected = _TITLE, "a Trainer that gives loaders a sampler"
+        got, fix = "Trainer(use_distributed_sampler=False)", "Leave one of the two options out."
+    else:
+        return dataloader
+    raise ConfigurationError(what, expected=expected, got=got, fix=fix)
 
 
 # ---------------------------------------------------------------------- iterable data sets
@@ -299,9 +276,6 @@ class UndividedData:
 
     Args:
         stage: Its name.
-
-    Attributes:
-        is_looking: True if ``see`` reads batches, which it does for the first ones of an epoch.
     """
 
     def __init__(self, stage: str) -> None:
@@ -311,20 +285,18 @@ class UndividedData:
     def begin(self) -> None:
         """Begin an epoch."""
         self._seen: list[bytes] = []  # of the batches that have yet to travel
-        self._looked_at = 0
-        self.is_looking = True
-        self._name = ""
+        self._looked_at, self._is_looking, self._name = 0, True, ""
         self._rows = SameRows()
 
     def see(self, loaders: Sequence[Any], batch: Any) -> None:
         """Read a batch, if it is one of the first, and all of its sources are iterable. Communication: none."""
-        if not self.is_looking or not loaders:
+        if not self._is_looking or not loaders:
             return
         if process_groups.world_size() == 1 or not all(_is_iterable(loader) for loader in loaders):
-            self.is_looking = False
+            self._is_looking = False
             return
         self._looked_at += 1
-        self.is_looking = self._looked_at < _LOOKED_AT
+        self._is_looking = self._looked_at < _LOOKED_AT
         self._name = ", ".join(type(loader.dataset).__name__ for loader in loaders)
         self._seen.append(_SEEN.pack(*_hash_of(batch)))
 
@@ -371,9 +343,7 @@ class TrainingRows(FitPart):
         """Look at the first batches of an epoch."""
         if batch_idx == 0:
             self._data.begin()
-        if self._data.is_looking:
-            combined = compat.combined_loader(self.fit.trainer.fit_loop)
-            self._data.see([] if combined is None else combined.flattened, batch)
+        self._data.see(compat.combined_loader(self.fit.trainer.fit_loop).flattened, batch)
 
 
 def _is_iterable(loader: Any) -> bool:

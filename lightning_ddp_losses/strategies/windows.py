@@ -1,5 +1,6 @@
-"""Accumulation windows as Lightning's loops go: opened by the first micro-batch, closed by the backward that synchronises.
+"""Steps in Lightning's loops: accumulation windows, and the batches after which training can continue, between two steps.
 
+A window is opened by the first micro-batch and closed by the backward that synchronises.
 ``distributed/accumulation`` defines a window. Lightning divides what ``training_step`` returns by ``accumulate_grad_batches``.
 That is undone here, as the window divides by its counts.
 """
@@ -7,9 +8,9 @@ That is undone here, as the window divides by its counts.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -35,17 +36,15 @@ class LightningWindows(FitPart):
 
     # ------------------------------------------------------------------ automatic optimisation
 
-    def training_step(self) -> AbstractContextManager[None]:
-        """Return the context of the window's next micro-batch. In manual optimisation windows are blocks of the user's."""
-        if not self.fit.module.automatic_optimization:
-            return contextlib.nullcontext()
-        return self._micro_batch(self.fit.trainer, is_last=self.fit.strategy.sync_gradients)
-
     @contextlib.contextmanager
-    def _micro_batch(self, trainer: pl.Trainer, *, is_last: bool) -> Iterator[None]:
-        """Run a training step as the next micro-batch of its window. The first one opens it."""
+    def training_step(self) -> Iterator[None]:
+        """Run a step as the next micro-batch of its window, which the first one opens. In manual optimisation the user opens windows."""
+        trainer, window = self.fit.trainer, self._window
+        if not self.fit.module.automatic_optimization:
+            yield
+            return
         batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
-        if (trainer.current_epoch, batch) == self._last_batch and self._window is None:
+        if (trainer.current_epoch, batch) == self._last_batch and window is None:
             raise ConfigurationError(
                 "accumulation='window'",
                 expected="an optimizer that evaluates each batch once",
@@ -54,10 +53,9 @@ class LightningWindows(FitPart):
             )
         self._last_batch = trainer.current_epoch, batch
         number = batch % per_window + 1
-        window = self._window
         if number == 1 or window is None:
             window = self._open(per_window)
-        window.begin_micro_batch(number, is_last=is_last)
+        window.begin_micro_batch(number, is_last=self.fit.strategy.sync_gradients)
         self._give_expected(window)
         with active(window):
             yield
@@ -143,3 +141,92 @@ def corrected_parameters(module: nn.Module, optimizers: Sequence[torch.optim.Opt
         others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         found.update({f"parameter {j} of optimizer {i}": p for j, p in enumerate(others)})
     return found
+
+
+# ---------------------------------------------------------------------- between two steps
+
+
+class TrainedBatches(NamedTuple):
+    """The batches that a fit has trained on.
+
+    Attributes:
+        epoch: Epoch that training continues in.
+        batches: Trained batches of that epoch.
+        rewinds: True if Lightning's counters differ and have to be set back.
+    """
+
+    epoch: int
+    batches: int
+    rewinds: bool
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> TrainedBatches:
+        """Return the batches that a trainer has trained on. Those of an unfinished accumulation window do not count."""
+        loop = trainer.fit_loop
+        counted = {
+            "epoch_progress": loop.epoch_progress.state_dict(),
+            "epoch_loop.batch_progress": loop.epoch_loop.batch_progress.state_dict(),
+        }
+        return cls.read(counted, length=trainer.num_training_batches, window=batches_of_step(trainer))
+
+    @classmethod
+    def read(cls, counted: Mapping[str, Any], *, length: float = math.inf, window: int = 1) -> TrainedBatches:
+        """Read them from the counters of a fit loop, as a checkpoint has them.
+
+        Args:
+            counted: The loop's counters, by name.
+            length: Number of batches of an epoch.
+            window: Number of batches of a step.
+        """
+        epochs, progress = counted["epoch_progress"]["current"], counted["epoch_loop.batch_progress"]
+        batches, epoch = progress["current"], epochs["processed"]
+        trained = batches["processed"]
+        is_over = trained >= length or (progress["is_last_batch"] and trained == batches["ready"])
+        is_inside = epochs["started"] > epoch
+        # 1. between two epochs, at the start or the end of the fit
+        if not is_inside and (is_over or trained == 0):
+            return cls(epoch, 0, rewinds=is_over)
+        # 2. all batches of an epoch are trained on that is not over for Lightning: it runs validation and the hooks at its end, but not
+        #    if the last batch itself was not over, and then it would lose count of the epochs
+        if is_over:
+            return cls(epoch + 1, 0, rewinds=batches["completed"] < trained)
+        # 3. inside an epoch. max_steps may have ended it, then Lightning counts it as over
+        stepped = trained - trained % window
+        rewinds = stepped != trained or progress["is_last_batch"] or not is_inside
+        return cls(epoch - (not is_inside), stepped, rewinds=rewinds)
+
+    def rewound(self, fit_loop: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fit loop of a checkpoint with the counters of epochs and batches after these."""
+        # Lightning logs by the batches that stepped, and counts one after the hooks that save
+        logged = dict(fit_loop["epoch_loop.state_dict"])
+        logged["_batches_that_stepped"] += self.epoch > fit_loop["epoch_progress"]["current"]["processed"]
+        # 1. epochs: this one has begun if some of its batches are trained on
+        begun = self.epoch + (self.batches > 0)
+        wanted = {"ready": begun, "started": begun, "processed": self.epoch, "completed": self.epoch}
+        epochs = _counted(fit_loop["epoch_progress"], wanted)
+        # 2. batches
+        batches = _counted(fit_loop["epoch_loop.batch_progress"], dict.fromkeys(wanted, self.batches))
+        batches["is_last_batch"] = False
+        changed = {"epoch_loop.state_dict": logged, "epoch_progress": epochs, "epoch_loop.batch_progress": batches}
+        return {**fit_loop, **changed}
+
+
+def batches_of_step(trainer: pl.Trainer) -> int:
+    """Return the number of batches of a step. Training can continue between two steps, not inside one."""
+    return trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+
+
+def iterator_follows(trainer: pl.Trainer) -> bool:
+    """Return whether the iterator from which training continues is yet to be made: between two epochs."""
+    trained, progress = TrainedBatches.of(trainer), trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
+    is_over = current.processed == 0 or progress.is_last_batch or current.processed >= trainer.num_training_batches
+    return trained.epoch > 0 and trained.batches == 0 and is_over and current.ready <= current.processed
+
+
+def _counted(progress: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, Any]:
+    """Return counters with these values, and totals that fit them."""
+    # totals count from processed batches: one that failed was ready and started only
+    before = progress["total"]["processed"] - progress["current"]["processed"]
+    total = {field: before + value for field, value in wanted.items()}
+    return {**progress, "current": {**progress["current"], **wanted}, "total": {**progress["total"], **total}}

@@ -29,7 +29,7 @@ from lightning_ddp_losses import (
     global_mean,
 )
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.strategies.empty_batches import without_rows
+from lightning_ddp_losses.strategies.epoch_ends import without_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies.epoch_ends import UnevenEnds, with_common_ends
+from lightning_ddp_losses.strategies.epoch_ends import CommonEnds, UnevenEnds, as_combined
 from lightning_ddp_losses.testing import RankError, RankPool
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
@@ -415,7 +415,7 @@ def steps_of(meeting: Meeting, rank: int, plan: Plan, kind: str, mode: str) -> l
     )
     ends = UnevenEnds(fit)  # type: ignore[arg-type]
     batches = [torch.zeros(size, 1) for size in plan[rank]]
-    loader = with_common_ends(listed(batches) if kind == "known" else Stream(batches), ends)
+    loader = as_combined(listed(batches) if kind == "known" else Stream(batches), CommonEnds, ends=ends)
     loader.limits = math.inf
     return [len(batch) for batch, _, _ in loader]
 
