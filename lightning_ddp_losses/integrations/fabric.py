@@ -20,15 +20,13 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.instances import Instance
-from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.call_check import CallCheck
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, named_tensors
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
-from lightning_ddp_losses.strategies.loss_parallelism import Advice
+from lightning_ddp_losses.strategies.loss_parallelism import Advice, prepare_losses_
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.shards import Shards, own_optimizer_state
 
@@ -99,11 +97,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         self._sharding.teardown()
         self._sharding.setup_shards()
         self._install_shards()
-        for place, inner in self._root.named_modules():
-            if isinstance(instance := vars(inner).get("_instance"), Instance):
-                instance.path = place
-            if isinstance(inner, WithProcessGroup):
-                inner.create_internal_groups()
+        prepare_losses_(self._root)
         # 2. DDP for everything but losses
         ddp_setup.refuse_sharded_parameters(module)
         wrapped: nn.Module = module
