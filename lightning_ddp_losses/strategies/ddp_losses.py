@@ -138,12 +138,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register an alias of every name under which Lightning registers ``ddp``."""
-        for name, entry in list(strategy_registry.items()):
-            if entry["strategy"] is DDPStrategy:
-                alias = name.replace("ddp", cls.strategy_name, 1)
-                if alias not in strategy_registry:
-                    description = f"{entry['description']}, with learnable losses beside it"
-                    strategy_registry.register(alias, cls, description=description, **entry["init_params"])
+        ddp_setup.register_aliases(strategy_registry, DDPStrategy, cls)
 
     # ------------------------------------------------------------------ set-up
 
@@ -174,7 +169,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         plan = self._wrap()
         ddp_setup.broadcast_unsynchronised(plan.unsynchronised, self._ddp_kwargs)
         first_bucket = self._first_bucket(plan)
-        self._losses.start_reducing(plan.reduced, sorted(plan.ignored_by_user), first_bucket=first_bucket)
+        self._losses.start_reducing(plan.reduced, plan.ignored_by_user, first_bucket=first_bucket)
         self._losses.note_unusual()
 
     def _wrap(self) -> ddp_setup.WrapPlan:

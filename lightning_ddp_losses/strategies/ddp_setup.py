@@ -52,10 +52,9 @@ def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     must be those of Python code that names none.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    missing = object()
     changed = {}
     for name, value in ddp_kwargs.items():
-        default = parameters[name].default if name in parameters else missing
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
         if value is not default and value != default:
             changed[name] = value
     return changed
@@ -235,10 +234,11 @@ def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str,
 
 def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
     """Return the names of those parameters that DDP reduces and that do not train any more."""
-    frozen = {id(tensor) for tensor in reduced if not tensor.requires_grad}
+    frozen = [id(tensor) for tensor in reduced if not tensor.requires_grad]
     if not frozen:
         return []  # each step comes here, and names take long
-    return [name for name, parameter in module.named_parameters() if id(parameter) in frozen]
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names.get(place, "a parameter that the module holds no more") for place in frozen]
 
 
 def refuse_frozen(names: Sequence[str], comm_state: object) -> None:
@@ -365,6 +365,25 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             del module.state_dict
+
+
+# ---------------------------------------------------------------------- names
+
+
+def register_aliases(registry: Any, theirs: type, ours: Callable[..., Any]) -> None:
+    """Register an alias of every name under which Lightning registers its ``ddp``: ``ddp_losses``, ``ddp_losses_spawn`` and so on.
+
+    Args:
+        registry: Registry of the Trainer's or of Fabric's strategies.
+        theirs: Lightning's strategy.
+        ours: Returns the strategy with learnable losses.
+    """
+    for name, entry in list(registry.items()):
+        if entry["strategy"] is theirs:
+            description = f"{entry['description']}, with learnable losses next to it"
+            registry.register(
+                name.replace("ddp", "ddp_losses", 1), ours, description, override=True, **entry["init_params"]
+            )
 
 
 def refuse_in_fabric(*, asked: str, **_: Any) -> NoReturn:

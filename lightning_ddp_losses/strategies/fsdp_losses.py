@@ -169,8 +169,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="FSDP2, with learnable losses beside it")
+        strategy_registry.register(cls.strategy_name, cls, "FSDP2, with learnable losses next to it", override=True)
 
     # ------------------------------------------------------------------ set-up
 
@@ -211,7 +210,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             self._apply_layer_sync()
             self._losses.compare_ranks()
             # by name: between forward and backward fully_shard puts other objects there
-            self._losses.start_reducing((), sorted(self.divided_parameters))
+            self._losses.start_reducing((), self.divided_parameters)
         _broadcast_whole_tensors(module)
 
     def _apply_layer_sync(self) -> None:
@@ -225,17 +224,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     def _broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, as DDP does. Parameters are this rank's parts again."""
-        self._reshard_what_is_gathered()
-        if self.sync_gradients:
-            ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, {})
-
-    def _reshard_what_is_gathered(self) -> None:
-        """Let each rank hold its parts alone: ``fully_shard`` puts other objects in their place while they are gathered."""
         module = self._losses.module
+        # fully_shard puts other objects in place of the parts while they are gathered
         held = parameters_of(module)
         if len(held) != len(self._parts) or not all(map(is_, held, self._parts)):
             self._reshard()
             self._parts = parameters_of(module)
+        if self.sync_gradients:
+            ddp_setup.broadcast_buffers(module, self._losses.found, {})
 
     def _reshard(self) -> None:
         """Let each rank hold its parts alone, even if a forward without a backward has left parameters gathered."""
@@ -276,11 +272,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Optimizers are restored at Lightning's usual place, as under DDP, and not while the checkpoint is read."""
         return bool(self._losses.parts) or super().lightning_restore_optimizer
 
-    @with_losses
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with this rank's parts."""
+    def _own_state(self) -> dict[str, Any]:
         self._reshard()
-        return super().lightning_module_state_dict()
+        return super()._own_state()
 
     @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

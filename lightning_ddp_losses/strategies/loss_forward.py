@@ -28,7 +28,7 @@ from lightning_ddp_losses.core.module_search import Hidden, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.errors import ConfigurationError, HiddenLossError
+from lightning_ddp_losses.errors import HiddenLossError, expect
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, is_loss, named_tensors
 from lightning_ddp_losses.strategies.shards import shard_losses
@@ -112,32 +112,28 @@ class LossCalls(FitPart):
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self.patches: list[LossForwardPatch] = []
-        self._unregistered: list[UnregisteredLossPatch] = []
-        self._in_training_step = False
+        self._installed: list[LossForwardPatch | UnregisteredLossPatch] = []
 
-    def install(self) -> None:
-        """Patch the losses that are known now."""
+    def install(self, idle: Mapping[str, nn.Module]) -> None:
+        """Patch the losses that are known now, and watch those hidden modules that are losses.
+
+        Args:
+            idle: By path, hidden modules that no optimizer holds.
+        """
         # if a scaler looks for overflow, NaN is its business
         refuse_nan = getattr(self.fit.strategy.precision_plugin, "scaler", None) is None
         for loss in self.fit.found:
             global_loss = _wrap_global(loss, self.fit.module) if self.fit.options.global_batch else None
             self.patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
-        for patch in (*self.patches, *self._unregistered):
+        watched = [UnregisteredLossPatch(module, path) for path, module in idle.items() if is_loss(module)]
+        self._installed = [*self.patches, *watched]
+        for patch in self._installed:
             patch.install()
             self.undo.callback(patch.remove)
 
-    def watch_unregistered(self, modules: Mapping[str, nn.Module]) -> None:
-        """Watch those of some hidden modules, by path, that are losses. To be called before ``install``."""
-        self._unregistered = [
-            UnregisteredLossPatch(module, path, lambda: self._in_training_step)
-            for path, module in modules.items()
-            if is_loss(module)
-        ]
-
     def count(self, *, on: bool) -> None:
         """Count calls from now on, or stop counting."""
-        self._in_training_step = on
-        for patch in self.patches:
+        for patch in self._installed:
             patch.counting = on
 
 
@@ -147,15 +143,14 @@ class LossCalls(FitPart):
 class UnregisteredLossPatch(ForwardPatch):
     """Watches an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
 
-    def __init__(self, module: nn.Module, path: str, in_training_step: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module, path: str) -> None:
         super().__init__(module)
-        self.path = path
-        self._in_training_step = in_training_step
+        self.path, self.counting = path, False
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, unless it runs with gradients inside ``training_step``."""
-        if torch.is_grad_enabled() and self._in_training_step():
+        if self.counting and torch.is_grad_enabled():
             raise HiddenLossError(
                 f"{type(uncompiled(self.module)).__name__} at {self.path}",
                 expected="a registered submodule whose parameters are in an optimizer",
@@ -295,23 +290,23 @@ def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
     inner = uncompiled(loss.module)
     if loss.sees_global_batch:
         return None
-    if any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()):
-        raise ConfigurationError(
-            f"global_batch='auto': {loss.title}",
-            expected="losses without a memory",
-            got="a CrossBatchMemory, whose queue position would not be saved",
-            fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
-        )
+    expect(
+        not any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()),
+        f"global_batch='auto': {loss.title}",
+        expected="losses without a memory",
+        got="a CrossBatchMemory, whose queue position would not be saved",
+        fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
+    )
     # no loss inside a wrapper of PML's that gathers
     path = loss.name.split(".")
     for depth in range(1, len(path)):
-        if isinstance(root.get_submodule(".".join(path[:depth])), DistributedLossWrapper):
-            raise ConfigurationError(
-                f"global_batch='auto': {loss.title}",
-                expected="losses that look at the rows they are given",
-                got="one in pytorch-metric-learning's DistributedLossWrapper, which gathers by itself",
-                fix="Leave the wrapper out.",
-            )
+        expect(
+            not isinstance(root.get_submodule(".".join(path[:depth])), DistributedLossWrapper),
+            f"global_batch='auto': {loss.title}",
+            expected="losses that look at the rows they are given",
+            got="one in pytorch-metric-learning's DistributedLossWrapper, which gathers by itself",
+            fix="Leave the wrapper out.",
+        )
     if not isinstance(inner, _WRAPPED):
         return None
     return _wrapper[0](loss.module)

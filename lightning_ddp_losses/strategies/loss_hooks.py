@@ -424,7 +424,7 @@ class LossHooks(HostStrategy):
                 if BLOCKS in checkpoint:
                     own = _folders().read_optimizer_state(path, checkpoint, number, optimizer, self._parameters)
                 else:
-                    own = shards.own_optimizer_state(optimizer, saved)
+                    own = shards.map_optimizer_state(optimizer, saved, shards.own_part)
                 states.append(own)
             ParallelStrategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
 

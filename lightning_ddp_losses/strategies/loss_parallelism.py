@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -166,15 +166,16 @@ class LossParallelism(Fit):
             with contextlib.nullcontext() if fitting else self.sharding.excluded(module):
                 setup_model(trainer)
             # 3. losses that the module does not register
+            idle: Mapping[str, nn.Module] = {}
             if fitting:
                 self.sharding.install()
                 hidden = self.adoption.find()
-                self._calls.watch_unregistered(hidden.idle)
+                idle = hidden.idle
                 if hidden.optimised:
                     self.found += self.adoption.adopt(hidden)
                     self.sharding.setup_new_shards()
             # 4. forward patches, then what exists now counts as synchronised
-            self._calls.install()
+            self._calls.install(idle)
             if self.reducer is not None:
                 self.reducer.parameters.watch([loss.name for loss in self.found])
                 if self.options.check_calls:
@@ -192,7 +193,7 @@ class LossParallelism(Fit):
         same_setup.compare_names(self.module, facts)
 
     def start_reducing(
-        self, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = (), *, first_bucket: float = 0
+        self, reduced_elsewhere: Sequence[Tensor], ignored: Collection[str] = (), *, first_bucket: float = 0
     ) -> None:
         """Take over the gradients that the model's own parallelism does not reduce.
 
@@ -201,7 +202,7 @@ class LossParallelism(Fit):
             ignored: Names of parameters that the user excluded.
             first_bucket: Bytes of gradient that must be ready before it sends any.
         """
-        parameters = ReducedParameters(self.module, reduced_elsewhere, sorted(ignored), first_bucket=first_bucket)
+        parameters = ReducedParameters(self.module, reduced_elsewhere, ignored, first_bucket=first_bucket)
         self.reducer = LossReducer(parameters, self.options.loss_reduce_dtype)
 
     def note_unusual(self) -> None:

@@ -22,7 +22,7 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import is_
@@ -76,7 +76,7 @@ class ReducedParameters:
         self,
         module: nn.Module,
         reduced_elsewhere: Sequence[Tensor],
-        ignored: Sequence[str] = (),
+        ignored: Collection[str] = (),
         *,
         first_bucket: float = 0,
     ) -> None:
@@ -87,8 +87,7 @@ class ReducedParameters:
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
         self._losses: list[str] = []
         self._candidates: list[ReducedParameter] = []
-        self._signature: tuple[object, ...] = ()
-        self._description = ""
+        self._described: tuple[object, str] = (None, "")
 
     def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: float) -> None:
         """Leave parameters to the model's DDP from now on."""
@@ -123,11 +122,10 @@ class ReducedParameters:
     def describe(self, parameters: Sequence[ReducedParameter]) -> str:
         """Return names, shapes and dtypes, short."""
         signature = tuple((p.name, p.parameter.shape, p.parameter.dtype) for p in parameters)
-        if signature != self._signature or not self._description:
-            self._signature = signature
+        if signature != self._described[0]:
             text = "; ".join(f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in signature)
-            self._description = f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-        return self._description
+            self._described = signature, f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        return self._described[1]
 
     def find_new(self, parameters: Sequence[ReducedParameter]) -> list[ReducedParameter]:
         """Return those that appeared, or were replaced, since they were last known to be equal on all ranks."""
