@@ -41,7 +41,7 @@ from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.distributed.fingerprint import hash_lines
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders, local_part
-from lightning_ddp_losses.strategies.fsdp_setup import replicated_dim
+from lightning_ddp_losses.strategies.fsdp_losses import replicated_dim
 
 _SHARD_NUMBERS = 3  # numbers of a class shard in a row
 _PARTS = "parts of parameters"  # name of a finding before its parameters are known

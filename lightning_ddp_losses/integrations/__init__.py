@@ -6,18 +6,25 @@
 | ``hf_trainer`` | Hugging Face's Trainer: ``hf_loss``, the gradient of one process under DDP and accumulation |
 | ``sentence_transformers`` | sentence-transformers: four of its losses over the rows of all ranks |
 
-``hosts`` names the releases of hosts that the tests run with. accelerate needs no file: ``ddp-losses explain migrate accelerate``. There is
-a recipe for each host.
+``TESTED`` names the releases of hosts that the tests run with. accelerate needs no file: ``ddp-losses explain migrate accelerate``. There
+is a recipe for each host.
 """
 
 from __future__ import annotations
 
+import warnings
+from importlib.metadata import version
 from typing import Any
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 
+from lightning_ddp_losses.strategies.ddp_setup import register_aliases
+
 __all__ = ["register_fabric_strategies"]
+
+TESTED = {"sentence-transformers": ("6.2",), "transformers": ("5.23", "5.24"), "accelerate": ("1.15",)}
+"""By distribution, the releases that the tests run with."""
 
 
 def _make_fabric_strategy(**options: Any) -> FabricDDPStrategy:
@@ -28,8 +35,17 @@ def _make_fabric_strategy(**options: Any) -> FabricDDPStrategy:
 
 def register_fabric_strategies() -> None:
     """Register an alias of every name under which Fabric registers ``ddp``: ``Fabric(strategy="ddp_losses")``."""
-    for name, entry in list(STRATEGY_REGISTRY.items()):
-        if entry["strategy"] is FabricDDPStrategy:
-            alias = name.replace("ddp", "ddp_losses", 1)
-            description = f"{entry['description']}, with learnable losses next to it"
-            STRATEGY_REGISTRY.register(alias, _make_fabric_strategy, description, override=True, **entry["init_params"])
+    register_aliases(STRATEGY_REGISTRY, FabricDDPStrategy, _make_fabric_strategy)
+
+
+def warn_untested(host: str, check: str) -> None:
+    """Warn of a release that the tests do not run with.
+
+    Args:
+        host: Name of the distribution.
+        check: A way to try whether the release works.
+    """
+    found = version(host)
+    if found.rpartition(".")[0] not in TESTED[host]:
+        tested = ", ".join(f"{release}.*" for release in TESTED[host])
+        warnings.warn(f"{host} {found} is not among the tested releases ({tested}). {check}", stacklevel=3)

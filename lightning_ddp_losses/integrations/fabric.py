@@ -7,6 +7,7 @@ The parts of the Trainer's strategy work here as they are: the reduction of the 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,17 +21,15 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.instances import Instance
-from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.strategies import ddp_setup, same_setup
 from lightning_ddp_losses.strategies.call_check import CallCheck
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, named_tensors
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
-from lightning_ddp_losses.strategies.loss_parallelism import Advice
+from lightning_ddp_losses.strategies.loss_parallelism import Advice, prepare_losses_
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
-from lightning_ddp_losses.strategies.shards import Shards, own_optimizer_state
+from lightning_ddp_losses.strategies.shards import Shards, map_optimizer_state, own_part
 
 
 class FabricDDPLossStrategy(DDPStrategy):
@@ -69,7 +68,9 @@ class FabricDDPLossStrategy(DDPStrategy):
         self._blocked = self._backward_sync_control = _BlockedSync()  # type: ignore[assignment]  # their class is private
         # all modules that were set up, under names that no user sees
         self._root = pl.LightningModule()
-        self._plans: list[ddp_setup.WrapPlan] = []
+        self._reduced: list[nn.Parameter] = []  # by their DDPs
+        self._ignored: set[str] = set()  # names that the user excluded from DDP
+        self._first_bucket = math.inf  # bytes of gradient that must be ready before a DDP sends any
         self._patches: list[LossForwardPatch] = []
         self._reducer: LossReducer | None = None
         self._call_check: CallCheck | None = None
@@ -84,6 +85,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         """Start the world, and give its time-out to the groups of this package."""
         super().setup_environment()
         process_groups.set_timeout(self._timeout)
+        self._fit.precision_plugin = self.precision
 
     # ------------------------------------------------------------------ set-up
 
@@ -92,18 +94,12 @@ class FabricDDPLossStrategy(DDPStrategy):
 
         Communication: one handshake for the names, one if classes are divided, a broadcast of the losses' states.
         """
-        path = f"module_{len(self._plans)}"
+        path = f"module_{len([*self._root.children()])}"
         self._root.add_module(path, module)
         same_setup.compare_names(module, {})
         # 1. classes are divided before anything is broadcast
-        self._sharding.teardown()
-        self._sharding.setup_shards()
-        self._install_shards()
-        for place, inner in self._root.named_modules():
-            if isinstance(instance := vars(inner).get("_instance"), Instance):
-                instance.path = place
-            if isinstance(inner, WithProcessGroup):
-                inner.create_internal_groups()
+        self._sharding.setup_new_shards()
+        prepare_losses_(self._root)
         # 2. DDP for everything but losses
         ddp_setup.refuse_sharded_parameters(module)
         wrapped: nn.Module = module
@@ -125,34 +121,24 @@ class FabricDDPLossStrategy(DDPStrategy):
             patch.install()
             patch.counting = True
             self._patches.append(patch)
-        self._plans.append(replace(plan, ignored_by_user={f"{path}.{name}" for name in plan.ignored_by_user}))
-        self._start_reducing()
-        return wrapped
-
-    def _start_reducing(self) -> None:
-        """Reduce what no DDP of the modules that are set up by now reduces."""
-        reduced, ignored = [], set[str]()
-        for plan in self._plans:
-            reduced += plan.reduced
-            ignored |= plan.ignored_by_user
-        buckets = [ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs) for plan in self._plans if plan.reduced]
-        parameters = ReducedParameters(self._root, reduced, sorted(ignored), first_bucket=min(buckets, default=0))
+        self._reduced += plan.reduced
+        self._ignored |= {f"{path}.{name}" for name in plan.ignored_by_user}
+        if plan.reduced:
+            self._first_bucket = min(self._first_bucket, ddp_setup.first_bucket(plan.reduced, self._ddp_kwargs))
+        # 4. what no DDP of the modules that are set up by now reduces
+        parameters = ReducedParameters(self._root, self._reduced, self._ignored, first_bucket=self._first_bucket)
         self._reducer = LossReducer(parameters)
         parameters.watch([patch.loss.name for patch in self._patches])
         if self._call_check is not None:
             self._call_check.remove()
         self._call_check = CallCheck(self._reducer, self._patches)
-
-    def _install_shards(self) -> None:
-        """Let optimizers and a gradient scaler treat divided classes as parts of a whole."""
-        self._fit.precision_plugin = self.precision
-        self._sharding.undo.close()
-        self._sharding.install()
+        return wrapped
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let an optimizer step divided classes. One that computes with whole weights is refused."""
         self._fit.optimizers.append(optimizer)
-        self._install_shards()
+        self._sharding.undo.close()
+        self._sharding.install()
         return super().setup_optimizer(optimizer)
 
     # ------------------------------------------------------------------ steps
@@ -242,7 +228,7 @@ class _OwnPart:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(own_optimizer_state(self._optimizer, state))
+        self._optimizer.load_state_dict(map_optimizer_state(self._optimizer, state, own_part))
 
 
 class _BlockedSync:

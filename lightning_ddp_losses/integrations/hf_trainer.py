@@ -28,7 +28,7 @@ from lightning_ddp_losses.core.autograd_graph import global_values
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
-from lightning_ddp_losses.integrations.hosts import warn_untested
+from lightning_ddp_losses.integrations import warn_untested
 from lightning_ddp_losses.losses.partial_sums import global_mean
 
 IGNORED = -100  # the label that the Trainer does not count

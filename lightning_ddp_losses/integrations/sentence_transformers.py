@@ -38,7 +38,7 @@ from lightning_ddp_losses.core.autograd_graph import inside_global_batch, rememb
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
-from lightning_ddp_losses.integrations.hosts import warn_untested
+from lightning_ddp_losses.integrations import warn_untested
 from lightning_ddp_losses.losses.partial_sums import global_mean, value_with_grad
 
 Features = dict[str, Any]

@@ -3,11 +3,11 @@
 * ``fit_part``: the options of all strategies, and one feature of a strategy as the hooks of a fit that it needs. A new option is a field
   and a part there, and a keyword of the strategies.
 * ``ddp_losses``: the strategy, and the wrap of the model in DDP. ``ddp_setup``: who reduces what, buffers, batch norm, launchers.
-* ``fsdp_losses``: the strategy for models that ``fully_shard`` divides. ``fsdp_setup``: refusals, and the code around its backward.
+* ``fsdp_losses``: the strategy for models that ``fully_shard`` divides, and what it refuses.
 * ``loss_hooks``: Lightning's hooks, in the order of a fit, and those around checkpoints. ``loss_parallelism``: the losses of a fit and
   the list of its parts. ``same_setup``: facts that ranks must have in common.
-* ``loss_discovery``: which submodules are losses. ``adoption``: losses that the module does not register. ``loss_forward``: precision and
-  checks around each call of a loss, and losses made global.
+* ``loss_discovery``: which submodules are losses. ``loss_forward``: precision and checks around each call of a loss, losses made global,
+  and losses that the module does not register.
 * ``call_check``: the handshake in each backward. ``loss_reducer``: the mean of the losses' gradients after it.
 * ``epoch_ends``: training epochs that end on every rank at the same batch, and batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.

@@ -198,7 +198,7 @@ def _checksum(path: Path) -> int:
 # ---------------------------------------------------------------------- in
 
 
-def read_rest(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def read_rest(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """Return the checkpoint in a folder without its tensors: in their place are tensors of their shapes without memory.
 
     The ranks share the comparison of the files with their checksums.
@@ -206,7 +206,7 @@ def read_rest(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         ValueError: for a file that is not as it was written.
     """
-    rest: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+    rest: dict[str, Any] = torch.load(Path(path) / METADATA, map_location="cpu", weights_only=weights_only)
     # Lightning has the blocks in the folder itself, and no checksums
     rest.setdefault(BLOCKS, {"folder": "", "checksums": {}})
     blocks = _blocks_of(path, rest)
@@ -221,7 +221,7 @@ def read_rest(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     return rest
 
 
-def read_state(path: Path, checkpoint: Mapping[str, Any], likes: Mapping[str, Tensor]) -> dict[str, Any]:
+def read_state(path: str | Path, checkpoint: Mapping[str, Any], likes: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the module's state in a folder.
 
     Args:
@@ -239,57 +239,63 @@ def read_state(path: Path, checkpoint: Mapping[str, Any], likes: Mapping[str, Te
 
 
 def read_optimizer_state(
-    path: Path, checkpoint: Mapping[str, Any], number: int, likes: Mapping[str, Tensor]
+    path: str | Path,
+    checkpoint: Mapping[str, Any],
+    number: int,
+    optimizer: Optimizer | None = None,
+    parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of an optimizer in a folder, with the names of parameters.
+    """Return the state of an optimizer in a folder as the optimizer loads it, with numbers of parameters.
 
     Args:
         path: Path of the folder.
         checkpoint: Checkpoint of ``read_rest``.
         number: Index of the optimizer.
-        likes: Parameters by name. Of a divided one this rank's part is read.
+        optimizer: Optimizer that will load it. Of a divided parameter this rank's part is read. None: everything is read.
+        parameters: Parameters by name.
+
+    Raises:
+        InputError: for parameter groups that were saved with other parameters.
     """
+    names, likes = list[str](), dict[str, Tensor]()
+    if optimizer is not None:
+        names = names_of(parameters or {}, optimizer)
+        likes = dict(zip(names, parameters_in_order(optimizer), strict=True))
+    # 1. read it, by name
     saved = checkpoint["optimizer_states"][number]
     saved_state = saved.get("state", {})  # an optimizer that has not stepped has none
     entries = {name: _places_for(entry, likes.get(name)) for name, entry in saved_state.items()}
     places = {"state": entries, "param_groups": saved["param_groups"]}
     state = _read(_blocks_of(path, checkpoint), f"optimizer_{number}", places)
-    groups = _elements_of(state["param_groups"])
-    return {**state, "param_groups": [{**group, "params": _elements_of(group["params"])} for group in groups]}
-
-
-def own_optimizer_state(
-    path: Path, checkpoint: Mapping[str, Any], number: int, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
-) -> dict[str, Any]:
-    """Return the state in a folder that an optimizer loads: numbers of parameters, and this rank's part of a divided one.
-
-    Raises:
-        InputError: for parameter groups that were saved with other parameters.
-    """
-    names = names_of(parameters, optimizer)
-    likes = dict(zip(names, parameters_in_order(optimizer), strict=True))
-    state = read_optimizer_state(path, checkpoint, number, likes)
-    for saved, own in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
-        expected, got = ", ".join(names[index] for index in own["params"]), ", ".join(saved["params"])
+    groups = [{**group, "params": _elements_of(group["params"])} for group in _elements_of(state["param_groups"])]
+    # 2. the groups of this optimizer have the same parameters
+    own_groups = [] if optimizer is None else optimizer.state_dict()["param_groups"]
+    for group, own in zip(groups, own_groups, strict=optimizer is not None):
+        expected, got = ", ".join(names[index] for index in own["params"]), ", ".join(group["params"])
         title = f"checkpoint: parameters of optimizer {number}"
         expect(got == expected, title, expected=expected, got=got, error=InputError)
-    return _with_numbers(state)
+    # 3. numbers in place of names, in the order of the groups
+    order = [name for group in groups for name in group["params"]]
+    numbers = {name: index for index, name in enumerate(order)}
+    for group in groups:
+        group["params"] = [numbers[name] for name in group["params"]]
+    return {"state": {numbers[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}
 
 
-def read_whole(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+def read_whole(path: Path, weights_only: bool | None) -> dict[str, Any]:
     """Return the checkpoint in a folder with whole tensors, on the CPU, as one process would have saved it."""
-    checkpoint = read_rest(path, weights_only=weights_only)
+    checkpoint = read_rest(path, weights_only)
     whole = {**checkpoint, "state_dict": read_state(path, checkpoint, {})}
     if "optimizer_states" in checkpoint:
         numbers = range(len(checkpoint["optimizer_states"]))
-        whole["optimizer_states"] = [_with_numbers(read_optimizer_state(path, checkpoint, i, {})) for i in numbers]
+        whole["optimizer_states"] = [read_optimizer_state(path, checkpoint, i) for i in numbers]
     del whole[BLOCKS]
     return whole
 
 
-def _blocks_of(path: Path, checkpoint: Mapping[str, Any]) -> Path:
+def _blocks_of(path: str | Path, checkpoint: Mapping[str, Any]) -> Path:
     # a name that leads elsewhere is not one of our names
-    return path / Path(checkpoint[BLOCKS]["folder"]).name
+    return Path(path, Path(checkpoint[BLOCKS]["folder"]).name)
 
 
 def _saved_tree(blocks: Path) -> dict[str, Any]:
@@ -347,13 +353,3 @@ def _without_blocks(read: Any) -> Any:
     if isinstance(read, Mapping):
         return {key: _without_blocks(value) for key, value in read.items()}
     return read.part if isinstance(read, _Block) else read
-
-
-def _with_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with numbers in place of the names of parameters, in the order of its groups."""
-    numbers: dict[str, int] = {}
-    groups = []
-    for group in state["param_groups"]:
-        numbers.update({name: len(numbers) + place for place, name in enumerate(group["params"])})
-        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
-    return {"state": {numbers[name]: entry for name, entry in state["state"].items()}, "param_groups": groups}

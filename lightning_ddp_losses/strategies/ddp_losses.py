@@ -138,12 +138,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register an alias of every name under which Lightning registers ``ddp``."""
-        for name, entry in list(strategy_registry.items()):
-            if entry["strategy"] is DDPStrategy:
-                alias = name.replace("ddp", cls.strategy_name, 1)
-                if alias not in strategy_registry:
-                    description = f"{entry['description']}, with learnable losses beside it"
-                    strategy_registry.register(alias, cls, description=description, **entry["init_params"])
+        ddp_setup.register_aliases(strategy_registry, DDPStrategy, cls)
 
     # ------------------------------------------------------------------ set-up
 
@@ -174,7 +169,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         plan = self._wrap()
         ddp_setup.broadcast_unsynchronised(plan.unsynchronised, self._ddp_kwargs)
         first_bucket = self._first_bucket(plan)
-        self._losses.start_reducing(plan.reduced, sorted(plan.ignored_by_user), first_bucket=first_bucket)
+        self._losses.start_reducing(plan.reduced, plan.ignored_by_user, first_bucket=first_bucket)
         self._losses.note_unusual()
 
     def _wrap(self) -> ddp_setup.WrapPlan:
@@ -208,11 +203,20 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look for parameters frozen since the model was wrapped."""
         super().on_train_batch_start(batch, batch_idx)
-        if self._losses.reducer is not None:
-            self._leave_out_frozen()
+        frozen = self._frozen_names()
+        # with a state of the hook ``pre_backward`` refuses it and informs the peers
+        if frozen and compat.ddp_comm_state(self) is None:
+            self._leave_out_frozen(frozen)
 
-    def _leave_out_frozen(self) -> None:
-        """Wrap the model again if parameters that its DDP reduces were frozen: DDP would wait for their gradients.
+    def _frozen_names(self) -> list[str]:
+        """Return the names of frozen parameters whose gradients the model's DDP would wait for."""
+        reducer = self._losses.reducer
+        if reducer is None or self.wrapped_model is None:
+            return []
+        return ddp_setup.frozen_names(self._losses.module, reducer.parameters.elsewhere.values())
+
+    def _leave_out_frozen(self, frozen: list[str]) -> None:
+        """Wrap the model again without frozen parameters that its DDP reduces: DDP would wait for their gradients.
 
         (Lightning's ``BaseFinetuning`` and hooks freeze before this hook, and outside ``no_sync``.) No collective here: other ranks may
         already be inside DDP's forward, which broadcasts buffers. The call check compares the frozen names.
@@ -220,17 +224,12 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         Communication: none. Without ``check_calls`` one handshake where something was frozen.
         """
         assert self._losses.reducer is not None
-        parameters, wrapped, module = self._losses.reducer.parameters, self.wrapped_model, self._losses.module
-        if wrapped is None or all(p.requires_grad for p in parameters.elsewhere.values()):
-            return
-        if compat.ddp_comm_state(self) is not None:
-            return  # ``pre_backward`` refuses it and informs the peers
-        frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
+        parameters = self._losses.reducer.parameters
         if not self._losses.options.check_calls:
             with self._losses.raise_on_all_ranks("on_train_batch_start"):
                 what = "parameters frozen since the model was wrapped"
                 handshake.all_gather_between_steps(what, {"names": ", ".join(frozen)})
-        self.model, wrapped = module, None  # the old one leaves its hooks with its last reference
+        self.model = self._losses.module  # the old DDP leaves its hooks with its last reference
         # no second broadcast: it would hide a difference between ranks
         kwargs, self._ddp_kwargs = self._ddp_kwargs, {**self._ddp_kwargs, "init_sync": False}
         try:
@@ -244,20 +243,13 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Refuse parameters that were frozen since the step began, then prepare the call check."""
-        if self._losses.reducer is not None and self.sync_gradients:
-            self._refuse_frozen()
+        wrapped = self.wrapped_model
+        if wrapped is not None and self.sync_gradients and not wrapped.find_unused_parameters:
+            frozen = self._frozen_names()
+            if frozen:
+                with self._losses.raise_on_all_ranks("training_step"):
+                    ddp_setup.refuse_frozen(frozen, compat.ddp_comm_state(self))
         super().pre_backward(closure_loss)
-
-    def _refuse_frozen(self) -> None:
-        """Refuse frozen parameters if the model's DDP would wait for their gradients in this backward."""
-        assert self._losses.reducer is not None
-        parameters, wrapped, module = self._losses.reducer.parameters, self.wrapped_model, self._losses.module
-        if wrapped is None or wrapped.find_unused_parameters:
-            return
-        if not all(p.requires_grad for p in parameters.elsewhere.values()):
-            frozen = ddp_setup.frozen_names(module, parameters.elsewhere.values())
-            with self._losses.raise_on_all_ranks("training_step"):
-                ddp_setup.refuse_frozen(frozen, compat.ddp_comm_state(self))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Take note that a static graph is known now."""

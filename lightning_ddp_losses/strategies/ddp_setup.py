@@ -13,11 +13,10 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import StrategyRegistry
@@ -53,10 +52,9 @@ def without_defaults(ddp_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     must be those of Python code that names none.
     """
     parameters = inspect.signature(DistributedDataParallel.__init__).parameters
-    missing = object()
     changed = {}
     for name, value in ddp_kwargs.items():
-        default = parameters[name].default if name in parameters else missing
+        default = parameters[name].default if name in parameters else inspect.Parameter.empty
         if value is not default and value != default:
             changed[name] = value
     return changed
@@ -236,8 +234,11 @@ def broadcast_unsynchronised(tensors: Sequence[Tensor], ddp_kwargs: Mapping[str,
 
 def frozen_names(module: nn.Module, reduced: Iterable[Tensor]) -> list[str]:
     """Return the names of those parameters that DDP reduces and that do not train any more."""
-    places = {id(tensor) for tensor in reduced if not tensor.requires_grad}
-    return [name for name, parameter in module.named_parameters() if id(parameter) in places]
+    frozen = [id(tensor) for tensor in reduced if not tensor.requires_grad]
+    if not frozen:
+        return []  # each step comes here, and names take long
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [names.get(place, "a parameter that the module holds no more") for place in frozen]
 
 
 def refuse_frozen(names: Sequence[str], comm_state: object) -> None:
@@ -366,20 +367,27 @@ class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[mis
             del module.state_dict
 
 
-class FabricRefusal(FabricDDPStrategy):
-    """Refuses names of the Trainer's strategies in Fabric's registry that have no strategy of Fabric.
+# ---------------------------------------------------------------------- names
 
-    In a hand-written loop every learnable loss is set up like a model::
 
-        fabric = Fabric(strategy="ddp_losses", devices=2)
-        fabric.launch()
-        encoder = fabric.setup_module(encoder)
-        loss = fabric.setup_module(GlobalBatchLoss(ArcFaceLoss(num_classes=10, embedding_size=32)))
-        optimizer = fabric.setup_optimizers(torch.optim.SGD([*encoder.parameters(), *loss.parameters()], lr=0.1))
-        for images, labels in loader:
-            optimizer.zero_grad()
-            fabric.backward(loss(encoder(images), labels))
-            optimizer.step()
+def register_aliases(registry: Any, theirs: type, ours: Callable[..., Any]) -> None:
+    """Register an alias of every name under which Lightning registers its ``ddp``: ``ddp_losses``, ``ddp_losses_spawn`` and so on.
+
+    Args:
+        registry: Registry of the Trainer's or of Fabric's strategies.
+        theirs: Lightning's strategy.
+        ours: Returns the strategy with learnable losses.
+    """
+    for name, entry in list(registry.items()):
+        if entry["strategy"] is theirs:
+            description = f"{entry['description']}, with learnable losses next to it"
+            registry.register(
+                name.replace("ddp", "ddp_losses", 1), ours, description, override=True, **entry["init_params"]
+            )
+
+
+def refuse_in_fabric(*, asked: str, **_: Any) -> NoReturn:
+    """Refuse the name of a Trainer's strategy in Fabric, which has no such strategy.
 
     Args:
         asked: The name under which it is registered.
@@ -387,16 +395,14 @@ class FabricRefusal(FabricDDPStrategy):
     Raises:
         ConfigurationError: always, with what to do instead.
     """
-
-    def __init__(self, *, asked: str, **_: Any) -> None:
-        raise ConfigurationError(
-            f"Fabric(strategy={asked!r})",
-            expected="a strategy of Fabric: ours is for lightning.pytorch.Trainer",
-            got="a hand-written loop, in which nothing calls a Trainer's hooks",
-            fix='Take Fabric(strategy="ddp_losses"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a '
-            "model. "
-            "Loops whose gradients are those of one process: ddp-losses explain migrate fabric, for FSDP2 migrate fabric-fsdp2.",
-        )
+    raise ConfigurationError(
+        f"Fabric(strategy={asked!r})",
+        expected="a strategy of Fabric: ours is for lightning.pytorch.Trainer",
+        got="a hand-written loop, in which nothing calls a Trainer's hooks",
+        fix='Take Fabric(strategy="ddp_losses"), wrap losses in GlobalBatchLoss, and hand learnable ones to fabric.setup_module like a '
+        "model. "
+        "Loops whose gradients are those of one process: ddp-losses explain migrate fabric, for FSDP2 migrate fabric-fsdp2.",
+    )
 
 
 def nearest_names(name: str) -> str:
@@ -410,4 +416,4 @@ def register_refusals(names: list[str], registry: Any) -> None:
     """Register the refusal under each of our names that Fabric does not know."""
     for name in names:
         if name not in registry:
-            registry.register(name, FabricRefusal, description="for lightning.pytorch.Trainer only", asked=name)
+            registry.register(name, refuse_in_fabric, description="for lightning.pytorch.Trainer only", asked=name)

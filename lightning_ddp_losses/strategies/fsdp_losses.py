@@ -1,14 +1,24 @@
 """`ModelParallelLossStrategy`: FSDP2 for the model, next to exact learnable losses.
 
-Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``. There ``fully_shard`` divides the encoder. What that leaves
-whole, the losses above all, is ours: compared and broadcast at the start, reduced once per synchronising backward. What any strategy does
-for losses is in ``loss_hooks`` and ``loss_parallelism``. Parts particular to FSDP2 are in ``fsdp_setup``.
+Lightning's ``ModelParallelStrategy`` runs the user's ``configure_model``. There ``fully_shard`` makes each parameter of a module a
+``DTensor``. A rank holds a part of it. It gathers them around forward and backward, and scatters the mean of their gradients. All other
+parameters (those of losses, and those the user has not sharded) stay whole on every rank, and ours.
+
+| parameter | its gradient |
+|---|---|
+| ``DTensor`` over all ranks | FSDP2's reduce-scatter: the mean, of this rank's part |
+| ``DTensor`` over some, on several replicas (HSDP) | the same, and FSDP2's all-reduce between the replicas |
+| class shard (``ClassShardedLoss``) | that of all rows already, of this rank's classes |
+| any other | the mean of ``LossReducer`` |
+
+What any strategy does for losses is in ``loss_hooks`` and ``loss_parallelism``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import is_
 from pathlib import Path
@@ -23,14 +33,43 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.precision import parameters_of
-from lightning_ddp_losses.errors import ConfigurationError
-from lightning_ddp_losses.strategies import ddp_setup, fsdp_setup
-from lightning_ddp_losses.strategies.fit_part import LossOptions
-from lightning_ddp_losses.strategies.loss_discovery import find_losses
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
+from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
+from lightning_ddp_losses.distributed.shard import local_part, shard_of
+from lightning_ddp_losses.errors import expect, listed
+from lightning_ddp_losses.strategies import ddp_setup
+from lightning_ddp_losses.strategies.fit_part import FitPart, LossOptions
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, named_tensors
 from lightning_ddp_losses.strategies.loss_hooks import LossHooks, with_losses
 from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
+
+_NAMES = "_ddp_losses_names"  # attribute of a parameter between the start of ``configure_model`` and the check after it
+
+
+class _ShardedBackward(FitPart):
+    """Exchanges the call check when backward reaches a sharded module, before anything is gathered and any gradient leaves."""
+
+    def on_model_ready(self) -> None:
+        """Watch each sharded module. Backward may reach an inner one first."""
+        _refuse_mixed_groups(self.fit.module, self.fit.strategy.optimizers)
+        # before fully_shard's own hook, which registers what gathers
+        for inner in _sharded_modules(self.fit.module):
+            hook = inner.register_forward_hook(self._watch, prepend=True)  # type: ignore[attr-defined]
+            self.undo.callback(hook.remove)
+
+    @eager_recursive
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        leaves = [output] if isinstance(output, Tensor) else compat.tree_leaves(output)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self.fit.exchange_calls())  # type: ignore[no-untyped-call]
 
 
 class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
@@ -86,7 +125,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     """
 
     strategy_name = "fsdp2_ddp_losses"
-    kinds_of_parts = (*PARTS, fsdp_setup.ShardedBackward)
+    kinds_of_parts = (*PARTS, _ShardedBackward)
     divides_model = True
 
     def __init__(
@@ -108,13 +147,13 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         options = LossOptions.from_arguments({**locals(), "sharded_checkpoints": save_distributed_checkpoint})
-        if tensor_parallel_size not in ("auto", 1):
-            raise ConfigurationError(
-                "tensor_parallel_size",
-                expected="1: losses see the rows of every rank, and ranks that divide a layer have the same rows",
-                got=repr(tensor_parallel_size),
-                fix="Leave it out; the model is divided over all ranks by fully_shard.",
-            )
+        expect(
+            tensor_parallel_size in ("auto", 1),
+            "tensor_parallel_size",
+            expected="1: losses see the rows of every rank, and ranks that divide a layer have the same rows",
+            got=repr(tensor_parallel_size),
+            fix="Leave it out; the model is divided over all ranks by fully_shard.",
+        )
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=1,
@@ -123,16 +162,14 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             timeout=timeout,
         )
         self._losses = LossParallelism(self, options)
-        self._roots: list[FSDPModule] = []
-        self._sharded: list[FSDPModule] = []  # they, and those inside them
+        self._sharded: list[FSDPModule] = []  # each step needs them, and the search takes long
         self.divided_parameters: frozenset[str] = frozenset()
         self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name."""
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="FSDP2, with learnable losses beside it")
+        strategy_registry.register(cls.strategy_name, cls, "FSDP2, with learnable losses next to it", override=True)
 
     # ------------------------------------------------------------------ set-up
 
@@ -147,35 +184,34 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Let the ranks hold the same parameters before ``configure_model``, inside the block, divides them."""
-        fsdp_setup.share_whole_parameters(self._losses.module)
-        fsdp_setup.note_names_(self._losses.module)
+        _share_whole_parameters(self._losses.module)
+        _note_names_(self._losses.module)
         with super().model_sharded_context():
             yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, let Lightning set up the sharded module, synchronise whole parameters."""
-        self._losses.setup(trainer, super().setup, self._refuse, fsdp_setup.refuse_mixed_groups)
+        self._losses.setup(trainer, super().setup, self._refuse)
 
     def _refuse(self, module: nn.Module) -> None:
-        fsdp_setup.refuse_other_parallelism(module)
-        fsdp_setup.refuse_losses(module, find_losses(module, self._losses.options.losses))
+        _refuse_other_parallelism(module)
+        _refuse_losses(module, find_losses(module, self._losses.options.losses))
 
     def model_to_device(self) -> None:
         """Undo the precision plugin's halving of the losses, move the module, and synchronise whole parameters."""
         super().model_to_device()
         module = self._losses.module
-        self._roots = list(fsdp_setup.sharded_roots(module))
         # none of them is gathered now
         self.divided_parameters = frozenset(name for name, p in module.named_parameters() if isinstance(p, DTensor))
-        self._sharded = fsdp_setup.sharded_modules(module)
+        self._sharded = _sharded_modules(module)
         if not self._losses.parts:
             return
         if module.trainer.state.fn == TrainerFn.FITTING:
             self._apply_layer_sync()
             self._losses.compare_ranks()
             # by name: between forward and backward fully_shard puts other objects there
-            self._losses.start_reducing((), sorted(self.divided_parameters))
-        fsdp_setup.broadcast_whole_tensors(module)
+            self._losses.start_reducing((), self.divided_parameters)
+        _broadcast_whole_tensors(module)
 
     def _apply_layer_sync(self) -> None:
         """Synchronise batch norm with the plugin that leaves modules in their place: fully_shard knows them."""
@@ -188,39 +224,46 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     def _broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, as DDP does. Parameters are this rank's parts again."""
-        self._reshard_what_is_gathered()
-        if self.sync_gradients:
-            ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, {})
-
-    def _reshard_what_is_gathered(self) -> None:
-        """Let each rank hold its parts alone: ``fully_shard`` puts other objects in their place while they are gathered."""
         module = self._losses.module
+        # fully_shard puts other objects in place of the parts while they are gathered
         held = parameters_of(module)
         if len(held) != len(self._parts) or not all(map(is_, held, self._parts)):
-            fsdp_setup.reshard(self._sharded)
+            self._reshard()
             self._parts = parameters_of(module)
+        if self.sync_gradients:
+            ddp_setup.broadcast_buffers(module, self._losses.found, {})
+
+    def _reshard(self) -> None:
+        """Let each rank hold its parts alone, even if a forward without a backward has left parameters gathered."""
+        for module in self._sharded:
+            module.reshard()
 
     @property
     def exchanges_in_forward(self) -> bool:
         """Whether each forward waits for all ranks: those of sharded modules do."""
-        return bool(self._roots)
+        return bool(self._sharded)
 
     @with_losses
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Suspend reduction inside the block. Accumulated gradients are reduced at the next synchronising backward."""
         before = self._sync_blocked
-        fsdp_setup.set_gradient_sync(self._roots, enabled=False)
+        self._set_gradient_sync(enabled=False)
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            fsdp_setup.set_gradient_sync(self._roots, enabled=not before)
+            self._set_gradient_sync(enabled=not before)
+
+    def _set_gradient_sync(self, *, enabled: bool) -> None:
+        """Let FSDP2 reduce gradients in backward, or accumulate them whole on each rank."""
+        for module in self._sharded:
+            module.set_requires_gradient_sync(enabled, recurse=False)
 
     def on_validation_end(self) -> None:
         """Leave no parameter gathered: a forward without a backward leaves those of the outermost sharded modules so."""
         super().on_validation_end()
-        fsdp_setup.reshard(self._sharded)
+        self._reshard()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -229,11 +272,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Optimizers are restored at Lightning's usual place, as under DDP, and not while the checkpoint is read."""
         return bool(self._losses.parts) or super().lightning_restore_optimizer
 
-    @with_losses
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state with this rank's parts."""
-        fsdp_setup.reshard(self._sharded)
-        return super().lightning_module_state_dict()
+    def _own_state(self) -> dict[str, Any]:
+        self._reshard()
+        return super()._own_state()
 
     @with_losses
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -248,7 +289,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
     @with_losses
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the module's state, of divided parameters this rank's part."""
-        fsdp_setup.reshard(self._sharded)
+        self._reshard()
         super().load_model_state_dict(checkpoint, strict=strict)
 
     # ------------------------------------------------------------------ end
@@ -257,6 +298,190 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Give the module back as it came, but for what fully_shard has divided."""
         if self._layer_sync is not None:
             self._layer_sync.revert(self._losses.module)
-        fsdp_setup.reshard(self._sharded)
+        self._reshard()
         super().teardown()
-        self._roots, self._sharded, self._parts, self.divided_parameters = [], [], [], frozenset()
+        self._sharded, self._parts, self.divided_parameters = [], [], frozenset()
+
+
+def _sharded_modules(module: nn.Module) -> list[FSDPModule]:
+    """Return all modules with ``fully_shard``."""
+    return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def _refuse_other_parallelism(module: nn.Module) -> None:
+    """Refuse a module with parameters divided otherwise than over all ranks, or not at all.
+
+    Raises:
+        ConfigurationError: naming parameters.
+    """
+    found = {name: p for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    expect(
+        found,
+        "ModelParallelLossStrategy",
+        expected="a module whose configure_model shards something",
+        got="no parameter that fully_shard has divided",
+        fix='Write fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"]) in configure_model, or take "ddp_losses".',
+    )
+    inside = {id(p) for inner in _sharded_modules(module) for p in inner.parameters()}  # type: ignore[attr-defined]
+    wrong = {name: p for name, p in found.items() if id(p) not in inside or not _is_over_all_ranks(p)}
+    expect(
+        not wrong,
+        "parameters of the model",
+        expected=f"each divided by fully_shard over all {process_groups.world_size()} ranks",
+        got=listed([f"{name} ({_placement(p)})" for name, p in wrong.items()]),
+        fix='Write fully_shard(module, mesh=self.device_mesh["data_parallel"]). Of other meshes, replicas x parts '
+        "of all ranks are supported; tensor parallelism is not.",
+    )
+
+    # what has replicas: on one mesh, so that a rank has the same replicas of all that it holds
+    meshes = {name: p.device_mesh for name, p in found.items() if replicated_dim(p) is not None}
+    texts = [f"{name} over {mesh.mesh.tolist()}" for name, mesh in meshes.items()]
+    expect(
+        len(set(meshes.values())) <= 1,
+        "parameters of the model with replicas",
+        expected="all on one mesh",
+        got=listed(texts),
+        fix="Make the mesh of replicas and parts once, in configure_model, and give it to each fully_shard.",
+    )
+
+
+def _note_names_(module: nn.Module) -> None:
+    """Note on each parameter the names that it has before ``configure_model``, for ``_refuse_losses``."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for parameter, found in names.items():
+        setattr(parameter, _NAMES, found)
+
+
+def _refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
+    """Refuse losses that ``fully_shard`` has divided, and those that share a parameter with a divided module.
+
+    Raises:
+        ConfigurationError: naming losses and parameters.
+    """
+    for loss in losses:
+        divided = [name for name, p in loss.module.named_parameters() if isinstance(p, DTensor)]
+        expect(
+            not divided,
+            loss.title,
+            expected="beside the modules that fully_shard divides: its own parameters are averaged, or divided by class",
+            got=f"{listed(divided)} inside one of them",
+            fix="Make the loss an attribute of the LightningModule, and shard the encoder alone; a weight that is too large for one "
+            "rank goes into ClassShardedLoss.",
+        )
+        unknown = [name for name, p in loss.module.named_parameters() if not hasattr(p, _NAMES)]
+        expect(
+            not unknown or compat.marks_sharded(),
+            f"parameters of {loss.title}",
+            expected="made before configure_model: this torch does not show which of them fully_shard divides elsewhere",
+            got=f"{listed(unknown)} made inside it",
+            fix="Make the loss in __init__, or install torch 2.13.",
+        )
+    # fully_shard gives a module another parameter than the one that it shared
+    tensors = dict(module.named_parameters(remove_duplicate=False))
+    torn = []
+    for name, parameter in tensors.items():
+        names_before = vars(parameter).pop(_NAMES, ())
+        is_divided = any(isinstance(tensors.get(other), DTensor) for other in names_before)
+        if not isinstance(parameter, DTensor) and (is_divided or compat.was_sharded(parameter)):
+            torn.append(name)
+    expect(
+        not torn,
+        f"parameters {listed(torn)}",
+        expected="of their own: fully_shard divides a parameter where it is, and what shared it keeps the whole",
+        got="shared with a module that fully_shard has divided",
+        fix="Give the loss a parameter of its own, or leave the shared module out of fully_shard.",
+    )
+
+
+def _refuse_mixed_groups(module: nn.Module, optimizers: Iterable[Any]) -> None:
+    """Refuse a parameter group that steps divided and whole parameters in one call, which torch cannot.
+
+    Raises:
+        ConfigurationError: naming parameters.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            is_joint = group.get("foreach") or group.get("fused")
+            whole = [names.get(id(p), "a parameter") for p in group["params"] if not isinstance(p, DTensor)]
+            expect(
+                not is_joint or len(whole) in (0, len(group["params"])),
+                f"parameter group of optimizer {number} with foreach or fused",
+                expected="only parameters that fully_shard divides, or none of them",
+                got=f"{listed(whole)} among such",
+                fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
+            )
+
+
+def _is_over_all_ranks(parameter: DTensor) -> bool:
+    """Return whether gradients are averaged over all ranks: one dimension of the mesh divides, others replicate."""
+    shards = sum(placement.is_shard() for placement in parameter.placements)
+    replicas = sum(placement.is_replicate() for placement in parameter.placements)
+    covers = parameter.device_mesh.size() == process_groups.world_size()
+    return covers and shards == 1 and shards + replicas == len(parameter.placements)
+
+
+def replicated_dim(parameter: Tensor) -> int | None:
+    """Return the dimension of the mesh along which ranks hold the same part of a divided parameter. None if each part is on one rank."""
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    dims = [
+        dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate() and mesh.size(dim) > 1
+    ]
+    return dims[0] if dims else None
+
+
+def _placement(parameter: DTensor) -> str:
+    mesh = parameter.device_mesh
+    return f"{', '.join(map(str, parameter.placements))} over {' x '.join(map(str, mesh.shape))} ranks"
+
+
+# ---------------------------------------------------------------------- what starts equal
+
+
+def _share_whole_parameters(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of parameters that ``fully_shard`` has yet to divide, if they differ.
+
+    Each rank keeps its part of its own values, and no part has a replica: weights that were loaded on rank 0 alone, or drawn with
+    other seeds, would make a model that no process ever had. (DDP's first broadcast does the same for its module.)
+
+    Communication: one handshake. One broadcast per 64 MiB of what differs.
+    """
+    names, whole = [], []
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.is_meta or is_lazy(parameter) or shard_of(parameter) is not None:
+            continue
+        names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}")
+        whole.append(parameter)
+    # 1. the names of the hashed values, then the hashes
+    own = array("q", [hash_lines(names), *fingerprints(whole)]).tobytes()
+    tables = [array("q", sent) for sent in handshake.all_gather_between_steps("parameters to be divided", {}, own)]
+    if len({table[0] for table in tables}) > 1:
+        return  # the names of all tensors are compared when all are there
+    # 2. rank 0's, if some rank has another
+    columns = list(zip(*tables, strict=True))[1:]
+    differ = [p for p, column in zip(whole, columns, strict=True) if len(set(column)) > 1]
+    raw_collectives.broadcast_(differ)
+
+
+def _broadcast_whole_tensors(module: nn.Module) -> None:
+    """Give all ranks rank 0's values of whole parameters. Parts of the model and classes of a loss are each rank's own.
+
+    Where parts have replicas (HSDP), these get the first one's.
+
+    Communication: one broadcast per 64 MiB of whole parameters, and one for each part that has replicas.
+    """
+    whole = [t for _, t in named_tensors(module) if not isinstance(t, DTensor) and shard_of(t) is None]
+    raw_collectives.broadcast_(whole)
+    for parameter in module.parameters():
+        dim = replicated_dim(parameter)
+        if dim is not None:
+            assert isinstance(parameter, DTensor)
+            replicas = parameter.device_mesh.get_group(dim)
+            raw_collectives.broadcast_between_replicas_(local_part(parameter.detach()), replicas)

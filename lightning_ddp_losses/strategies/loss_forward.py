@@ -1,29 +1,37 @@
-"""What surrounds every call of a loss: precision, input checks, its parameters kept in the graph, and a count.
+"""What a fit does to its losses: what surrounds each call, and a place for hidden losses.
 
-A patch sits in the loss's instance as its ``forward`` for the length of a fit: attributes, parameter names and hooks stay
-those of the plain module. A copy or a pickle of the loss carries the plain ``forward`` again, so both need no peer.
-
-With ``global_batch="auto"`` the patch hands the call to a wrapper that evaluates the loss over the rows of all ranks. Losses and
-strategies do not know each other. The package hands the wrapper over when it is imported.
+* Around each call of a loss: precision, input checks, its parameters kept in the graph, and a count. A patch sits in the loss's instance
+  as its ``forward`` for the length of a fit: attributes, parameter names and hooks stay those of the plain module. A copy or a pickle of
+  the loss carries the plain ``forward`` again, so both need no peer.
+* A hidden loss, which the module does not register: the same refusal on every rank, or a place under ``_adopted_losses`` for the length of
+  a fit. Checkpoints hold adopted losses also after it.
+* With ``global_batch="auto"`` the patch hands the call to a wrapper that evaluates the loss over the rows of all ranks. Losses and
+  strategies do not know each other. The package hands the wrapper over when it is imported.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytorch_metric_learning.losses as pml
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager
+from lightning_ddp_losses.core.module_search import Hidden, find_hidden
+from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
-from lightning_ddp_losses.errors import ConfigurationError, HiddenLossError
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.errors import HiddenLossError, expect
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, is_loss
+from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, is_loss, named_tensors
+from lightning_ddp_losses.strategies.shards import shard_losses
 
 _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
@@ -94,28 +102,6 @@ class LossForwardPatch(ForwardPatch):
             self._in_global_loss = False
 
 
-class UnregisteredLossPatch(ForwardPatch):
-    """Watches an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
-
-    def __init__(self, module: nn.Module, path: str, in_training_step: Callable[[], bool]) -> None:
-        super().__init__(module)
-        self.path = path
-        self._in_training_step = in_training_step
-
-    @eager
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, unless it runs with gradients inside ``training_step``."""
-        if torch.is_grad_enabled() and self._in_training_step():
-            raise HiddenLossError(
-                f"{type(uncompiled(self.module)).__name__} at {self.path}",
-                expected="a registered submodule whose parameters are in an optimizer",
-                got="an unregistered loss with trainable parameters, in no optimizer",
-                fix="Assign it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for several) "
-                "and give its parameters to an optimizer.",
-            )
-        return self.original(*args, **kwargs)
-
-
 class LossCalls(FitPart):
     """The forward patches of all losses of a fit.
 
@@ -126,33 +112,155 @@ class LossCalls(FitPart):
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self.patches: list[LossForwardPatch] = []
-        self._unregistered: list[UnregisteredLossPatch] = []
-        self._in_training_step = False
+        self._installed: list[LossForwardPatch | UnregisteredLossPatch] = []
 
-    def install(self) -> None:
-        """Patch the losses that are known now."""
+    def install(self, idle: Mapping[str, nn.Module]) -> None:
+        """Patch the losses that are known now, and watch those hidden modules that are losses.
+
+        Args:
+            idle: By path, hidden modules that no optimizer holds.
+        """
         # if a scaler looks for overflow, NaN is its business
         refuse_nan = getattr(self.fit.strategy.precision_plugin, "scaler", None) is None
         for loss in self.fit.found:
             global_loss = _wrap_global(loss, self.fit.module) if self.fit.options.global_batch else None
             self.patches.append(LossForwardPatch(loss, refuse_nan=refuse_nan, global_loss=global_loss))
-        for patch in (*self.patches, *self._unregistered):
+        watched = [UnregisteredLossPatch(module, path) for path, module in idle.items() if is_loss(module)]
+        self._installed = [*self.patches, *watched]
+        for patch in self._installed:
             patch.install()
             self.undo.callback(patch.remove)
 
-    def watch_unregistered(self, modules: Mapping[str, nn.Module]) -> None:
-        """Watch those of some hidden modules, by path, that are losses. To be called before ``install``."""
-        self._unregistered = [
-            UnregisteredLossPatch(module, path, lambda: self._in_training_step)
-            for path, module in modules.items()
-            if is_loss(module)
-        ]
-
     def count(self, *, on: bool) -> None:
         """Count calls from now on, or stop counting."""
-        self._in_training_step = on
-        for patch in self.patches:
+        for patch in self._installed:
             patch.counting = on
+
+
+# ---------------------------------------------------------------------- losses that the module does not register
+
+
+class UnregisteredLossPatch(ForwardPatch):
+    """Watches an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
+
+    def __init__(self, module: nn.Module, path: str) -> None:
+        super().__init__(module)
+        self.path, self.counting = path, False
+
+    @eager
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, unless it runs with gradients inside ``training_step``."""
+        if self.counting and torch.is_grad_enabled():
+            raise HiddenLossError(
+                f"{type(uncompiled(self.module)).__name__} at {self.path}",
+                expected="a registered submodule whose parameters are in an optimizer",
+                got="an unregistered loss with trainable parameters, in no optimizer",
+                fix="Assign it to an attribute of the LightningModule (nn.ModuleList or nn.ModuleDict for several) "
+                "and give its parameters to an optimizer.",
+            )
+        return self.original(*args, **kwargs)
+
+
+class Adoption(FitPart):
+    """Registers hidden losses for the length of a fit, and keeps them for checkpoints. Without ``adopt`` they are refused."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__(fit)
+        self._modules: nn.ModuleDict | None = None
+
+    def find(self) -> Hidden:
+        """Search the module, the callbacks and the data module for hidden losses. Refuse those that will not be adopted.
+
+        Raises:
+            HiddenLossError: on every rank, with the paths.
+            RankMismatchError: on every rank, when ranks would adopt different modules.
+
+        Communication: one handshake.
+        """
+        trainer, adopt = self.fit.trainer, self.fit.options.adopt
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        elsewhere: dict[str, Any] = {f"callbacks[{i}] ({type(c).__name__})": c for i, c in enumerate(callbacks)}
+        elsewhere["datamodule"] = getattr(trainer, "datamodule", None)
+        hidden = find_hidden(self.fit.module, self.fit.strategy.optimizers, elsewhere)
+        named = [f"{type(m).__name__} at {path}" for path, m in hidden.optimised.items()]
+        refused, must_match = named + hidden.loose, {}
+        if adopt:
+            refused, must_match = hidden.loose, {"modules to adopt": "; ".join(named) or "none"}
+        refused_everywhere = handshake.all_gather_json("hidden losses", must_match, refused)
+        if any(refused_everywhere):
+            raise _hidden_loss_error(refused_everywhere, adopt=adopt)
+        return hidden
+
+    def adopt(self, hidden: Hidden) -> list[FoundLoss]:
+        """Register the optimised hidden modules under ``module._adopted_losses``, on the device, sharded or equal on all ranks.
+
+        Returns:
+            Them, as the strategy knows losses.
+
+        Communication: one broadcast. What ``shard_losses`` needs. (That all ranks adopt the same was compared in ``find``.)
+        """
+        strategy, adopted = self.fit.strategy, nn.ModuleDict()
+        for path, found in hidden.optimised.items():
+            key = re.sub(r"\W+", "_", path.removeprefix("self.")).strip("_")
+            adopted[key if key not in adopted else f"{key}_{len(adopted)}"] = found
+        shard_losses(adopted)  # before its values are remembered
+        keeper = precision.PrecisionKeeper()
+        keeper.remember([adopted])
+        strategy.precision_plugin.convert_module(adopted)
+        keeper.restore()
+        adopted.to(strategy.root_device)
+        self.fit.module.add_module(ADOPTED, adopted)
+        self.undo.callback(delattr, self.fit.module, ADOPTED)
+        ddp = strategy.wrapped_model
+        if ddp is not None:  # it reads the buffers of the live module in each step
+            ddp.parameters_to_ignore |= {f"{ADOPTED}.{name}" for name, _ in adopted.named_buffers()}
+        raw_collectives.broadcast_([tensor for _, tensor in named_tensors(adopted) if shard_of(tensor) is None])
+        rank_zero_info(f"Adopted as submodules: {', '.join(hidden.optimised)}.")
+        self._modules = adopted
+        return [FoundLoss(f"{ADOPTED}.{key}", found, learnable=True, owned=True) for key, found in adopted.items()]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def parameters_with_adopted(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the module's parameters, and those of adopted losses also after the fit."""
+        named = dict(module.named_parameters())
+        if self._modules is not None:
+            named.update(self._modules.named_parameters(prefix=ADOPTED))
+        return named
+
+    def state_with_adopted(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the module's state, with that of adopted losses also after the fit."""
+        if self._modules is None:
+            return dict(state)
+        return {**state, **self._modules.state_dict(prefix=f"{ADOPTED}.")}
+
+    def state_to_load(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint's state without adopted losses where none are registered (validate, test, predict)."""
+        if hasattr(self.fit.module, ADOPTED):
+            return dict(state)
+        return {key: value for key, value in state.items() if not key.startswith(f"{ADOPTED}.")}
+
+
+def _hidden_loss_error(refused: list[list[str]], *, adopt: bool) -> HiddenLossError:
+    """Return the error that names the hidden modules of each rank."""
+    fix = (
+        "They would not be moved, synchronised or saved. Assign them to attributes of the LightningModule (nn.ModuleList or "
+        "nn.ModuleDict for several), or pass DDPLossStrategy(adopt=True)."
+    )
+    if adopt:
+        fix = "Only modules that can be reached by attributes, containers, closures or callbacks can be adopted."
+    got: str | None = "; ".join(refused[0])
+    ranks: list[str] | None = None
+    if any(own != refused[0] for own in refused):
+        got, ranks = None, ["; ".join(own) or "none hidden" for own in refused]
+    return HiddenLossError(
+        "parameters in an optimizer",
+        expected="parameters of registered submodules",
+        got=got,
+        ranks=ranks,
+        fix=fix,
+        collective=True,
+    )
 
 
 # ---------------------------------------------------------------------- global_batch="auto"
@@ -182,23 +290,23 @@ def _wrap_global(loss: FoundLoss, root: nn.Module) -> nn.Module | None:
     inner = uncompiled(loss.module)
     if loss.sees_global_batch:
         return None
-    if any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()):
-        raise ConfigurationError(
-            f"global_batch='auto': {loss.title}",
-            expected="losses without a memory",
-            got="a CrossBatchMemory, whose queue position would not be saved",
-            fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
-        )
+    expect(
+        not any(isinstance(module, pml.CrossBatchMemory) for module in inner.modules()),
+        f"global_batch='auto': {loss.title}",
+        expected="losses without a memory",
+        got="a CrossBatchMemory, whose queue position would not be saved",
+        fix="Write GlobalBatchLoss(CrossBatchMemory(...)) in the module.",
+    )
     # no loss inside a wrapper of PML's that gathers
     path = loss.name.split(".")
     for depth in range(1, len(path)):
-        if isinstance(root.get_submodule(".".join(path[:depth])), DistributedLossWrapper):
-            raise ConfigurationError(
-                f"global_batch='auto': {loss.title}",
-                expected="losses that look at the rows they are given",
-                got="one in pytorch-metric-learning's DistributedLossWrapper, which gathers by itself",
-                fix="Leave the wrapper out.",
-            )
+        expect(
+            not isinstance(root.get_submodule(".".join(path[:depth])), DistributedLossWrapper),
+            f"global_batch='auto': {loss.title}",
+            expected="losses that look at the rows they are given",
+            got="one in pytorch-metric-learning's DistributedLossWrapper, which gathers by itself",
+            fix="Leave the wrapper out.",
+        )
     if not isinstance(inner, _WRAPPED):
         return None
     return _wrapper[0](loss.module)

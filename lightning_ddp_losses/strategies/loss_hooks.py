@@ -98,7 +98,7 @@ class LossHooks(HostStrategy):
 
     def model_to_device(self) -> None:
         """Undo the precision plugin's conversion of the losses, then move the module."""
-        self._losses.restore_precision()
+        self._losses.precision.restore()
         with self._losses.sharding.moving(self._losses.module):
             super().model_to_device()  # type: ignore[safe-super]  # of the strategy behind this class
 
@@ -106,7 +106,7 @@ class LossHooks(HostStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return a loader as this rank should have it."""
-        return super().process_dataloader(self._losses.process_dataloader(dataloader))
+        return super().process_dataloader(self._losses.change("process_dataloader", dataloader))
 
     def on_train_start(self) -> None:
         """Begin training."""
@@ -129,17 +129,17 @@ class LossHooks(HostStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's validation step."""
-        with self._losses.evaluation_step(args):
+        with self._losses.around("evaluation_step", args):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's test step."""
-        with self._losses.evaluation_step(args):
+        with self._losses.around("evaluation_step", args):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's predict step."""
-        with self._losses.evaluation_step(args):
+        with self._losses.around("evaluation_step", args):
             return super().predict_step(*args, **kwargs)
 
     @property
@@ -221,7 +221,7 @@ class LossHooks(HostStrategy):
         as it is in automatic optimisation.
         """
         plugin, module = self.precision_plugin, self._losses.module
-        closure_loss = self._losses.before_backward(closure_loss)
+        closure_loss = self._losses.change("before_backward", closure_loss)
         devices = ("cpu", self.root_device.type) if self._losses.parts else ()
         try:
             self.pre_backward(closure_loss)
@@ -335,11 +335,8 @@ class LossHooks(HostStrategy):
 
         Communication: each rank sends its parts to each receiver.
         """
-        losses = self._losses
-        if not losses.parts:
-            return self._own_state()
-        losses.sharding.setup_shards()
-        return losses.sharding.whole_state(self._own_state(), receivers)
+        self._losses.sharding.setup_shards()
+        return self._losses.sharding.whole_state(self._own_state(), receivers)
 
     def _own_state(self) -> dict[str, Any]:
         return self._losses.adoption.state_with_adopted(self._losses.module.state_dict())
@@ -380,15 +377,10 @@ class LossHooks(HostStrategy):
 
         An unreadable file on one rank is an error on every rank.
         """
-        as_folder = is_folder(checkpoint_path)
-
-        def load() -> dict[str, Any]:
-            if as_folder:
-                rest: dict[str, Any] = _folders().read_rest(Path(checkpoint_path), weights_only=weights_only)
-                return rest
-            return self._read_file(checkpoint_path, weights_only)
-
-        file = Path(checkpoint_path) / METADATA if as_folder else checkpoint_path
+        file, read = checkpoint_path, self._read_file
+        if is_folder(checkpoint_path):
+            file, read = Path(checkpoint_path) / METADATA, _folders().read_rest
+        load = functools.partial(read, checkpoint_path, weights_only)
         checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=self.local_rank == 0)
         self._loaded_from = checkpoint_path
         return self._losses.loaded(checkpoint)
@@ -404,7 +396,7 @@ class LossHooks(HostStrategy):
             InputError: on every rank, for a checkpoint of another module or of other classes.
         """
         losses, module = self._losses, self._losses.module
-        state = losses.adoption.state_for(module, checkpoint["state_dict"])
+        state = losses.adoption.state_to_load(checkpoint["state_dict"])
         losses.sharding.setup_shards()
         losses.sharding.refuse_other_classes(checkpoint, state)
         if isinstance(self.precision_plugin, DoublePrecision):
@@ -417,7 +409,7 @@ class LossHooks(HostStrategy):
             likes = {**module.state_dict(), **losses.sharding.parameters}
             if BLOCKS in checkpoint:
                 found = {**checkpoint, "state_dict": state}
-                state = _folders().read_state(Path(self._loaded_from), found, likes)
+                state = _folders().read_state(self._loaded_from, found, likes)
             else:
                 state = {name: shards.own_part(value, likes.get(name)) for name, value in state.items()}
             module.load_state_dict(state, strict=strict)
@@ -430,10 +422,9 @@ class LossHooks(HostStrategy):
             pairs = zip(self.optimizers, checkpoint["optimizer_states"], strict=False)
             for number, (optimizer, saved) in enumerate(pairs):
                 if BLOCKS in checkpoint:
-                    parameters = self._parameters
-                    own = _folders().own_optimizer_state(Path(path), checkpoint, number, parameters, optimizer)
+                    own = _folders().read_optimizer_state(path, checkpoint, number, optimizer, self._parameters)
                 else:
-                    own = shards.own_optimizer_state(optimizer, saved)
+                    own = shards.map_optimizer_state(optimizer, saved, shards.own_part)
                 states.append(own)
             ParallelStrategy.load_optimizer_state_dict(self, {**checkpoint, "optimizer_states": states})
 
@@ -538,5 +529,5 @@ def whole_checkpoint(folder: str | Path, *, weights_only: bool | None = None) ->
         fix="A file is read by torch.load.",
         error=InputError,
     )
-    whole: dict[str, Any] = _folders().read_whole(path, weights_only=weights_only)
+    whole: dict[str, Any] = _folders().read_whole(path, weights_only)
     return whole

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -25,7 +25,6 @@ from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import PeerError, format_error
 from lightning_ddp_losses.strategies import same_setup
-from lightning_ddp_losses.strategies.adoption import Adoption
 from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds, name_module
@@ -33,7 +32,7 @@ from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, Evaluatio
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy, LossOptions
 from lightning_ddp_losses.strategies.interruptions import Interruptions
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
-from lightning_ddp_losses.strategies.loss_forward import LossCalls
+from lightning_ddp_losses.strategies.loss_forward import Adoption, LossCalls
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ModelReduction, ReducedParameters
 from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.shards import Shards
@@ -71,6 +70,7 @@ class LossParallelism(Fit):
     Attributes:
         parts: Active features of this fit. None under ``losses=[]``.
         found: The losses of this fit.
+        precision: Keeps the values and dtypes that the losses had before a precision plugin converted them.
         reducer: Averages their gradients. None outside of a fit.
         call_check: Compares their calls. None outside of a fit, and without ``check_calls``.
         adoption: Losses that the module does not register.
@@ -93,7 +93,7 @@ class LossParallelism(Fit):
         self.call_check: CallCheck | None = None
         self.lacks_rows = self.is_alone = self._is_exception_reported = False
         self.advice = Advice()
-        self._precision = PrecisionKeeper()
+        self.precision = PrecisionKeeper()
         self._calls = LossCalls(self)
         self.parts: list[FitPart] = []
         if self.options.losses != []:
@@ -109,6 +109,20 @@ class LossParallelism(Fit):
         """Call a hook of all parts that have it."""
         for own in self._hooks[hook]:
             own(*args)
+
+    def change(self, hook: str, value: Any) -> Any:
+        """Return a value after the parts that have this hook have changed it, one after the other."""
+        for own in self._hooks[hook]:
+            value = own(value)
+        return value
+
+    @contextlib.contextmanager
+    def around(self, hook: str, *args: Any) -> Iterator[None]:
+        """Enter the contexts of all parts that have this hook, the first one outermost."""
+        with ExitStack() as stack:
+            for own in self._hooks[hook]:
+                stack.enter_context(own(*args))
+            yield
 
     def part(self, kind: type[P]) -> P | None:
         """Return the part of this class. None if its option is off."""
@@ -126,7 +140,6 @@ class LossParallelism(Fit):
         trainer: pl.Trainer,
         setup_model: Callable[[pl.Trainer], None],
         refuse: Callable[[pl.LightningModule], None],
-        refuse_optimizers: Callable[[nn.Module, Iterable[torch.optim.Optimizer]], None] | None = None,
     ) -> None:
         """Find the losses, let Lightning set up the model, synchronise both.
 
@@ -134,7 +147,6 @@ class LossParallelism(Fit):
             trainer: The trainer.
             setup_model: Lightning's set-up. The strategy calls ``start_reducing`` in it.
             refuse: Raises for a module that the strategy cannot train.
-            refuse_optimizers: Raises for optimizers that cannot step it.
         """
         module, fitting = self.module, self.is_fitting
         if not self.parts:
@@ -148,46 +160,27 @@ class LossParallelism(Fit):
             # 1. the losses, sharded before their values are remembered
             self.found = find_losses(module, self.options.losses)
             self.sharding.setup_shards()
-            for path, inner in module.named_modules():
-                instance = vars(inner).get("_instance")
-                if isinstance(instance, Instance):
-                    instance.path = path
-                if isinstance(inner, process_groups.WithProcessGroup):
-                    inner.create_internal_groups()  # a rank may fail before it has ever used it
-            self._precision.remember([loss.module for loss in self.found])
+            prepare_losses_(module)
+            self.precision.remember([loss.module for loss in self.found])
             # 2. Lightning moves, wraps and synchronises the rest
             with contextlib.nullcontext() if fitting else self.sharding.excluded(module):
                 setup_model(trainer)
             # 3. losses that the module does not register
+            idle: Mapping[str, nn.Module] = {}
             if fitting:
-                if refuse_optimizers is not None:
-                    refuse_optimizers(module, self.strategy.optimizers)
                 self.sharding.install()
-                self._adopt_or_refuse_hidden()
+                hidden = self.adoption.find()
+                idle = hidden.idle
+                if hidden.optimised:
+                    self.found += self.adoption.adopt(hidden)
+                    self.sharding.setup_new_shards()
             # 4. forward patches, then what exists now counts as synchronised
-            self._calls.install()
-            if fitting:
-                self._watch_losses()
+            self._calls.install(idle)
+            if self.reducer is not None:
+                self.reducer.parameters.watch([loss.name for loss in self.found])
+                if self.options.check_calls:
+                    self.call_check = CallCheck(self.reducer, self._calls.patches)
             self.call("on_model_ready")
-
-    def _adopt_or_refuse_hidden(self) -> None:
-        """Adopt or refuse trainable losses that are not registered. Watch those that no optimizer holds."""
-        hidden = self.adoption.find()
-        self._calls.watch_unregistered(hidden.idle)
-        if hidden.optimised:
-            self.found += self.adoption.adopt(hidden)
-            self.sharding.setup_new_shards()
-
-    def _watch_losses(self) -> None:
-        """Start the call check. What exists now counts as synchronised."""
-        assert self.reducer is not None
-        self.reducer.parameters.watch([loss.name for loss in self.found])
-        if self.options.check_calls:
-            self.call_check = CallCheck(self.reducer, self._calls.patches)
-
-    def restore_precision(self) -> None:
-        """Undo the precision plugin's conversion of the losses."""
-        self._precision.restore()
 
     def compare_ranks(self) -> None:
         """Compare names, shapes and options between the ranks. Communication: one handshake.
@@ -200,7 +193,7 @@ class LossParallelism(Fit):
         same_setup.compare_names(self.module, facts)
 
     def start_reducing(
-        self, reduced_elsewhere: Sequence[Tensor], ignored: Sequence[str] = (), *, first_bucket: float = 0
+        self, reduced_elsewhere: Sequence[Tensor], ignored: Collection[str] = (), *, first_bucket: float = 0
     ) -> None:
         """Take over the gradients that the model's own parallelism does not reduce.
 
@@ -209,7 +202,7 @@ class LossParallelism(Fit):
             ignored: Names of parameters that the user excluded.
             first_bucket: Bytes of gradient that must be ready before it sends any.
         """
-        parameters = ReducedParameters(self.module, reduced_elsewhere, sorted(ignored), first_bucket=first_bucket)
+        parameters = ReducedParameters(self.module, reduced_elsewhere, ignored, first_bucket=first_bucket)
         self.reducer = LossReducer(parameters, self.options.loss_reduce_dtype)
 
     def note_unusual(self) -> None:
@@ -221,13 +214,6 @@ class LossParallelism(Fit):
                 rank_zero_info(
                     f"{loss.title}, named in `losses`, has no parameters: there is nothing to synchronise in it."
                 )
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Return a loader as this rank should have it."""
-        if attached_trainer(self.module) is not None:
-            for process in self._hooks["process_dataloader"]:
-                dataloader = process(dataloader)
-        return dataloader
 
     def on_train_start(self) -> None:
         """Begin training."""
@@ -247,22 +233,11 @@ class LossParallelism(Fit):
         try:
             with self.raise_on_all_ranks("training_step"):
                 broadcast_buffers()
-                for before_step in self._hooks["before_step"]:
-                    before_step()
-                with _all_of(context() for context in self._hooks["training_step"]):
+                self.call("before_step")
+                with self.around("training_step"):
                     return step()
         finally:
             self._calls.count(on=False)
-
-    def evaluation_step(self, args: tuple[Any, ...]) -> AbstractContextManager[object]:
-        """Return the context of a step of validation, test or prediction."""
-        return _all_of(context(args) for context in self._hooks["evaluation_step"])
-
-    def before_backward(self, loss: Tensor) -> Tensor:
-        """Return the value that is back-propagated."""
-        for before_backward in self._hooks["before_backward"]:
-            loss = before_backward(loss)
-        return loss
 
     def start_call_check(self) -> None:
         """Prepare the call check of a synchronising backward. Backward exchanges it before its first gradients leave."""
@@ -318,10 +293,10 @@ class LossParallelism(Fit):
 
     def loaded(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Hand a loaded checkpoint to all parts, and return it as Lightning restores it."""
-        if attached_trainer(self.module) is not None:
-            for load_state_dict in self._hooks["load_state_dict"]:
-                checkpoint = load_state_dict(checkpoint)
-        return checkpoint
+        if attached_trainer(self.module) is None:
+            return checkpoint
+        changed: dict[str, Any] = self.change("load_state_dict", checkpoint)
+        return changed
 
     # ------------------------------------------------------------------ end
 
@@ -400,13 +375,14 @@ class LossParallelism(Fit):
             handshake.raise_in_all_groups(error, where)
 
 
-@contextlib.contextmanager
-def _all_of(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter several contexts, the first one outermost."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+def prepare_losses_(root: nn.Module) -> None:
+    """Let losses and metrics know their names, and create the groups of those that have one: a rank may fail before it has used it."""
+    for path, inner in root.named_modules():
+        instance = vars(inner).get("_instance")
+        if isinstance(instance, Instance):
+            instance.path = path
+        if isinstance(inner, process_groups.WithProcessGroup):
+            inner.create_internal_groups()
 
 
 class Advice:

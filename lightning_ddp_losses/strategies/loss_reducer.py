@@ -22,7 +22,7 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import is_
@@ -76,7 +76,7 @@ class ReducedParameters:
         self,
         module: nn.Module,
         reduced_elsewhere: Sequence[Tensor],
-        ignored: Sequence[str] = (),
+        ignored: Collection[str] = (),
         *,
         first_bucket: float = 0,
     ) -> None:
@@ -87,8 +87,7 @@ class ReducedParameters:
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
         self._losses: list[str] = []
         self._candidates: list[ReducedParameter] = []
-        self._signature: tuple[object, ...] = ()
-        self._description = ""
+        self._described: tuple[object, str] = (None, "")
 
     def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: float) -> None:
         """Leave parameters to the model's DDP from now on."""
@@ -123,11 +122,10 @@ class ReducedParameters:
     def describe(self, parameters: Sequence[ReducedParameter]) -> str:
         """Return names, shapes and dtypes, short."""
         signature = tuple((p.name, p.parameter.shape, p.parameter.dtype) for p in parameters)
-        if signature != self._signature or not self._description:
-            self._signature = signature
+        if signature != self._described[0]:
             text = "; ".join(f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in signature)
-            self._description = f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-        return self._description
+            self._described = signature, f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        return self._described[1]
 
     def find_new(self, parameters: Sequence[ReducedParameter]) -> list[ReducedParameter]:
         """Return those that appeared, or were replaced, since they were last known to be equal on all ranks."""
@@ -237,12 +235,14 @@ class LossReducer:
         if not parameters or any(p.owner < 0 for p in parameters) or process_groups.world_size() == 1:
             return b""
         flags = _flags_of(parameters)
+        if max(flags) > 1:  # sparse: an error after backward
+            return b""
         if not _are_on_host(parameters):
             self._sent = _SentGradients(flags, [], [])
             return _packed(flags)
         if unwritten is None or not all(seen.has_changed() for seen in unwritten):
             return b""
-        small = [p.parameter for p, flag in zip(parameters, flags, strict=True) if flag == 1 and _is_small(p)]
+        small = [p.parameter for p, flag in zip(parameters, flags, strict=True) if flag and _is_small(p)]
         self._sent = _SentGradients(flags, small, [_SeenGradient.of(p.parameter) for p in parameters])
         payload = _packed(flags)
         num_bytes = sum(p.numel() for p in small) * self._dtype_of(small).itemsize
@@ -296,7 +296,10 @@ class LossReducer:
             sums, is_reduced = self._finish_sent(sent, parameters, flags)
         elif _are_on_host(parameters):
             is_reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
-            sums = self._start_small([p for p, packed in zip(parameters, is_reduced, strict=True) if packed], flags)()
+            small = [p.parameter for p, packed in zip(parameters, is_reduced, strict=True) if packed]
+            mean = raw_collectives.start_mean(_flat(small, self._dtype_of(small), flags))()
+            sums = [round(value * world_size) for value in mean[: len(flags)].tolist()]
+            _write_mean_(mean[len(flags) :], small)
         else:
             sums = self._sum_flags("gradients", self.parameters.describe(parameters), flags)
         # 2. every gradient is there on all ranks, or on none
@@ -322,8 +325,7 @@ class LossReducer:
             mean = sent.mean()
             if not changed:
                 _write_mean_(mean, sent.parameters)
-        is_dense = max(sent.flags) <= 1
-        is_agreed = [is_dense and flag == 1 and not done for flag, done in zip(sent.flags, in_check, strict=True)]
+        is_agreed = [flag == 1 and not done for flag, done in zip(sent.flags, in_check, strict=True)]
         self._reduce_now([p for p, agreed in zip(parameters, is_agreed, strict=True) if agreed])
         if not changed:
             return [flag * process_groups.world_size() for flag in flags], [True] * len(parameters)
@@ -333,8 +335,11 @@ class LossReducer:
 
     def _reduce_now(self, parameters: Sequence[ReducedParameter]) -> None:
         """Replace gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
-        small = [p for p in parameters if _is_small(p)]
-        finishes: list[Callable[[], object]] = [self._start_small(small)] if small else []
+        finishes: list[Callable[[], object]] = []
+        small = [p.parameter for p in parameters if _is_small(p)]
+        if small:
+            wait = raw_collectives.start_mean(_flat(small, self._dtype_of(small)))
+            finishes.append(lambda: _write_mean_(wait(), small))
         for p in parameters:
             if not _is_small(p):
                 grad = p.parameter.grad
@@ -349,27 +354,6 @@ class LossReducer:
         pending = handshake.start(what, {"parameters": names}, json.dumps(flags).encode())
         pending.receive(timeout)
         return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
-
-    def _start_small(self, reduced: Sequence[ReducedParameter], flags: Sequence[int] = ()) -> Callable[[], list[int]]:
-        """Start the mean of small gradients in a flat buffer, which opens with flags.
-
-        Returns:
-            A function that waits, writes the means into the gradients, and returns the sums of the flags over ranks.
-
-        Communication: one all-reduce (for few bytes on the CPU one gather).
-        """
-        parameters = [p.parameter for p in reduced]
-        wait = raw_collectives.start_mean(_flat(parameters, self._dtype_of(parameters), flags))
-
-        def finish() -> list[int]:
-            mean = wait()
-            sums = (
-                [round(value * process_groups.world_size()) for value in mean[: len(flags)].tolist()] if flags else []
-            )
-            _write_mean_(mean[len(flags) :], parameters)
-            return sums
-
-        return finish
 
     def _dtype_of(self, parameters: Sequence[nn.Parameter]) -> torch.dtype:
         """Return the dtype of a flat buffer, which counts flags exactly."""

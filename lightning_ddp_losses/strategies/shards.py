@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.shard import ClassShard, Shardable, first_holders, local_part, shard_of, tags_kept
-from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect
+from lightning_ddp_losses.errors import InputError, RankMismatchError, expect
 from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.checkpoint_files import LOADING, SAVING
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -85,7 +85,14 @@ class Shards(FitPart):
                 of_ranks = [ClassShard(*row) for row in rows]
                 self.owners[name] = _owners_of_blocks(name, of_ranks)
                 self._replicas[name] = sum(s.classes for s in of_ranks) // of_ranks[0].num_classes
-            _refuse_custom_clipping(module, shards)
+            expect(
+                process_groups.world_size() == 1 or not is_overridden("configure_gradient_clipping", module),
+                "configure_gradient_clipping",
+                expected="Lightning's own, where classes are divided over the ranks",
+                got=f"an override in {type(module).__name__}, which sees one rank's rows of {', '.join(shards)}",
+                fix="Use Trainer(gradient_clip_val=...): the norm then counts the rows of all ranks once.",
+                collective=True,
+            )
         self.parameters, self._is_set_up = {name: parameters[name] for name in shards}, True
 
     @contextlib.contextmanager
@@ -154,15 +161,15 @@ class Shards(FitPart):
         name = type(optimizer).__name__
         if process_groups.world_size() == 1 or name.lower() not in _OF_WHOLE_WEIGHTS:
             return
-        divided = list(filter(None, map(self.of, parameters_in_order(optimizer))))
-        if divided:
-            raise ConfigurationError(
-                f"optimizer of {divided[0]}",
-                expected="one that treats each number by itself (SGD, Adam, ...): a rank holds some of the rows",
-                got=f"{name}, which computes with the weight as a whole",
-                fix="Give the divided weight an optimizer of its own, or leave ClassShardedLoss out.",
-                collective=True,
-            )
+        divided = next(filter(None, map(self.of, parameters_in_order(optimizer))), None)
+        expect(
+            divided is None,
+            f"optimizer of {divided}",
+            expected="one that treats each number by itself (SGD, Adam, ...): a rank holds some of the rows",
+            got=f"{name}, which computes with the weight as a whole",
+            fix="Give the divided weight an optimizer of its own, or leave ClassShardedLoss out.",
+            collective=True,
+        )
 
     # ------------------------------------------------------------------ steps
 
@@ -198,8 +205,8 @@ class Shards(FitPart):
 
     def clip_(self, parameters: list[nn.Parameter], limit: float) -> Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` does in one process that holds every class, and return the norm, 0-dim."""
-        # 1. gradients by the number of ranks that hold the same part. None: all hold the whole
-        by_copies: dict[int | None, list[Tensor]] = {}
+        # 1. gradients by the number of ranks that hold the same part
+        by_copies: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
                 by_copies.setdefault(self._copies(parameter), []).append(local_part(parameter.grad))
@@ -209,30 +216,25 @@ class Shards(FitPart):
         # 2. squares in float32 or wider: that of a norm over 256 overflows in float16
         device, dtypes = grads[0].device, {grad.dtype for grad in grads}
         dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-        equal = own_parts = torch.zeros((), device=device, dtype=dtype)
+        square = torch.zeros(1, device=device, dtype=dtype)
         for copies, found in by_copies.items():
             norms = torch.stack([norm.to(device) for norm in compat.norms(found, dtype)])
-            square = norms.square().sum()
-            if copies is None:
-                equal = square
-            else:
-                own_parts = own_parts + square / copies
-        # 3. the norm of the whole
-        parts_of_all_ranks = raw_collectives.sum_over_ranks(own_parts.reshape(1), None)[0]
-        norm = (equal + parts_of_all_ranks).sqrt()
+            square += norms.square().sum() / copies
+        # 3. the norm of the whole, to which each rank adds its share of what several hold
+        norm = raw_collectives.sum_over_ranks(square, None)[0].sqrt()
         # 4. scale, as torch does
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for place in {grad.device for grad in grads}:
             compat.multiply_([grad for grad in grads if grad.device == place], factor.to(place))
         return norm
 
-    def _copies(self, parameter: nn.Parameter) -> int | None:
-        """Return how many ranks hold the same part of a parameter. None if all hold the whole."""
+    def _copies(self, parameter: nn.Parameter) -> int:
+        """Return how many ranks hold the same part of a parameter: all of them, if it is whole."""
         name = self.of(parameter)
         if name is not None:
             return self._replicas[name]
         if not isinstance(parameter, DTensor):
-            return None
+            return process_groups.world_size()
         mesh, placements = parameter.device_mesh, parameter.placements
         return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_shard())
 
@@ -251,7 +253,7 @@ class Shards(FitPart):
         found = {name: _on_rank_zero(value) for name, value in state.items()}
         for receiver in receivers:
             for name in filter(state.__contains__, self.parameters):
-                whole = self._assemble(name, state[name], receiver)
+                whole = assemble(state[name], self.owners[name], receiver)
                 if found[name] is state[name] or not whole.is_meta:
                     found[name] = whole
         return found
@@ -263,10 +265,10 @@ class Shards(FitPart):
             name = self.of(parameter)
             # moments have the parameter's shape. Step counts and the like do not
             if name is not None and is_part(value, parameter):
-                return self._assemble(name, value)
+                return assemble(value, self.owners[name])
             return _on_rank_zero(value)
 
-        return _map_optimizer_state(optimizer, state, whole)
+        return map_optimizer_state(optimizer, state, whole)
 
     def completed(self, checkpoint: Mapping[str, Any], *, as_folder: bool) -> dict[str, Any]:
         """Return a checkpoint with whole averages, which a callback put in place of the weights. Every rank comes here.
@@ -288,15 +290,15 @@ class Shards(FitPart):
             if is_replaced and shard.classes < shard.num_classes:
                 parts.append(name)
         handshake.all_gather(SAVING, {"class shards that a callback replaced": ", ".join(parts)})
-        if parts and as_folder:
-            raise ConfigurationError(
-                "sharded_checkpoints",
-                expected="the module's own weights in the checkpoint",
-                got=f"what a callback put in the place of {', '.join(parts)}",
-                fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
-                collective=True,
-            )
-        state |= {name: self._assemble(name, state[name]) for name in parts}
+        expect(
+            not (parts and as_folder),
+            "sharded_checkpoints",
+            expected="the module's own weights in the checkpoint",
+            got=f"what a callback put in the place of {', '.join(parts)}",
+            fix="Save ordinary checkpoints: DDPLossStrategy(sharded_checkpoints=False).",
+            collective=True,
+        )
+        state |= {name: assemble(state[name], self.owners[name]) for name in parts}
         records = {f"state_dict/{name}": {"per_class": own[0][1].per_class} for name, own in self.owners.items()}
         return {**checkpoint, "state_dict": state, RECORDS: records}
 
@@ -319,23 +321,17 @@ class Shards(FitPart):
                 if shard is None or value is None:
                     continue
                 expected, got = shard.whole_shape(parameter), tuple(value.shape)
-                whole = f"{expected}, the whole of {shard.num_classes} classes"
-                expect(got == expected, f"checkpoint: {name}", expected=whole, got=got, fix=fix, error=InputError)
                 record = checkpoint.get(RECORDS, {}).get(f"state_dict/{name}", {})
                 per_class = record.get("per_class", shard.per_class)
+                classes = got[shard.dim] // per_class if len(got) > shard.dim else 0
                 expect(
-                    per_class == shard.per_class,
+                    got == expected and per_class == shard.per_class,
                     f"checkpoint: {name}",
-                    expected=f"{shard.num_classes} classes of {shard.per_class} weight rows",
-                    got=f"{got[shard.dim] // per_class} classes of {per_class}",
+                    expected=f"{expected}, {shard.num_classes} classes of {shard.per_class} weight rows",
+                    got=f"{got}, {classes} classes of {per_class}",
                     fix=fix,
                     error=InputError,
                 )
-
-    def _assemble(self, name: str, value: Tensor, receiver: int = 0) -> Tensor:
-        shard = shard_of(self.parameters[name])
-        assert shard is not None
-        return assemble(value, shard, self.owners[name], receiver)
 
 
 # ---------------------------------------------------------------------- set-up
@@ -363,17 +359,6 @@ def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
             collective=True,
         )
     return [(rank, column[rank]) for rank in ranks]
-
-
-def _refuse_custom_clipping(module: LightningModule, names: Iterable[str]) -> None:
-    if process_groups.world_size() > 1 and is_overridden("configure_gradient_clipping", module):
-        raise ConfigurationError(
-            "configure_gradient_clipping",
-            expected="Lightning's own, where classes are divided over the ranks",
-            got=f"an override in {type(module).__name__}, which sees one rank's rows of {', '.join(names)}",
-            fix="Use Trainer(gradient_clip_val=...): the norm then counts the rows of all ranks once.",
-            collective=True,
-        )
 
 
 # ---------------------------------------------------------------------- steps
@@ -436,14 +421,14 @@ def is_part(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
 
 
-def assemble(part: Tensor, shard: ClassShard, owners: Owners, receiver: int = 0) -> Tensor:
+def assemble(part: Tensor, owners: Owners, receiver: int = 0) -> Tensor:
     """Return the whole, on one rank. A tensor of its shape without memory on the others.
 
     (``DTensor.full_tensor`` would give every rank the memory of the whole.)
 
     Communication: each rank sends its part to the receiver.
     """
-    shape, rank = shard.whole_shape(part), process_groups.rank()
+    shape, rank = owners[0][1].whole_shape(part), process_groups.rank()
     if len(owners) > 1:
         process_groups.internal_groups().warm_up(part.device)  # before two of all ranks need their group
     device = part.device if rank == receiver else torch.device("meta")
@@ -486,12 +471,7 @@ def own_part(value: Any, like: Tensor | None) -> Any:
     return value
 
 
-def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved optimizer's state with this rank's part of each tensor that belongs to a divided parameter."""
-    return _map_optimizer_state(optimizer, state, own_part)
-
-
-def _map_optimizer_state(
+def map_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], change: Callable[[Any, nn.Parameter], Any]
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with other values, which a function makes of each value and its parameter."""

@@ -216,7 +216,7 @@ def whole_of_two_blocks() -> list[float] | None:
     rank = dist.get_rank()
     shard = ClassShard.of_rank(2, 2, rank)
     part = torch.full((shard.classes,), float(rank))
-    whole = assemble(part, shard, [*enumerate(blocks)])
+    whole = assemble(part, [*enumerate(blocks)])
     return whole.tolist() if rank == 0 else None
 
 

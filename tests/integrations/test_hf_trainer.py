@@ -266,15 +266,15 @@ def test_parameters_that_nobody_trains(tmp_path: Path) -> None:
 
 
 def test_another_release_is_a_warning() -> None:
-    from lightning_ddp_losses.integrations import hosts
+    from lightning_ddp_losses import integrations
 
     with (
-        mock.patch.object(hosts, "version", return_value="4.40.1"),
+        mock.patch.object(integrations, "version", return_value="4.40.1"),
         pytest.warns(
             UserWarning, match=r"transformers 4.40.1 is not among the tested releases \(5.23.\*, 5.24.\*\). Look."
         ),
     ):
-        hosts.warn_untested("transformers", "Look.")
+        integrations.warn_untested("transformers", "Look.")
 
 
 def test_evaluation_without_a_number_of_items() -> None:
