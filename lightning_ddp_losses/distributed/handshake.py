@@ -431,10 +431,7 @@ class PendingHandshake:
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
         operation = self._text.decode(errors="replace").split("\n", 1)[0]
-        who = liveness.explain()
-        if who is not None:
-            return liveness.lost_peer_error(operation, who, error)
-        return PeerError(
+        return liveness.lost_peer_error(error, operation) or PeerError(
             f"rank {self._channel.group.rank()} waited in {operation}",
             expected="every rank to come to a loss, metric, layer or backward of this package",
             got=f"no answer from some rank ({str(error).splitlines()[0]})",

@@ -88,18 +88,6 @@ class _Report(NamedTuple):
         return cls(found["class"], found["where"], text, parts)
 
 
-def reported_error(payload: bytes) -> DDPLossError:
-    """Return the error that a ``failure_report`` was made of, as one that all ranks raise."""
-    report = _Report.read(payload)
-    return error_class(report.class_name)(**(report.parts or {"what": report.text}), collective=True)
-
-
-def shown_ranks(ranks: Sequence[object], at_most: int = 16) -> str:
-    """List ranks for a message, the first ones of many."""
-    more = f" and {len(ranks) - at_most} more" if len(ranks) > at_most else ""
-    return ", ".join(map(str, ranks[:at_most])) + more
-
-
 def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
     """Return the one error, the same on every rank, that headers which do not agree amount to."""
     versions = [header.version for header in headers]
