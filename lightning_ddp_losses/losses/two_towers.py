@@ -33,7 +33,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import (
     NARROW_DTYPES,
     NarrowRows,
-    RowsOfARing,
+    TravellingRows,
     as_bytes,
     ring_round_trip,
 )
@@ -287,7 +287,7 @@ class TowerCall:
     own: Operand
     columns: Operand
     queue: Operand | None
-    ring: RowsOfARing | None
+    ring: TravellingRows | None
     prepare: Callable[[Tensor], Operand]
     trained: bool
     columns_trained: bool
@@ -422,23 +422,28 @@ class TowerCall:
 
         return global_quotient(share, self.total, agree, group=self.group)
 
-    def _message(self, rows: RowsOfARing, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
+    def _message(self, rows: TravellingRows, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
         """Return this rank's columns and their statistics as bytes, and the number of bytes of each rank."""
-        message, sizes = rows.message(), rows.sizes()
+        rank = process_groups.rank(self.group)
+        dtype = rows.dtypes[rank]
+        message = as_bytes(rows.own if dtype is None or rows.narrow is None else rows.narrow.rows.to(dtype))
+        sizes = [rows.num_bytes(sender, count) for sender, count in enumerate(self.column_counts)]
         if column_stats is None:
             return message, sizes
         # the statistics at a place from which they can be read
         starts = [aligned(size) for size in sizes]
-        gap = message.new_zeros(starts[process_groups.rank(self.group)] - len(message))
+        gap = message.new_zeros(starts[rank] - len(message))
         item = column_stats.element_size()
         sizes = [start + texts * item for start, texts in zip(starts, self.text_counts, strict=True)]
         return torch.cat([message, gap, as_bytes(column_stats)]), sizes
 
-    def _received_block(self, source: int, message: Tensor, rows: RowsOfARing, *, with_stats: bool) -> ColumnBlock:
+    def _received_block(self, source: int, message: Tensor, rows: TravellingRows, *, with_stats: bool) -> ColumnBlock:
         """Return the columns of a rank, from its message."""
-        is_own, size = source == process_groups.rank(self.group), rows.sizes()[source]
+        is_own, count = source == process_groups.rank(self.group), self.column_counts[source]
+        size = rows.num_bytes(source, count)
         stats = message[aligned(size) :].view(rows.own.dtype) if with_stats else None
-        columns = self.own if is_own else self.prepare(rows.received(source, message[:size]))
+        received = rows.expanded(source, rows.rows_in(message[:size], source, count))
+        columns = self.own if is_own else self.prepare(received)
         return ColumnBlock(columns, self.text_counts[source], 0 if is_own else None, stats)
 
 
@@ -590,9 +595,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         columns, ring = own, None
         if in_ring and len(text_counts) > 1:
             travelling = NarrowRows(own_rows.detach(), _as_it_is)
-            counts = [sum(rows) for rows in zip(text_counts, extra_counts, strict=True)]
             wide = _to_travel(own_rows, dtype)
-            ring = RowsOfARing(wide, travelling, batch.narrow_dtypes[0], counts, self._group)
+            ring = TravellingRows(wide, travelling, batch.narrow_dtypes[0])
         elif len(text_counts) > 1:
             columns = prepare(concatenated(batch.tensors[: len(second_tower)]))
             paired = batch.tensors[len(second_tower) :]

@@ -1,20 +1,35 @@
-"""The errors that ranks raise together: reports of failed ranks, and the one error for headers that disagree.
+"""The headers of handshakes: the beginning of each rank's message, and the one error for headers that disagree.
 
-Every rank reads the same headers, so every rank makes the same error of them.
+Every rank reads the same headers, so every rank makes the same error of them. The header of a rank that failed carries its report.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lightning_ddp_losses.distributed.instances import Instance
 from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
 
 VERSION = 2
 CALL, FAILURE = 0, 1
 """Kinds: a rank that calls an operation, and one that failed by itself."""
+
+OURS, OF_USER = 0, 0x5AFE
+"""Origin of a payload. A payload of the user's program may have any length."""
+
+TEXT_BYTES = 448
+"""Largest part of the text that is sent with the header. Ranks that disagree gather the rest."""
+
+LARGEST_PAYLOAD = 64 << 20
+"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
+
+_WIRE = struct.Struct("<BBHIIII16s")
+HEADER_BYTES = _WIRE.size
 
 _FIXES = {
     "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
@@ -29,44 +44,115 @@ _SHOWN_BEFORE = 80  # of those, before the place where the ranks' values part
 
 
 class Header(NamedTuple):
-    """Message of a rank, complete.
+    """The message of a rank: header, text (its first ``TEXT_BYTES``), then the payload if it fits. What did not fit comes later.
 
     Attributes:
         version: The version of the format.
         kind: ``CALL`` or ``FAILURE``.
+        origin: ``OURS`` or ``OF_USER``.
+        text_bytes: Length of the whole text.
+        payload_bytes: Length of the payload.
+        number: Number of the calling loss among several of one kind (``Instance.numbers``).
+        made: Number of losses of that kind which the rank has made. 0: the text names the loss, or there is none.
         digest: A hash of the whole text.
         text: Operation and values that must match, a line each. A failure has its place here.
-        payload: Data of the rank. A failure has its report as JSON here.
-        number: Number of the calling loss among several of one kind.
-        made: Number of losses of that kind which the rank has made.
+        payload: Data of the rank. A failure has its report here.
     """
 
     version: int
     kind: int
+    origin: int
+    text_bytes: int
+    payload_bytes: int
+    number: int
+    made: int
     digest: bytes
-    text: str
-    payload: bytes
-    number: int = 0
-    made: int = 0
+    text: bytes = b""
+    payload: bytes = b""
+
+    @classmethod
+    def pack(
+        cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS, instance: Instance | None = None
+    ) -> bytes:
+        """Return the beginning of a message: the header and the part of the text that is sent with it."""
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        number, made = (0, 0) if instance is None else instance.numbers()
+        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, number, made, digest) + text[:TEXT_BYTES]
+
+    @classmethod
+    def read(cls, message: memoryview) -> Header:
+        """Read the message of a rank, as far as it was sent. Of another version only the header is known."""
+        header = cls._make(_WIRE.unpack_from(message))
+        if header.version != VERSION:
+            return header
+        text = bytes(message[HEADER_BYTES : header.payload_start])
+        return header._replace(text=text, payload=header.payload_in(message))
+
+    @property
+    def payload_start(self) -> int:
+        """The place of the payload in the message."""
+        return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
+
+    @property
+    def message_bytes(self) -> int:
+        """The length of header, text and payload together."""
+        return self.payload_start + self.payload_bytes
+
+    def payload_in(self, message: memoryview) -> bytes:
+        """Return the inline payload of a message."""
+        return bytes(message[self.payload_start : self.message_bytes])
+
+    @property
+    def lines(self) -> list[str]:
+        """The operation, and the values that must match."""
+        return self.text.decode(errors="replace").split("\n")
+
+
+def hides_mismatch(headers: Sequence[Header]) -> bool:
+    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
+
+    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
+    """
+    if len({header.digest for header in headers}) == 1:
+        return False
+    all_call = all(header.kind == CALL for header in headers)
+    operations = {header.lines[0] for header in headers}
+    return all_call and len(operations) == 1 and any(header.text_bytes > TEXT_BYTES for header in headers)
+
+
+def refuse_long_payloads(headers: Sequence[Header]) -> None:
+    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
+
+    Raises:
+        PeerError: on every rank that reads these headers, naming the ranks that sent them.
+    """
+    too_long = {}
+    for rank, header in enumerate(headers):
+        limited = header.text_bytes if header.origin == OF_USER else max(header.text_bytes, header.payload_bytes)
+        if limited > LARGEST_PAYLOAD:
+            too_long[rank] = f"{limited:,} bytes"
+    if too_long:
+        raise PeerError(
+            "handshake",
+            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
+            ranks=too_long,
+            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
+            collective=True,
+        )
 
 
 # ---------------------------------------------------------------------- the error
 
 
 def failure_report(error: Exception, where: str) -> bytes:
-    """Return the report that peers get: the class and parts of one of our errors, its text, the place."""
-    report: dict[str, Any] = {"class": "", "where": where}
-    if not isinstance(error, DDPLossError):
-        report["text"] = f"{type(error).__name__}: {error}"
-        return json.dumps(report).encode()
-    report["class"] = type(error).__name__
-    parts = error.parts_as_text()
-    if format_error(**parts) != str(error):
-        report["text"] = str(error)
-        return json.dumps(report).encode()
-    if "ranks" in parts:
-        parts["ranks"] = list(parts["ranks"].items())  # JSON's keys are texts
-    report["parts"] = parts
+    """Return the report that peers get: the class and parts of one of our errors, or its text, and the place."""
+    report: dict[str, Any] = {"class": "", "where": where, "text": f"{type(error).__name__}: {error}"}
+    if isinstance(error, DDPLossError):
+        report |= {"class": type(error).__name__, "text": str(error)}
+        parts = error.parts_as_text()
+        if format_error(**parts) == report["text"]:
+            report["parts"] = parts
+            del report["text"]
     return json.dumps(report).encode()
 
 
@@ -82,8 +168,8 @@ class _Report(NamedTuple):
     def read(cls, payload: bytes) -> _Report:
         found = json.loads(payload)
         parts = found.get("parts", {})
-        if "ranks" in parts:
-            parts["ranks"] = dict(parts["ranks"])
+        if "ranks" in parts:  # JSON's keys are texts
+            parts["ranks"] = {int(rank): entry for rank, entry in parts["ranks"].items()}
         text = found["text"] if "text" in found else format_error(**parts)
         return cls(found["class"], found["where"], text, parts)
 
@@ -101,13 +187,13 @@ def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
     reports = {rank: _Report.read(header.payload) for rank, header in enumerate(headers) if header.kind == FAILURE}
     if reports:
         return _peer_error(reports, len(headers))
-    return _different_calls([header.text for header in headers])
+    return _different_calls([header.lines for header in headers])
 
 
 def other_instances_error(headers: Sequence[Header]) -> RankMismatchError:
     """Return the error for ranks that called one operation, of different losses."""
     return RankMismatchError(
-        f"{headers[0].text.splitlines()[0]}: which of several on a rank",
+        f"{headers[0].lines[0]}: which of several on a rank",
         expected="the same one on every rank",
         ranks=[f"number {header.number + 1} of {header.made} made" for header in headers],
         fix="Call them in the same order on all ranks. Where ranks make them in different orders, or some for themselves, tell them "
@@ -133,18 +219,18 @@ def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError
     return error
 
 
-def _different_calls(texts: Sequence[str]) -> RankMismatchError:
+def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
     """Return the error for ranks that called different things: other operations, or one with other values."""
-    operations = [text.split("\n", 1)[0] for text in texts]
+    operations = [lines[0] for lines in texts]
     if len(set(operations)) > 1:
         return RankMismatchError(
             "ranks met at different places of the program",
             expected="the same operation on every rank",
-            ranks=[_one_line(text) for text in texts],
+            ranks=[_one_line(lines) for lines in texts],
             fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
             collective=True,
         )
-    values = [_values_in(text) for text in texts]
+    values = [dict(line.split("=", 1) for line in lines[1:] if "=" in line) for lines in texts]
     all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
     shown = {}
     for name in all_names:
@@ -152,9 +238,9 @@ def _different_calls(texts: Sequence[str]) -> RankMismatchError:
         if len(set(of_ranks)) > 1:
             shown[name] = _around_difference(of_ranks)
     entries = []
-    for rank, text in enumerate(texts):
+    for rank, lines in enumerate(texts):
         differing = ", ".join(f"{name}={of_ranks[rank]}" for name, of_ranks in shown.items())
-        entries.append(differing or _one_line(text))
+        entries.append(differing or _one_line(lines))
     what = operations[0]
     if shown:
         what = f"{what}: {', '.join(shown)}"
@@ -165,12 +251,6 @@ def _different_calls(texts: Sequence[str]) -> RankMismatchError:
         fix=" ".join(dict.fromkeys(_FIXES.get(name, "Make these equal on all ranks.") for name in shown)),
         collective=True,
     )
-
-
-def _values_in(text: str) -> dict[str, str]:
-    """Return what must match, by name."""
-    pairs = (line.partition("=") for line in text.split("\n")[1:])
-    return {name: value for name, sign, value in pairs if sign}
 
 
 def _around_difference(values: Sequence[str | None]) -> list[str | None]:
@@ -187,6 +267,6 @@ def _around_difference(values: Sequence[str | None]) -> list[str | None]:
     return shown
 
 
-def _one_line(text: str) -> str:
-    operation, *rest = text.split("\n")
+def _one_line(lines: list[str]) -> str:
+    operation, *rest = lines
     return f"{operation} ({', '.join(rest)})" if rest else operation
