@@ -82,7 +82,7 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, message: memoryview) -> Header:
         """Read the message of a rank, as far as it was sent. Of another version only the header is known."""
-        header = cls._make(_WIRE.unpack_from(message))
+        header = cls(*_WIRE.unpack_from(message))
         if header.version != VERSION:
             return header
         text = bytes(message[HEADER_BYTES : header.payload_start])
