@@ -9,8 +9,7 @@
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
 * ``accumulation``: windows of several micro-batches, divided by the counts of all of them. ``accumulation_window`` for hand-written loops
-* ``window_parts``: counts of the parts of a loss in a window, and their weights
-* ``window_graph``: the paths from the value that a window back-propagates to the parameters
+* ``window_parts``: counts of the parts of a loss in a window, their weights, and the paths from a back-propagated value to the parameters
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line
 * ``upstream_grad``: whether a global value is back-propagated equally on all ranks
 * ``shard``: the tag on a parameter that is sharded

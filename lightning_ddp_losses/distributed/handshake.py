@@ -36,13 +36,14 @@ from lightning_ddp_losses.distributed.headers import (
     TEXT_BYTES,
     VERSION,
     Header,
+    Instance,
+    Meetings,
     failure_report,
     hides_mismatch,
     mismatch_error,
     other_instances_error,
     refuse_long_payloads,
 )
-from lightning_ddp_losses.distributed.instances import Instance, Meetings
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 from lightning_ddp_losses.errors import DDPLossError, PeerError
@@ -244,6 +245,9 @@ class PendingHandshake:
         timeout: Time to wait for a handshake that is still pending on the channel. None: the group's.
         origin: ``OURS`` or ``OF_USER``.
         instance: Identity of the calling loss. None: there is one of its kind.
+
+    Attributes:
+        sent_bytes: Bytes that this rank sends to each other.
     """
 
     def __init__(
@@ -272,6 +276,7 @@ class PendingHandshake:
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
+        self.sent_bytes = self._size if self._is_inline else self._size + len(payload)
         message.extend(bytes(self._size - len(message)))
         # 3. all of them to all ranks
         self._messages, self._work = _start_gather_bytes(message, channel.group)
@@ -369,7 +374,7 @@ class _OwnHandshake(PendingHandshake):
     """The handshake of a world of one, which is complete."""
 
     def __init__(self, payload: bytes) -> None:
-        self._payload = payload
+        self._payload, self.sent_bytes = payload, 0
 
     def is_completed(self) -> bool:
         return True

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.headers import Instance
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import expect

@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import uncompiled
-from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager
+from lightning_ddp_losses.core.forward_patch import MethodPatch, eager
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.errors import ConfigurationError, HiddenLossError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -29,7 +29,7 @@ _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLo
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
 
 
-class LossForwardPatch(ForwardPatch):
+class LossForwardPatch(MethodPatch):
     """Runs one loss in full precision on checked inputs and counts its calls.
 
     Attributes:
@@ -79,7 +79,7 @@ class LossForwardPatch(ForwardPatch):
             allow_empty=self.sees_global_batch,
         )
         if not read and self._refuse_nan:
-            inputs.note_nan(self._title, args, kwargs, self.value_reading)
+            self.value_reading.note_nan(self._title, args, kwargs)
         # 3. evaluate
         if self._global_loss is None:
             if not read:
@@ -94,7 +94,7 @@ class LossForwardPatch(ForwardPatch):
             self._in_global_loss = False
 
 
-class UnregisteredLossPatch(ForwardPatch):
+class UnregisteredLossPatch(MethodPatch):
     """Watches an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
 
     def __init__(self, module: nn.Module, path: str, in_training_step: Callable[[], bool]) -> None:

@@ -21,7 +21,7 @@ from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
-from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.headers import Instance
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import PeerError, format_error
 from lightning_ddp_losses.strategies import empty_batches, same_setup

@@ -305,7 +305,7 @@ def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool:
 
 
 def send_much(of_user: bool) -> list[int]:
-    with mock.patch.object(handshake, "LARGEST_PAYLOAD", 4 << 10):
+    with mock.patch.object(headers, "LARGEST_PAYLOAD", 4 << 10):
         payload = bytes((dist.get_rank() + 1) * 10_000)
         return list(map(len, handshake.all_gather("this", {}, payload, of_user=of_user)))
 
@@ -317,7 +317,7 @@ def test_what_the_users_program_made_may_be_longer(pool: RankPool) -> None:
 
 def speak_another_version() -> None:
     version = 1 + (dist.get_rank() == 1)
-    with mock.patch.object(handshake, "VERSION", version):
+    with mock.patch.object(headers, "VERSION", version):
         handshake.all_gather("this", {}, bytes(20_000))
 
 
