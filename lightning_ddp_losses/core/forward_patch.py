@@ -76,7 +76,7 @@ class MethodPatch:
 
     synchronises: ClassVar[bool] = False
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self.module = module
         self._name = name
         self._original: Callable[..., Any] | None = module.__dict__.get(name)
@@ -103,13 +103,6 @@ class MethodPatch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_method, (self.module, self._name)
-
-
-class ForwardPatch(MethodPatch):
-    """Takes the place of a module's ``forward``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, "forward")
 
 
 def synchronises(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from lightning_ddp_losses.errors import InputError
 
 # dimension of a class weight that is the embedding's
 _WIDTH_DIM = {"W": 0, "fc": 0, "proxies": 1}
+_WIDTH_FIX = "Set the loss's embedding_size to the encoder's output width."
 _NAN_FIX = "Look for the first layer or sample that gives NaN; lower the learning rate or clip gradients."
 
 
@@ -50,12 +51,12 @@ class ValueReading:
         self._late.append((HostCopy(extremes), judge))
         return labels.clamp(0, num_classes - 1)
 
-    def note_nan(self, title: str, embeddings: Any) -> None:
-        """Look for NaN in embeddings that are on an accelerator, in ``raise_late``."""
-        if not is_floating(embeddings) or not embeddings.numel():
-            return
-        judge = partial(_refuse_late_nan, f"{title}: embeddings of call {self._number}")
-        self._late.append((HostCopy(embeddings.detach().isnan().any()), judge))
+    def note_nan(self, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look for NaN in the embeddings of a call, which are on an accelerator, in ``raise_late``."""
+        embeddings = _given(args, kwargs, 0, "embeddings")
+        if is_floating(embeddings) and embeddings.numel():
+            judge = partial(_refuse_late_nan, f"{title}: embeddings of call {self._number}")
+            self._late.append((HostCopy(embeddings.detach().isnan().any()), judge))
 
     def raise_late(self) -> None:
         """Refuse the embeddings of the call before this one if they held NaN, and its labels if they had to be clamped.
@@ -63,8 +64,6 @@ class ValueReading:
         Raises:
             InputError: naming that call.
         """
-        if not self._late:
-            return
         late, self._late = self._late, []
         for copy, judge in late:
             judge(copy.read())
@@ -119,21 +118,17 @@ def check_devices(
         shown = ", ".join(f"{name} on {other}" for name, other in devices.items())
         fix = "Move them to the device of the encoder's output: `tensor.to(embeddings.device)`."
         _refuse(f"{title}: devices", "all tensors of a call on one device", shown, fix)
+    owner, moved = (
+        ("loss", "before the optimizer is made; as part of") if states is None else ("metric", "as an attribute of")
+    )
     held = [("parameter", parameter) for parameter in parameters]
     held += [("buffer", buffer) for buffer in buffers]
+    held += [(f"state `{name}`", state) for name, state in (states or {}).items()]
     for kind, tensor in held:
         if tensor.device != device:
-            first = next(iter(devices))
-            shown = f"{first} on {device}, a {kind} {tuple(tensor.shape)} of the loss on {tensor.device}"
-            fix = f"Move the loss: `loss.to({str(device)!r})`, before the optimizer is made; as part of the LightningModule it moves along."
-            _refuse(f"{title}: devices", "the loss on the device of its rows", shown, fix)
-    for name, state in (states or {}).items():
-        if state.device != device:
-            shown = f"{next(iter(devices))} on {device}, its state `{name}` on {state.device}"
-            fix = (
-                f"Move the metric: `metric.to({str(device)!r})`; as an attribute of the LightningModule it moves along."
-            )
-            _refuse(f"{title}: devices", "the metric on the device of its rows", shown, fix)
+            shown = f"{next(iter(devices))} on {device}, its {kind} {tuple(tensor.shape)} on {tensor.device}"
+            fix = f"Move the {owner}: `{owner}.to({str(device)!r})`, {moved} the LightningModule it moves along."
+            _refuse(f"{title}: devices", f"the {owner} on the device of its rows", shown, fix)
 
 
 def is_floating(value: object) -> bool:
@@ -179,22 +174,14 @@ def check_inputs(
     # 1. rows
     is_empty = embeddings.ndim and embeddings.shape[0] == 0 and not allow_empty
     if is_empty and getattr(loss, "reduction", "mean") == "mean":
-        _refuse(
-            f"{title}: rows",
-            "at least one",
-            "an empty batch",
-            "Give every rank at least one sample (drop_last=True); the mean over no rows is not a number.",
-        )
+        fix = "Give every rank at least one sample (drop_last=True); the mean over no rows is not a number."
+        _refuse(f"{title}: rows", "at least one", "an empty batch", fix)
     # 2. NaN
     if refuse_nan and embeddings.is_floating_point() and _has_nan(embeddings):
         rows = embeddings.shape[0] if embeddings.ndim else 1
         bad = torch.isnan(embeddings).reshape(rows, -1).any(1)
-        _refuse(
-            f"{title}: embeddings",
-            "numbers",
-            f"NaN in {int(bad.sum())} of {bad.numel()} rows (first: row {int(bad.nonzero()[0])})",
-            _NAN_FIX,
-        )
+        got = f"NaN in {int(bad.sum())} of {bad.numel()} rows (first: row {int(bad.nonzero()[0])})"
+        _refuse(f"{title}: embeddings", "numbers", got, _NAN_FIX)
     # 3. width, and labels, against a class weight of pytorch-metric-learning
     weight = _class_weight(loss)
     num_classes = _classes_of_pml(loss, weight)
@@ -203,20 +190,11 @@ def check_inputs(
     name, parameter = weight
     width = parameter.shape[_WIDTH_DIM[name]]
     if embeddings.ndim != 2 or embeddings.shape[1] != width:
-        _refuse(
-            f"{title}: embeddings",
-            f"shape (n, {width}), the width of its {name} {tuple(parameter.shape)}",
-            f"{tuple(embeddings.shape)}",
-            "Set the loss's embedding_size to the encoder's output width.",
-        )
+        expected = f"shape (n, {width}), the width of its {name} {tuple(parameter.shape)}"
+        _refuse(f"{title}: embeddings", expected, tuple(embeddings.shape), _WIDTH_FIX)
     labels = _given(args, kwargs, 1, "labels")
     if isinstance(labels, Tensor):
         check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
-
-
-def note_nan(title: str, args: tuple[Any, ...], kwargs: dict[str, Any], reading: ValueReading) -> None:
-    """Look for NaN in the embeddings of a call one call later. Arguments as in ``clamp_labels``."""
-    reading.note_nan(title, _given(args, kwargs, 0, "embeddings"))
 
 
 def clamp_labels(
@@ -265,8 +243,7 @@ def check_embeddings(title: str, embeddings: Tensor, width: int) -> None:
     """
     if not isinstance(embeddings, Tensor) or embeddings.ndim != 2 or embeddings.shape[1] != width:
         got = tuple(embeddings.shape) if isinstance(embeddings, Tensor) else type(embeddings).__name__
-        fix = "Set the loss's embedding_size to the encoder's output width."
-        _refuse(f"{title}: embeddings", f"shape (n, {width})", got, fix)
+        _refuse(f"{title}: embeddings", f"shape (n, {width})", got, _WIDTH_FIX)
     if not embeddings.is_floating_point():
         _refuse(f"{title}: embeddings", "a floating dtype", embeddings.dtype, "Pass the encoder's output.")
 
@@ -292,13 +269,11 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
     if not isinstance(labels, Tensor):
         _refuse(f"{title}: labels", "a tensor", type(labels).__name__, "Pass class indices, one per row.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        _refuse(
-            f"{title}: labels", "an integer dtype (torch.int64)", labels.dtype, "Pass class indices: labels.long()."
-        )
+        expected, fix = "an integer dtype (torch.int64)", "Pass class indices: labels.long()."
+        _refuse(f"{title}: labels", expected, labels.dtype, fix)
     if labels.ndim != 1 or labels.shape[0] != rows:
-        _refuse(
-            f"{title}: labels", f"shape ({rows},), one per embedding", tuple(labels.shape), "Pass one label per row."
-        )
+        expected, fix = f"shape ({rows},), one per embedding", "Pass one label per row."
+        _refuse(f"{title}: labels", expected, tuple(labels.shape), fix)
     if read_values and labels.numel():
         _refuse_out_of_range(f"{title}: labels", num_classes, torch.stack(torch.aminmax(labels)))
 
@@ -315,12 +290,8 @@ def _refuse_out_of_range(what: str, num_classes: int, extremes: Tensor) -> None:
     """Refuse labels by their smallest and largest, unless both are 0 ... C - 1."""
     low, high = extremes.tolist()
     if low < 0 or high >= num_classes:
-        _refuse(
-            what,
-            f"0 to {num_classes - 1} (num_classes={num_classes})",
-            f"{low} to {high}",
-            "Map labels to 0 ... num_classes - 1, or raise num_classes.",
-        )
+        expected = f"0 to {num_classes - 1} (num_classes={num_classes})"
+        _refuse(what, expected, f"{low} to {high}", "Map labels to 0 ... num_classes - 1, or raise num_classes.")
 
 
 def _refuse(what: str, expected: object, got: object, fix: str) -> NoReturn:

@@ -3,14 +3,13 @@
 * ``process_groups``: ranks and world size of a group, and the process groups of our own
 * ``rendezvous``: how a world starts, and how its ranks agree before they have a group
 * ``liveness``: ranks that fail, stand still or are gone
-* ``peer_errors``: reports of failed ranks, and the one error that ranks which disagree raise
+* ``headers``: the header of a handshake, reports of failed ranks, and the one error that ranks which disagree raise
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
 * ``accumulation``: windows of several micro-batches, divided by the counts of all of them. ``accumulation_window`` for hand-written loops
-* ``window_parts``: counts of the parts of a loss in a window, and their weights
-* ``window_graph``: the paths from the value that a window back-propagates to the parameters
+* ``window_parts``: counts of the parts of a loss in a window, their weights, and the paths from a back-propagated value to the parameters
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line
 * ``upstream_grad``: whether a global value is back-propagated equally on all ranks
 * ``shard``: the tag on a parameter that is sharded

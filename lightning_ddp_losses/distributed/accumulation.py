@@ -50,14 +50,17 @@ from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.reduction import current_reduction, gradient_reduction_of, reduced_by
 from lightning_ddp_losses.distributed.shard import local_part
-from lightning_ddp_losses.distributed.window_graph import TITLE, WindowGraph, nodes_of, window_call
 from lightning_ddp_losses.distributed.window_parts import (
     EQUAL,
+    TITLE,
     Divisor,
     WindowCall,
+    WindowGraph,
     WindowPart,
     compare_slopes,
     is_equal,
+    nodes_of,
+    window_call,
 )
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 
@@ -126,7 +129,7 @@ def accumulation_window(
         if counts is not None or totals is not None:
             window.expect_counts(counts, totals)
         reduction = current_reduction() or gradient_reduction_of(model.named_modules())
-        with reduced_by(reduction), active(window), _refuses_steps():
+        with reduced_by(reduction), active(window), register_optimizer_step_pre_hook(_refuse_step):
             yield window
     except Exception as error:  # the peers are inside their blocks, or wait at the end of them
         handshake.raise_on_all_ranks(error, "accumulation_window")
@@ -135,18 +138,9 @@ def accumulation_window(
     window.correct_()
 
 
-@contextlib.contextmanager
-def _refuses_steps() -> Iterator[None]:
-    """Refuse a step of an optimizer inside the block."""
-
-    def refuse(optimizer: Any, *_: Any) -> None:
-        raise step_inside_window(type(optimizer).__name__)
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    """Refuse a step of an optimizer inside a block."""
+    raise step_inside_window(type(optimizer).__name__)
 
 
 _ALL = object()  # stands for all losses, if one count serves for them

@@ -53,6 +53,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     host_bytes,
     reduce_scatter_rows,
     sum_over_ranks,
+    wide_dtype,
 )
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
@@ -521,8 +522,7 @@ def _sum_of_payloads(payloads: list[bytes], like: Tensor, start: int) -> Tensor:
     if number == 0:
         return torch.empty_like(like)
     parts = [torch.frombuffer(bytearray(sent), dtype=dtype, count=number, offset=start) for sent in payloads]
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    return torch.stack(parts).to(wide).sum(0).to(dtype).view(like.shape)
+    return torch.stack(parts).to(wide_dtype(dtype)).sum(0).to(dtype).view(like.shape)
 
 
 def _reduce_scatter_packed(gradients: Sequence[Tensor], counts: Sequence[list[int]], group: Group) -> list[Tensor]:

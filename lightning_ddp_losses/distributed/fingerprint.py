@@ -77,7 +77,7 @@ def hash_tables(tables: Sequence[Tensor], number: int) -> list[int]:
     hashes = [0] * number
     for table in tables:
         # each tensor's hash continues the one before
-        hashes = hash_rows(host_memory(table).reshape(number, -1), hashes)
+        hashes = list(map(xxhash.xxh3_64_intdigest, host_memory(table).reshape(number, -1), hashes))
     return [value & _MASK for value in hashes]
 
 
@@ -136,11 +136,6 @@ def hash_lines(lines: Iterable[str]) -> int:
     """Return a signed 64-bit number for several lines of text. 0 for none at all."""
     text = "\n".join(lines)
     return hash_bytes(text.encode()) if text else 0
-
-
-def hash_rows(rows: Iterable[Any], seeds: Iterable[int]) -> list[int]:
-    """Return an unsigned 64-bit hash of each row's memory, by a seed for each: the hash of the row's earlier part, or 0."""
-    return list(map(xxhash.xxh3_64_intdigest, rows, seeds))
 
 
 def combine(values: Sequence[int]) -> int:

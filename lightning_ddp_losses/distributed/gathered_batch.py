@@ -19,7 +19,14 @@ from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward, gather_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES, NarrowRows, gather, group_for, host_bytes
+from lightning_ddp_losses.distributed.raw_collectives import (
+    NARROW_DTYPES,
+    NarrowRows,
+    TravellingRows,
+    gather,
+    group_for,
+    host_bytes,
+)
 
 BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 """Rows of each rank, by tensor -> the gradient to give, the same on every rank."""
@@ -117,8 +124,8 @@ def gather_batch(
     travelling, narrow_dtypes = [], []
     for i, (value, rows_form) in enumerate(zip(values, forms, strict=True)):
         narrow_dtypes.append([NARROW_DTYPES[offer.kinds[i]] for offer in offers])
-        travelling.append(_Travelling(value.detach(), sent[i], rows_form, narrow_dtypes[i]))
-    receive = partial(_gather_packed, travelling, counts, group)
+        travelling.append(TravellingRows(value.detach(), rows_form, narrow_dtypes[i]))
+    receive = partial(_gather_packed, travelling, sent, counts, group)
     if all(offer.is_inline for offer in offers):
         receive = partial(_unpack, travelling, counts, [_as_buffer(offer.rows) for offer in offers])
     gathered = gather_with_grad(what, receive, values, counts, how, group)
@@ -159,45 +166,6 @@ class _Offer(NamedTuple):
         return cls(counts, needs_grad, kinds, is_inline, payload[form.size : rows_start], payload[rows_start:])
 
 
-class _Travelling(NamedTuple):
-    """One tensor on its way.
-
-    Attributes:
-        tensor: Tensor that all ranks gather.
-        sent: Rows that this rank sends.
-        form: Rows that may travel in its place. None: there are none.
-        dtypes: Dtype of those rows by rank. None: the tensor's own rows travel.
-    """
-
-    tensor: Tensor
-    sent: Tensor
-    form: NarrowRows | None
-    dtypes: list[torch.dtype | None]
-
-    def like(self, rank: int) -> Tensor:
-        """Return a tensor of the width and dtype of a rank's travelling rows."""
-        dtype = self.dtypes[rank]
-        if dtype is None or self.form is None:
-            return self.tensor
-        rows = self.form.rows
-        return rows if rows.dtype == dtype else rows[:0].to(dtype)
-
-    def row_bytes(self, rank: int) -> int:
-        """Return how many bytes one row of a rank takes."""
-        like = self.like(rank)
-        return like.shape[1:].numel() * like.element_size()
-
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all ranks, of those of each as they came."""
-        if len(set(self.dtypes)) == 1:
-            whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)  # type: ignore[arg-type]
-            return whole if self.form is None or self.dtypes[0] is None else self.form.expand(whole)
-        if self.form is None:
-            return torch.cat(blocks)  # type: ignore[arg-type]
-        expanded = [self.form.expand(rows) if dtype else rows for rows, dtype in zip(blocks, self.dtypes, strict=True)]
-        return torch.cat(expanded)
-
-
 def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
     """Yield the bytes of each tensor on the CPU, and what fills them up to an aligned place."""
     for tensor in tensors:
@@ -206,15 +174,14 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
         yield bytes(aligned(len(data)) - len(data))
 
 
-def _unpack(travelling: Sequence[_Travelling], counts: list[list[int]], buffers: Sequence[Tensor]) -> list[Tensor]:
+def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], buffers: Sequence[Tensor]) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
     out, starts = [], [0] * len(buffers)
     for each, rows in zip(travelling, counts, strict=True):
         blocks = []
         for rank, buffer in enumerate(buffers):
-            like, size = each.like(rank), rows[rank] * each.row_bytes(rank)
-            block = buffer[starts[rank] : starts[rank] + size]
-            blocks.append(block.view(like.dtype).view(rows[rank], *like.shape[1:]))
+            size = each.num_bytes(rank, rows[rank])
+            blocks.append(each.rows_in(buffer[starts[rank] : starts[rank] + size], rank, rows[rank]))
             starts[rank] += aligned(size)
         out.append(each.joined(blocks))
     return out
@@ -225,17 +192,19 @@ def _as_buffer(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _gather_packed(travelling: Sequence[_Travelling], counts: list[list[int]], group: Group) -> list[Tensor]:
+def _gather_packed(
+    travelling: Sequence[TravellingRows], sent: Sequence[Tensor], counts: list[list[int]], group: Group
+) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, by one gather of their bytes."""
     # 1. as many bytes of each rank as the one with the most has
     sizes = [0] * process_groups.world_size(group)
     for each, rows in zip(travelling, counts, strict=True):
         for rank, number in enumerate(rows):
-            sizes[rank] += aligned(number * each.row_bytes(rank))
+            sizes[rank] += aligned(each.num_bytes(rank, number))
     longest = max(sizes)
     if longest == 0:
-        return [each.tensor.clone() for each in travelling]
-    packed = _pack_rows([each.sent for each in travelling], longest)
+        return [each.own.clone() for each in travelling]
+    packed = _pack_rows(sent, longest)
     everyone = packed.new_empty(len(sizes) * longest)
     # 2. one gather
     gather(everyone, packed, group=group_for(packed, group))

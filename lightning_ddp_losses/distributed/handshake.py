@@ -14,12 +14,11 @@ are long enough for it. So an operation of a handshake and a gather often costs 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,132 +27,26 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.forward_patch import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.instances import Instance, Meetings
-from lightning_ddp_losses.distributed.peer_errors import (
+from lightning_ddp_losses.distributed.headers import (
     CALL,
     FAILURE,
+    HEADER_BYTES,
+    OF_USER,
+    OURS,
+    TEXT_BYTES,
     VERSION,
     Header,
+    Instance,
+    Meetings,
     failure_report,
+    hides_mismatch,
     mismatch_error,
     other_instances_error,
+    refuse_long_payloads,
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 from lightning_ddp_losses.errors import DDPLossError, PeerError
-
-TEXT_BYTES = 448
-"""Largest part of the text that is sent with the header. Ranks that disagree gather the rest."""
-
-LARGEST_PAYLOAD = 64 << 20
-"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
-
-OURS, OF_USER = 0, 0x5AFE
-"""Origin of a payload. A payload of the user's program may have any length."""
-
-_WIRE = struct.Struct("<BBHIIII16s")
-HEADER_BYTES = _WIRE.size
-
-
-class WireHeader(NamedTuple):
-    """The beginning of a rank's message: header, text (its first ``TEXT_BYTES``), then the payload if it fits.
-
-    Attributes:
-        version: The version of the format.
-        kind: ``CALL`` or ``FAILURE``.
-        origin: ``OURS`` or ``OF_USER``.
-        text_bytes: Length of the whole text.
-        payload_bytes: Length of the payload.
-        number: Number of the calling loss among several of one kind (``Instance.numbers``).
-        made: Number of losses of that kind which the rank has made. 0: the text names the loss, or there is none.
-        digest: A hash of the whole text.
-    """
-
-    version: int
-    kind: int
-    origin: int
-    text_bytes: int
-    payload_bytes: int
-    number: int
-    made: int
-    digest: bytes
-
-    @classmethod
-    def pack(
-        cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS, instance: Instance | None = None
-    ) -> bytes:
-        """Return the beginning of a message: the header and the part of the text that is sent with it."""
-        digest = hashlib.blake2b(text, digest_size=16).digest()
-        number, made = (0, 0) if instance is None else instance.numbers()
-        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, number, made, digest) + text[:TEXT_BYTES]
-
-    @classmethod
-    def unpack(cls, message: bytes | memoryview) -> WireHeader:
-        """Read the header of a rank's message."""
-        return cls._make(_WIRE.unpack_from(message))
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether it announces more bytes than a payload or one of our texts has."""
-        return self.text_bytes > LARGEST_PAYLOAD or (self.payload_bytes > LARGEST_PAYLOAD and self.origin != OF_USER)
-
-    @property
-    def payload_start(self) -> int:
-        """The place of the payload in the message."""
-        return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
-
-    @property
-    def message_bytes(self) -> int:
-        """The length of header, text and payload together."""
-        return self.payload_start + self.payload_bytes
-
-    def header(self, text: bytes, payload: bytes) -> Header:
-        """Return the complete header of a message."""
-        return Header(
-            self.version, self.kind, self.digest, text.decode(errors="replace"), payload, self.number, self.made
-        )
-
-    def text_in(self, message: bytes | memoryview) -> bytes:
-        """Return the text of a message, as far as it was sent."""
-        return bytes(message[HEADER_BYTES : self.payload_start])
-
-    def payload_in(self, message: bytes | memoryview) -> bytes:
-        """Return the inline payload of a message."""
-        return bytes(message[self.payload_start : self.message_bytes])
-
-
-def hides_mismatch(headers: Sequence[WireHeader], texts: Sequence[bytes]) -> bool:
-    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
-
-    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
-    """
-    if len({header.digest for header in headers}) == 1:
-        return False
-    all_call = all(header.version == VERSION and header.kind == CALL for header in headers)
-    operations = {text.split(b"\n", 1)[0] for text in texts}
-    return all_call and len(operations) == 1 and any(header.text_bytes > TEXT_BYTES for header in headers)
-
-
-def refuse_long_payloads(headers: Sequence[WireHeader]) -> None:
-    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
-
-    Raises:
-        PeerError: on every rank that reads these headers, naming the ranks that sent them.
-    """
-    too_long = {
-        rank: f"{max(h.payload_bytes, h.text_bytes):,} bytes" for rank, h in enumerate(headers) if h.is_too_long
-    }
-    if too_long:
-        raise PeerError(
-            "handshake",
-            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
-            ranks=too_long,
-            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
-            collective=True,
-        )
-
-
-# ---------------------------------------------------------------------- the exchange
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]
 """Which of our process groups carries a handshake (``process_groups.ProcessGroups``)."""
@@ -215,7 +108,7 @@ def all_gather(
     Args:
         what: The operation, the same on every rank.
         must_match: Values that must be equal on every rank, by name. Values are compared as text, an ``Instance`` as ``Meetings`` does.
-        payload: This rank's own bytes, at most ``LARGEST_PAYLOAD``.
+        payload: This rank's own bytes, at most ``headers.LARGEST_PAYLOAD``.
         group: Process group. None is the world.
         channel: Our group that carries the handshake. The checks have a separate one.
         handshake_bytes: Size of this handshake, for a caller with a size that its ranks have agreed on before. None: the channel's.
@@ -379,7 +272,7 @@ class PendingHandshake:
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
         # 2. the header, the payload if it fits, zeros up to the agreed size
-        message = bytearray(WireHeader.pack(kind, self._text, len(payload), origin, instance))
+        message = bytearray(Header.pack(kind, self._text, len(payload), origin, instance))
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
@@ -431,10 +324,7 @@ class PendingHandshake:
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
         operation = self._text.decode(errors="replace").split("\n", 1)[0]
-        who = liveness.explain()
-        if who is not None:
-            return liveness.lost_peer_error(operation, who, error)
-        return PeerError(
+        return liveness.lost_peer_error(error, operation) or PeerError(
             f"rank {self._channel.group.rank()} waited in {operation}",
             expected="every rank to come to a loss, metric, layer or backward of this package",
             got=f"no answer from some rank ({str(error).splitlines()[0]})",
@@ -446,32 +336,31 @@ class PendingHandshake:
         # 1. a message of the same size from each rank
         messages = _finish_gather_bytes(self._messages, self._work, self._size, timeout)
         heads = [bytes(message[:HEADER_BYTES]) for message in messages]
-        if heads.count(heads[0]) == len(heads):
-            first = WireHeader.unpack(heads[0])
-            if first.message_bytes <= self._size:
-                # the usual case, with little work per rank
-                if self._has_channel_size:
-                    self._channel.observe(first.message_bytes)
-                header = first.header(first.text_in(messages[0]), b"")
-                return [header._replace(payload=first.payload_in(message)) for message in messages]
-        wire_headers = [WireHeader.unpack(head) for head in heads]
-        if any(wire.version != VERSION for wire in wire_headers):  # the layout is unknown
-            return [wire.header(b"", b"") for wire in wire_headers]
-        refuse_long_payloads(wire_headers)
+        first = Header.read(messages[0])
+        if heads.count(heads[0]) == len(heads) and first.message_bytes <= self._size:
+            # the usual case, with little work per rank
+            self._observe(first.message_bytes)
+            return [first._replace(payload=first.payload_in(message)) for message in messages]
+        headers = [Header.read(message) for message in messages]
+        if any(header.version != VERSION for header in headers):  # the layout is unknown
+            return headers
+        refuse_long_payloads(headers)
         # 2. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
-        if self._has_channel_size:
-            self._channel.observe(max(wire.message_bytes for wire in wire_headers))
+        self._observe(max(header.message_bytes for header in headers))
         # 3. the payloads that did not fit. Ranks that disagree come to this gather all the same
-        payloads = [wire.payload_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
-        missing = [wire.payload_bytes if wire.message_bytes > self._size else 0 for wire in wire_headers]
+        missing = [header.payload_bytes if header.message_bytes > self._size else 0 for header in headers]
         if any(missing):
             rest = self._gather_rest(b"" if self._is_inline else self._payload, missing, timeout)
-            payloads = [late or inline for late, inline in zip(rest, payloads, strict=True)]
+            headers = [h._replace(payload=late or h.payload) for h, late in zip(headers, rest, strict=True)]
         # 4. the whole texts, if ranks disagree and the sent parts may not show about what
-        texts = [wire.text_in(message) for wire, message in zip(wire_headers, messages, strict=True)]
-        if hides_mismatch(wire_headers, texts):
-            texts = self._gather_rest(self._text, [wire.text_bytes for wire in wire_headers], timeout)
-        return list(map(WireHeader.header, wire_headers, texts, payloads))
+        if hides_mismatch(headers):
+            texts = self._gather_rest(self._text, [header.text_bytes for header in headers], timeout)
+            headers = [header._replace(text=text) for header, text in zip(headers, texts, strict=True)]
+        return headers
+
+    def _observe(self, message_bytes: int) -> None:
+        if self._has_channel_size:
+            self._channel.observe(message_bytes)
 
     def _gather_rest(self, own: bytes, sizes: Sequence[int], timeout: timedelta | None) -> list[bytes]:
         """Gather so many bytes of each rank. Communication: one gather of the longest."""

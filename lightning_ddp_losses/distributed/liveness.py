@@ -28,15 +28,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.peer_errors import shown_ranks
-from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error
+from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error, listed
 
 SILENCE_SECONDS = 3.0  # after which a rank without an entry is called silent
 GRACE_SECONDS = 5.0  # how long a rank may go on after another one has failed, before its process ends
@@ -255,30 +255,27 @@ class ProcessInfo(NamedTuple):
 
 
 class World:
-    """The processes of one world, as its store knows them.
+    """The processes of one world.
 
     Args:
         store: Store of the world.
         rank: Rank of this process.
-        world_size: W.
+        processes: Process of each rank.
+
+    Attributes:
+        group: Default process group that is this world.
+        watch: Watch of the run that goes on.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.rank, self.world_size, self.began = rank, world_size, time.time()
-        self._store = PrefixStore(_PREFIX, store)
-        self._processes: list[ProcessInfo] = []
+    def __init__(self, store: Store, rank: int, processes: Sequence[ProcessInfo]) -> None:
+        self.group, self.rank, self.began = dist.group.WORLD, rank, time.time()
+        self._store, self._processes = PrefixStore(_PREFIX, store), [*processes]
         self._explanation: str | None = None
         self._runs = 1
         self.watch = self._new_watch()
-        self._store.set(f"process/{rank}", json.dumps(ProcessInfo.own()))
 
     def _new_watch(self) -> Watch:
-        return Watch(PrefixStore(f"run/{self._runs}", self._store), self.rank, self.world_size)
-
-    def start(self) -> None:
-        """Read the processes of all ranks, once all of them have written theirs. Communication: the store's."""
-        values = self._store.multi_get([f"process/{rank}" for rank in range(self.world_size)])
-        self._processes = [ProcessInfo(*json.loads(value)) for value in values]
+        return Watch(PrefixStore(f"run/{self._runs}", self._store), self.rank, len(self._processes))
 
     def new_run(self) -> None:
         """Watch the run that begins. It does not see failures of a former run. Every rank calls this."""
@@ -299,7 +296,7 @@ class World:
         return f"the store of the world, of {self._named([0])} or its agent, cannot be reached"
 
     def _explain(self) -> str:
-        store, ranks = self.watch.store, range(self.world_size)
+        store, ranks = self.watch.store, range(len(self._processes))
         own_machine = self._processes[self.rank].machine
         neighbours = [r for r, p in enumerate(self._processes) if p.machine == own_machine and r != self.rank]
         end, silent, is_store_lost = time.monotonic() + SILENCE_SECONDS, list(ranks), False
@@ -335,7 +332,7 @@ class World:
         return f"process {process.pid} on {process.host}"
 
     def _named(self, ranks: list[int]) -> str:
-        return shown_ranks([f"rank {rank} ({self._place(rank)})" for rank in ranks], 8)
+        return listed([f"rank {rank} ({self._place(rank)})" for rank in ranks], 8)
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T | None:
@@ -364,11 +361,15 @@ def _has_or_have(ranks: list[int]) -> str:
 _world: World | None = None
 
 
-def begin_world(store: Store, rank: int, world_size: int) -> None:
-    """Meet the processes of a world that has just been started. Every rank calls this."""
+def begin_world(store: Store, rank: int, processes: Sequence[ProcessInfo]) -> None:
+    """Watch the processes of a world that has just been started, over keys of its own. Every rank calls this."""
     global _world  # noqa: PLW0603 - one default process group per process
-    _world = World(store, rank, world_size)
-    _world.start()
+    _world = World(store, rank, processes)
+
+
+def has_begun() -> bool:
+    """Return whether the default process group is a world that our strategy has started."""
+    return _world is not None and _world.group is dist.group.WORLD
 
 
 def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
@@ -409,18 +410,6 @@ def stop() -> None:
     _world = None
 
 
-def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error looks like a peer that has gone or did not come, and does not name it yet."""
-    return (
-        isinstance(error, RuntimeError) and not isinstance(error, DDPLossError) and bool(_CONNECTION.search(str(error)))
-    )
-
-
-def explain() -> str | None:
-    """Return which ranks are gone or silent. None in a world that our strategy has not started."""
-    return None if _world is None else _world.explain()
-
-
 def report(error: BaseException) -> None:
     """Report to the peers that this rank's run is over, and why. This rank cleans up from here on, until ``end_run``."""
     if _world is not None:
@@ -453,14 +442,20 @@ def raise_lost_peer(error: Exception, where: str) -> None:
     Raises:
         PeerError: naming it, from the library's own error.
     """
-    who = explain() if is_lost_connection(error) else None
-    if who is not None:
-        raise lost_peer_error(where, who, error) from error
+    lost = lost_peer_error(error, where)
+    if lost is not None:
+        raise lost from error
 
 
-def lost_peer_error(where: str, who: str, error: BaseException) -> PeerError:
-    """Return the error of a rank after its peers are gone."""
-    assert _world is not None
+def lost_peer_error(error: BaseException, where: str) -> PeerError | None:
+    """Return an error of a lost connection as one that says which ranks are gone or silent.
+
+    None for another error, and in a world that our strategy has not started.
+    """
+    is_lost = isinstance(error, RuntimeError) and not isinstance(error, DDPLossError)
+    if _world is None or not is_lost or not _CONNECTION.search(str(error)):
+        return None
+    who = _world.explain()
     lines = str(error).splitlines() or [""]
     recorded = flight_record(_world.rank, since=_world.began)
     more = "" if recorded is None else f" torch's Flight Recorder says what was under way: {recorded}."

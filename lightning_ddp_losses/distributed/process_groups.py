@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
-from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.headers import Instance
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
 Group: TypeAlias = "dist.ProcessGroup | None"
@@ -97,7 +97,7 @@ class ProcessGroups:
         self.notes: dict[Any, Any] = {}
         self._device, self._new = device, new
         # the world of our strategy has been asked when it started
-        is_asked = device is None or rendezvous.is_started(dist.group.WORLD)
+        is_asked = device is None or liveness.has_begun()
         self._may_share_devices = not is_asked and "nccl" in str(dist.get_backend(device))
         self._made: dict[str, dist.ProcessGroup] = {"handshakes": handshakes}
 

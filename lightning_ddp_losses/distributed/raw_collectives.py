@@ -59,44 +59,47 @@ def narrow_batches(batches: Mapping[str, Tensor], given: torch.dtype | None) -> 
 
 
 @dataclass(frozen=True)
-class RowsOfARing:
-    """How (n, D) rows go round a ring, as bytes. Ranks that have narrower ones send those.
+class TravellingRows:
+    """The rows of one tensor on their way between ranks. Ranks that have narrower ones send those.
 
     Attributes:
-        own: (B, D), this rank's, without graph.
-        narrow: Rows that they are made of, of any floating dtype.
-        dtypes: Dtype of the travelling rows, by rank. None: the rows themselves travel.
-        counts: B of each rank.
-        group: Process group.
+        own: (B, ...), this rank's rows of the tensor, without graph.
+        narrow: Rows that may travel in their place. None: there are none.
+        dtypes: Dtype of the narrow rows, by rank. None: the tensor's own rows travel.
     """
 
     own: Tensor
-    narrow: NarrowRows
+    narrow: NarrowRows | None
     dtypes: Sequence[torch.dtype | None]
-    counts: Sequence[int]
-    group: Group
 
-    def message(self) -> Tensor:
-        """Return what this rank sends, bytes."""
-        dtype = self.dtypes[process_groups.rank(self.group)]
-        return as_bytes(self.own if dtype is None else self.narrow.rows.to(dtype))
-
-    def sizes(self) -> list[int]:
-        """Return how many bytes each rank sends."""
-        sizes = []
-        for count, dtype in zip(self.counts, self.dtypes, strict=True):
-            like = self.own if dtype is None else self.narrow.rows
-            sizes.append(count * like.shape[1] * (dtype or like.dtype).itemsize)
-        return sizes
-
-    def received(self, source: int, message: Tensor) -> Tensor:
-        """Return the rows of a rank from its message. This rank has its own."""
-        dtype = self.dtypes[source]
-        if source == process_groups.rank(self.group):
+    def like(self, rank: int) -> Tensor:
+        """Return a tensor of the width and dtype of a rank's travelling rows."""
+        dtype = self.dtypes[rank]
+        if dtype is None or self.narrow is None:
             return self.own
-        if dtype is None:
-            return message.view(self.own.dtype).view(-1, self.own.shape[1])
-        return self.narrow.expand(message.view(dtype).view(-1, self.narrow.rows.shape[1]))
+        rows = self.narrow.rows
+        return rows if rows.dtype == dtype else rows[:0].to(dtype)
+
+    def num_bytes(self, rank: int, rows: int) -> int:
+        """Return how many bytes so many rows of a rank take."""
+        like = self.like(rank)
+        return rows * like.shape[1:].numel() * like.element_size()
+
+    def rows_in(self, message: Tensor, rank: int, rows: int) -> Tensor:
+        """Return so many travelling rows of a rank, a view of their bytes."""
+        like = self.like(rank)
+        return message.view(like.dtype).view(rows, *like.shape[1:])
+
+    def expanded(self, rank: int, rows: Tensor) -> Tensor:
+        """Return the rows of the tensor that a rank's travelling rows stand for."""
+        return rows if self.narrow is None or self.dtypes[rank] is None else self.narrow.expand(rows)
+
+    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all ranks, of those of each as they came."""
+        if len(set(self.dtypes)) == 1:  # expanded at once
+            whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)  # type: ignore[arg-type]
+            return self.expanded(0, whole)
+        return torch.cat([self.expanded(rank, rows) for rank, rows in enumerate(blocks)])
 
 
 _AWAKE_SECONDS = 0.002
@@ -218,9 +221,8 @@ def host_memory(tensor: Tensor) -> Any:
 
 def host_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, row by row, for any strides."""
-    if tensor.dtype in _NUMPY_DTYPES:
-        return tensor.detach().resolve_neg().numpy().tobytes()
-    return as_bytes(tensor).numpy().tobytes()
+    data: bytes = host_memory(tensor).tobytes()
+    return data
 
 
 def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
@@ -406,23 +408,22 @@ def all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: Group) -> l
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum in the tensor's dtype, added in its ``wide_dtype``. Communication: one all-reduce."""
-    if is_staged(tensor, group):
-        return sum_over_ranks(_on_host(tensor), group).to(tensor.device)
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    total = plain.to(wide_dtype(tensor.dtype), copy=True).contiguous()
-    dist.all_reduce(total, group=group_for(total, group))
-    return total.to(tensor.dtype)
+    return _all_reduce(tensor, wide_dtype(tensor.dtype), dist.ReduceOp.SUM, group)
 
 
 def max_over_ranks(tensor: Tensor, group: Group) -> Tensor:
-    """Return the largest of each element. Communication: one all-reduce."""
+    """Return the largest of each element. Communication: one all-reduce. There is none in a world of one."""
     if process_groups.world_size(group) == 1:
         return tensor
-    if is_staged(tensor, group):
-        return max_over_ranks(_on_host(tensor), group).to(tensor.device)
-    largest = tensor.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group_for(largest, group))
-    return largest
+    return _all_reduce(tensor, tensor.dtype, dist.ReduceOp.MAX, group)
+
+
+def _all_reduce(tensor: Tensor, dtype: torch.dtype, operation: Any, group: Group) -> Tensor:
+    """Return the reduced tensor, a new one, computed in ``dtype``."""
+    plain = _staged(tensor.detach().resolve_conj().resolve_neg(), group)
+    reduced = plain.to(dtype, copy=True).contiguous()
+    dist.all_reduce(reduced, operation, group=group_for(reduced, group))
+    return reduced.to(tensor.device, tensor.dtype)
 
 
 # ---------------------------------------------------------------------- messages from rank to rank

@@ -26,9 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.errors import ConfigurationError, expect
-
-_MAX_SHOWN = 6  # modules shown in an error
+from lightning_ddp_losses.errors import ConfigurationError, expect, listed
 
 
 @dataclass(frozen=True)
@@ -113,11 +111,10 @@ def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientR
     first = next(iter(found.values()), None)
     if len({each.scale for each in found.values()}) > 1:
         shown = [f"`{path}` by {each.divisor:g}" for path, each in found.items() if each.divisor is not None]
-        more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
         raise ConfigurationError(
             "gradients of the model",
             expected="one divisor for all parameters under an exact loss",
-            got=", ".join(shown[:_MAX_SHOWN]) + more,
+            got=listed(shown),
             fix="Call set_gradient_divide_factor with the same number on every module that fully_shard divides: it does not reach the "
             "modules inside.",
         )

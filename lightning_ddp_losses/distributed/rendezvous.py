@@ -29,8 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness
-from lightning_ddp_losses.distributed.peer_errors import failure_report, reported_error, shown_ranks
-from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
+from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError, listed
 
 Report: TypeAlias = Mapping[str, Any]
 """Report of a rank about itself: plain values, which travel as JSON."""
@@ -51,8 +50,8 @@ def hold_roll_call(
     timeout: timedelta,
     name: str = "world",
     report: Report | None = None,
-    judge: Judge | None = None,
-) -> str:
+    judge: Judge = lambda reports: None,
+) -> tuple[str, Sequence[Report]]:
     """Meet all ranks in a store, which may hold keys of former worlds.
 
     Rank 0 writes a new token. Each other rank answers the token that it finds with a random word. That token may be a former world's, so
@@ -65,10 +64,10 @@ def hold_roll_call(
         timeout: Time to wait for ranks that do not come.
         name: Name of this meeting, if several use a store at a time.
         report: Plain values that this rank reports of itself.
-        judge: Function that looks at the reports of all ranks, on rank 0.
+        judge: Function that looks at the reports of all ranks. Every rank calls it.
 
     Returns:
-        A token, equal on all ranks, which no former roll call had.
+        A token, equal on all ranks, which no former roll call had, and the reports in rank order.
 
     Raises:
         PeerError: on every rank that came, naming those that did not, as far as the store can say.
@@ -78,12 +77,18 @@ def hold_roll_call(
     """
     own_store = PrefixStore(f"{_PREFIX}/{name}", store)
     if rank == 0:
-        return _call_roll(own_store, world_size, timeout, report or {}, judge)
-    return _answer_roll(own_store, rank, world_size, timeout, report or {})
+        token, missing, reports = _call_roll(own_store, world_size, timeout, report or {})
+    else:
+        token, missing, reports = _answer_roll(own_store, rank, world_size, timeout, report or {})
+    error = _missing_error(missing, world_size, timeout) if missing else judge(reports)
+    if error is not None:
+        error.collective = True
+        raise error
+    return token, reports
 
 
-def _call_roll(store: Store, world_size: int, timeout: timedelta, report: Report, judge: Judge | None) -> str:
-    """Call the roll, judge the reports, and answer every rank that has come."""
+def _call_roll(store: Store, world_size: int, timeout: timedelta, own: Report) -> tuple[str, list[int], list[Report]]:
+    """Call the roll, and answer every rank that has come. Return the token, the ranks that have not come, and the reports."""
     # 1. a token that no former world had
     token = secrets.token_hex(8)
     store.set(_TOKEN, token)
@@ -95,56 +100,43 @@ def _call_roll(store: Store, world_size: int, timeout: timedelta, report: Report
     except RuntimeError:
         missing = [rank for rank in came if not store.check([_here(token, rank)])]
         came = [rank for rank in came if rank not in missing]
-    values = store.multi_get([_here(token, rank) for rank in came]) if came else []
-    words, reports = [], [report]
-    for value in values:
-        word, found = json.loads(value)
-        words.append(word)
-        reports.append(found)
-    # 3. the verdict
-    error: DDPLossError | None = None
-    if missing:
-        error = _missing_error(missing, world_size, timeout)
-    elif judge is not None:
-        error = judge(reports)
-    verdict = "" if error is None else failure_report(error, "rendezvous").decode()
-    if came:
-        store.multi_set([_answer_to(word) for word in words], [verdict] * len(words))  # type: ignore[attr-defined]
-    if error is None:
-        return token
-    # this process may hold the store, and is about to end
-    end = time.monotonic() + _VERDICT_SECONDS
-    while came and time.monotonic() < end and not store.check([_read_by(token, rank) for rank in came]):
-        time.sleep(_POLL_SECONDS)
-    raise reported_error(verdict.encode())
+    if not came:
+        return token, missing, [own]
+    told = [json.loads(value) for value in store.multi_get([_here(token, rank) for rank in came])]
+    # 3. the answers
+    reports = [own, *(report for _, report in told)]
+    answers = {_verdict(token): json.dumps([missing, reports]), **{_answer_to(word): "" for word, _ in told}}
+    store.multi_set([*answers], [*answers.values()])  # type: ignore[attr-defined]
+    # this process may hold the store, and end after an error
+    with contextlib.suppress(RuntimeError):
+        store.wait([_read_by(token, rank) for rank in came], timedelta(seconds=_VERDICT_SECONDS))
+    return token, missing, reports
 
 
-def _answer_roll(store: Store, rank: int, world_size: int, timeout: timedelta, report: Report) -> str:
-    """Answer rank 0, which calls the roll, and return its token."""
-    word, token, verdict = secrets.token_hex(8), "", None
-    reason, pause = "nothing", _POLL_SECONDS
+def _answer_roll(
+    store: Store, rank: int, world_size: int, timeout: timedelta, own: Report
+) -> tuple[str, list[int], list[Report]]:
+    """Answer rank 0, which calls the roll. Return what it has found."""
+    word, token, reason, pause = secrets.token_hex(8), "", "nothing", _POLL_SECONDS
     end = time.monotonic() + timeout.total_seconds() + _VERDICT_SECONDS
     try:
         # rank 0 lives now if it answers this word
-        while verdict is None and time.monotonic() < end:
+        while time.monotonic() < end:
             called = store.get(_TOKEN).decode() if store.check([_TOKEN]) else ""
             if called != token:
                 token, pause = called, _POLL_SECONDS
-                store.set(_here(token, rank), json.dumps([word, dict(report)]))
+                store.set(_here(token, rank), json.dumps([word, dict(own)]))
             elif store.check([_answer_to(word)]):
-                verdict = store.get(_answer_to(word))
+                missing, reports = json.loads(store.get(_verdict(token)))
                 store.set(_read_by(token, rank), "")
+                return token, missing, reports
             else:
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)  # many ranks may wait for a late one
     except RuntimeError as error:  # the store went with the process that held it
         reason = str(error).splitlines()[0]
-    if verdict:
-        raise reported_error(verdict)
-    if verdict is not None:
-        return token
     if not token and reason == "nothing":
-        raise _missing_error([0], world_size, timeout)
+        return token, [0], []
     raise PeerError(
         f"rendezvous of {world_size} ranks",
         expected=f"an answer of rank 0 within {timeout.total_seconds():g} s",
@@ -158,7 +150,7 @@ def _missing_error(missing: Sequence[int], world_size: int, timeout: timedelta) 
     return PeerError(
         f"rendezvous of {world_size} ranks",
         expected=f"all of them within {timeout.total_seconds():g} s",
-        got=f"no word from rank {shown_ranks(missing)}",
+        got=f"no word from rank {listed([*map(str, missing)], 16)}",
         fix="Look at the output of those ranks: they have ended, were never started, or cannot reach the store (MASTER_ADDR, MASTER_PORT).",
         collective=True,
     )
@@ -166,6 +158,10 @@ def _missing_error(missing: Sequence[int], world_size: int, timeout: timedelta) 
 
 def _here(token: str, rank: int) -> str:
     return f"{token}/here/{rank}"
+
+
+def _verdict(token: str) -> str:
+    return f"{token}/verdict"
 
 
 def _answer_to(word: str) -> str:
@@ -180,8 +176,6 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The environment variable that names gloo's network interface, or several with commas."""
 
 _LONGEST = timedelta(minutes=30)  # without a time-out: torch's default for gloo
-
-_started: dist.ProcessGroup | None = None  # the world that has a separate prefix
 
 
 def start_world(
@@ -211,11 +205,11 @@ def start_world(
 
     Communication: a roll call through the store, then what ``init_process_group`` does.
     """
-    global _started  # noqa: PLW0603 - one default process group per process
     timeout = timeout or _LONGEST
     store = _open_store(address, port, rank, timeout)
-    report = {"problem": gloo_problem(), "device": nccl_device(backend, device)}
-    token = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge_reports)
+    process = liveness.ProcessInfo.own()
+    report = {"problem": gloo_problem(), "device": nccl_device(backend, device), "process": process}
+    token, reports = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge_reports)
     own_store = PrefixStore(token, store)
     with interface_errors():
         dist.init_process_group(
@@ -226,13 +220,7 @@ def start_world(
             timeout=timeout,
             device_id=device,
         )
-    _started = dist.group.WORLD
-    liveness.begin_world(own_store, rank, world_size)
-
-
-def is_started(world: dist.ProcessGroup | None) -> bool:
-    """Return whether this world is one that ``start_world`` has made."""
-    return world is not None and world is _started
+    liveness.begin_world(own_store, rank, [liveness.ProcessInfo(*report["process"]) for report in reports])
 
 
 def _open_store(address: str, port: int, rank: int, timeout: timedelta) -> Store:
@@ -398,10 +386,10 @@ def own_keys(rank: int, ranks: Sequence[int], timeout: timedelta | None) -> Iter
     Communication: none, or a roll call through the store where an agent holds the store of a world that somebody else has started.
     """
     store = compat.default_store()
-    if not _agent_holds_store() or is_started(dist.group.WORLD) or store is None or len(ranks) == 1:
+    if not _agent_holds_store() or liveness.has_begun() or store is None or len(ranks) == 1:
         yield
         return
     name = "groups/" + "-".join(map(str, ranks))
-    token = hold_roll_call(store, ranks.index(rank), len(ranks), timeout=timeout or _LONGEST, name=name)
+    token, _ = hold_roll_call(store, ranks.index(rank), len(ranks), timeout=timeout or _LONGEST, name=name)
     with compat.world_store_prefixed(token):
         yield

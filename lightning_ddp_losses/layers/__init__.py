@@ -17,7 +17,7 @@ Compared to torch's own ``SyncBatchNorm`` (2.13, measured 2026):
 
 A batch norm inside ``GlobalBatchLoss`` sees all rows already and is not changed.
 
-A new layer of this kind is one autograd function in a separate file, and a ``ForwardPatch`` that calls it.
+A new layer of this kind is one autograd function in a separate file, and a ``MethodPatch`` that calls it.
 """
 
 from lightning_ddp_losses.layers.sync_batch_norm import SyncBatchNorm, batch_norms

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.core.compat import BATCH_NORM_TYPES, attached_trainer
-from lightning_ddp_losses.core.forward_patch import ForwardPatch, MethodPatch, eager_recursive
+from lightning_ddp_losses.core.forward_patch import MethodPatch, eager_recursive
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -243,7 +243,7 @@ def _unregistered_layers(model: nn.Module, known: set[int]) -> Iterator[tuple[st
 # ---------------------------------------------------------------------- one layer
 
 
-class SyncedForward(ForwardPatch):
+class SyncedForward(MethodPatch):
     """Runs one layer over the rows of all ranks while it trains.
 
     Args:

@@ -33,7 +33,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.raw_collectives import (
     NARROW_DTYPES,
     NarrowRows,
-    RowsOfARing,
+    TravellingRows,
     as_bytes,
     ring_round_trip,
 )
@@ -235,7 +235,7 @@ class TowerCall:
     own: Operand
     columns: Operand
     queue: Operand | None
-    ring: RowsOfARing | None
+    ring: TravellingRows | None
     prepare: Callable[[Tensor], Operand]
     trained: bool
     columns_trained: bool
@@ -346,10 +346,10 @@ class TowerCall:
             message, sizes = self._message(rows, column_stats)
 
             def visit_received(source: int, received: Tensor) -> Tensor | None:
-                size, columns = rows.sizes()[source], self.own
-                first_own = 0 if source == own_rank else None
+                count, columns = self.column_counts[source], self.own
+                size, first_own = rows.num_bytes(source, count), 0 if source == own_rank else None
                 if first_own is None:
-                    columns = self.prepare(rows.received(source, received[:size]))
+                    columns = self.prepare(rows.expanded(source, rows.rows_in(received[:size], source, count)))
                 stats = None if column_stats is None else received[aligned(size) :].view(column_stats.dtype)
                 return visit(ColumnBlock(columns, self.text_counts[source], first_own, stats))
 
@@ -401,14 +401,17 @@ class TowerCall:
 
         return global_quotient(share, self.total, agree, group=self.group)
 
-    def _message(self, rows: RowsOfARing, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
+    def _message(self, rows: TravellingRows, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
         """Return this rank's columns and their statistics as bytes, and the number of bytes of each rank."""
-        message, sizes = rows.message(), rows.sizes()
+        rank = process_groups.rank(self.group)
+        dtype = rows.dtypes[rank]
+        message = as_bytes(rows.own if dtype is None or rows.narrow is None else rows.narrow.rows.to(dtype))
+        sizes = [rows.num_bytes(sender, count) for sender, count in enumerate(self.column_counts)]
         if column_stats is None:
             return message, sizes
         # the statistics at a place from which they can be read
         starts = [aligned(size) for size in sizes]
-        gap = message.new_zeros(starts[process_groups.rank(self.group)] - len(message))
+        gap = message.new_zeros(starts[rank] - len(message))
         item = column_stats.element_size()
         sizes = [start + texts * item for start, texts in zip(starts, self.text_counts, strict=True)]
         return torch.cat([message, gap, as_bytes(column_stats)]), sizes
@@ -578,7 +581,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if in_ring and len(text_counts) > 1:
             travelling = NarrowRows(own_rows.detach(), _as_it_is)
             wide = _to_travel(own_rows, dtype)
-            ring = RowsOfARing(wide, travelling, batch.narrow_dtypes[0], column_counts, self._group)
+            ring = TravellingRows(wide, travelling, batch.narrow_dtypes[0])
         elif len(text_counts) > 1:
             columns = prepare(concatenated(batch.tensors[: len(second_tower)]))
             paired = batch.tensors[len(second_tower) :]

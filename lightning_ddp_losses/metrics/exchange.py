@@ -43,7 +43,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.gathered_batch import aligned
-from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.headers import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
 from lightning_ddp_losses.errors import RankMismatchError

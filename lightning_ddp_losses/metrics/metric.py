@@ -24,7 +24,7 @@ from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import current_window, name_value
-from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.headers import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange

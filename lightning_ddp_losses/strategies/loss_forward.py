@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import uncompiled
-from lightning_ddp_losses.core.forward_patch import ForwardPatch, eager
+from lightning_ddp_losses.core.forward_patch import MethodPatch, eager
 from lightning_ddp_losses.core.module_search import Hidden, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
@@ -37,7 +37,7 @@ _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLo
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
 
 
-class LossForwardPatch(ForwardPatch):
+class LossForwardPatch(MethodPatch):
     """Runs one loss in full precision on checked inputs and counts its calls.
 
     Attributes:
@@ -87,7 +87,7 @@ class LossForwardPatch(ForwardPatch):
             allow_empty=self.sees_global_batch,
         )
         if not read and self._refuse_nan:
-            inputs.note_nan(self._title, args, kwargs, self.value_reading)
+            self.value_reading.note_nan(self._title, args, kwargs)
         # 3. evaluate
         if self._global_loss is None:
             if not read:
@@ -140,7 +140,7 @@ class LossCalls(FitPart):
 # ---------------------------------------------------------------------- losses that the module does not register
 
 
-class UnregisteredLossPatch(ForwardPatch):
+class UnregisteredLossPatch(MethodPatch):
     """Watches an unregistered loss that no optimizer holds: used in ``training_step`` with gradients, it is an error."""
 
     def __init__(self, module: nn.Module, path: str) -> None:

@@ -21,7 +21,7 @@ from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
-from lightning_ddp_losses.distributed.instances import Instance
+from lightning_ddp_losses.distributed.headers import Instance
 from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
 from lightning_ddp_losses.errors import PeerError, format_error
 from lightning_ddp_losses.strategies import same_setup
@@ -325,14 +325,14 @@ class LossParallelism(Fit):
         if self._is_exception_reported:
             return
         self._is_exception_reported = True
-        who = liveness.explain() if liveness.is_lost_connection(exception) else None
-        if who is not None:
-            _log.error("%s", liveness.lost_peer_error("its program", who, exception))
+        lost = liveness.lost_peer_error(exception, "its program")
+        if lost is not None:
+            _log.error("%s", lost)
         liveness.report(exception)
         # before anything touches a device on which a kernel waits for a peer
         if process_groups.abort_stuck(self.strategy.root_device):
             _log.error("Work on %s did not complete: NCCL's communicators were aborted.", self.strategy.root_device)
-        if who is not None:
+        if lost is not None:
             return
         module = self.strategy.lightning_module
         trainer = attached_trainer(module) if module is not None else None

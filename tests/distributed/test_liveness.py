@@ -26,9 +26,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[World]]:
     monkeypatch.setattr(Watch, "_listen", lambda *args: None)
     monkeypatch.setattr(liveness, "SILENCE_SECONDS", 0.3)
     store = HashStore()
-    made = [World(store, rank, 3) for rank in range(3)]
-    for world in made:
-        world.start()
+    made = [World(store, rank, [ProcessInfo.own()] * 3) for rank in range(3)]
     monkeypatch.setattr(liveness, "_world", made[0])
     yield made
     for world in made:
@@ -85,12 +83,12 @@ def test_torchs_flight_recorder_is_named_where_it_has_written(
     worlds: list[World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "trace_"))
-    assert "Flight Recorder" not in str(liveness.lost_peer_error("backward", "rank 1", LOST))
+    assert "Flight Recorder" not in str(liveness.lost_peer_error(LOST, "backward"))
     (tmp_path / "trace_0").touch()
-    text = str(liveness.lost_peer_error("backward", "rank 1", LOST))
+    text = str(liveness.lost_peer_error(LOST, "backward"))
     assert f"Flight Recorder says what was under way: {tmp_path / 'trace_0'}" in text
     os.utime(tmp_path / "trace_0", (0, 0))  # of a former run
-    assert "Flight Recorder" not in str(liveness.lost_peer_error("backward", "rank 1", LOST))
+    assert "Flight Recorder" not in str(liveness.lost_peer_error(LOST, "backward"))
 
 
 def test_a_lost_connection_becomes_an_error_with_a_name_and_others_stay(worlds: list[World]) -> None:
@@ -114,9 +112,9 @@ def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Watch, "_end_process", end)
     store = HashStore()
-    stands, fails = World(store, 0, 2), World(store, 1, 2)
-    stands.start()
-    fails.start()
+    processes = [ProcessInfo.own()] * 2
+    World(store, 0, processes)  # stands still
+    fails = World(store, 1, processes)
     fails.watch.report("ValueError: of rank 1", is_own=True)
     fails.watch.stop()
     assert over.wait(20)
@@ -128,7 +126,9 @@ def test_what_a_rank_writes_down_is_plain(worlds: list[World]) -> None:
 
 
 def test_an_error_that_all_ranks_have_comes_first_and_no_peer_is_blamed(worlds: list[World]) -> None:
-    text = str(liveness.lost_peer_error("backward", "all ranks say that they are here", LOST))
+    for world in worlds[1:]:
+        world.watch.report("PeerError: waited", is_own=False)
+    text = str(liveness.lost_peer_error(LOST, "backward"))
     assert text.startswith(f"{str(LOST).splitlines()[0]} (rank 0, in backward")
     assert "waited for its peers" not in text
 
@@ -145,7 +145,7 @@ def test_the_listener_is_armed_until_teardown_is_over(monkeypatch: pytest.Monkey
         over.set()
 
     monkeypatch.setattr(Watch, "_end_process", end)
-    world = World(HashStore(), 0, 1)
+    world = World(HashStore(), 0, [ProcessInfo.own()])
     monkeypatch.setattr(liveness, "_world", world)
     liveness.report(ValueError("its own"))
     assert world.watch.is_over
@@ -159,7 +159,7 @@ def test_the_listener_is_armed_until_teardown_is_over(monkeypatch: pytest.Monkey
 
 def test_a_run_after_an_error_has_a_listener_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Watch, "_listen", lambda *args: None)
-    world = World(HashStore(), 0, 1)
+    world = World(HashStore(), 0, [ProcessInfo.own()])
     failed = world.watch
     failed.clean_up()
     world.new_run()

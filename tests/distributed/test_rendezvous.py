@@ -194,13 +194,17 @@ def connect_by_tcp() -> Iterator[Connect]:
 def meet(
     connect: Connect, ranks: Sequence[int], world_size: int, timeout: timedelta = PATIENT, **options: Any
 ) -> list[Any]:
-    """What a roll call gives or raises on these ranks, each a thread with a connection of its own."""
+    """The token that a roll call gives, or what it raises, on these ranks: each a thread with a connection of its own."""
 
     def of_rank(rank: int) -> Any:
         try:
-            return hold_roll_call(connect(), rank, world_size, timeout=timeout, report={"rank": rank}, **options)
+            token, reports = hold_roll_call(
+                connect(), rank, world_size, timeout=timeout, report={"rank": rank}, **options
+            )
         except DDPLossError as error:
             return error
+        assert reports == [{"rank": each} for each in range(world_size)]
+        return token
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         return list(threads.map(of_rank, ranks))
@@ -229,16 +233,15 @@ def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect) -> 
     for rank in range(4):
         left.set(rendezvous._here("dead token", rank), json.dumps([f"dead {rank}", {"rank": "dead"}]))
         left.set(rendezvous._answer_to(f"dead {rank}"), "")
-    seen: list[Any] = []
+    left.set(rendezvous._verdict("dead token"), json.dumps([[], []]))
     with ThreadPoolExecutor(1) as threads:
         # the others come first, find the token of the dead, and wait for a living rank 0
         others = threads.submit(meet, connect, [3, 1, 2], 4)
         while "dead 1" in left.get(rendezvous._here("dead token", 1)).decode():
             pass
-        tokens = {*meet(connect, [0], 4, judge=seen.extend), *others.result()}
+        tokens = {*meet(connect, [0], 4), *others.result()}
     assert len(tokens) == 1
     assert "dead token" not in tokens
-    assert seen == [{"rank": rank} for rank in range(4)]
 
 
 @pytest.mark.parametrize(("came", "missing"), [([0, 1, 3], "rank 2"), ([0], "rank 1, 2, 3"), ([1, 2, 3], "rank 0")])
@@ -266,7 +269,7 @@ def test_many_missing_ranks_are_counted(connect: Connect) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_rank_0_finds_in_the_reports_is_an_error_on_every_rank(connect: Connect, world_size: int) -> None:
+def test_a_problem_in_the_reports_is_an_error_on_every_rank(connect: Connect, world_size: int) -> None:
     def judge(reports: Sequence[Any]) -> DDPLossError:
         ranks = {report["rank"]: "odd" for report in reports if report["rank"] % 2}
         return ConfigurationError("ranks", expected="even", ranks=ranks, fix="Add one.")

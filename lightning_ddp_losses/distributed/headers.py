@@ -1,0 +1,352 @@
+"""The headers of handshakes: the beginning of each rank's message, and the one error for headers that disagree.
+
+Every rank reads the same headers, so every rank makes the same error of them. The header of a rank that failed carries its report.
+
+A header also says which of several losses of one kind a rank calls: a rank that calls them in another order would compare one with
+another. A loss that a strategy finds is known by its path, and one that the user names by that name: both are equal on all ranks, and
+travel as text. Others are numbered per kind as they are made. If all ranks made as many, the numbers that meet must be equal. If some
+rank made one more for itself, its numbers are higher from there on. Then pairs of numbers that meet must keep one order: no two of them
+cross, and none is met by two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_ddp_losses.errors import DDPLossError, PeerError, RankMismatchError, error_class, format_error
+
+VERSION = 2
+CALL, FAILURE = 0, 1
+"""Kinds: a rank that calls an operation, and one that failed by itself."""
+
+OURS, OF_USER = 0, 0x5AFE
+"""Origin of a payload. A payload of the user's program may have any length."""
+
+TEXT_BYTES = 448
+"""Largest part of the text that is sent with the header. Ranks that disagree gather the rest."""
+
+LARGEST_PAYLOAD = 64 << 20
+"""Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
+
+_WIRE = struct.Struct("<BBHIIII16s")
+HEADER_BYTES = _WIRE.size
+
+_FIXES = {
+    "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
+    "the same weights on all ranks. Where ranks average weights every few steps, give check_weights=False.",
+    "autocast": "Run the same code under autocast on all ranks.",
+    "gradients": "Run the same code under no_grad on all ranks.",
+}
+"""What to do about a value that differs, by its name."""
+
+_SHOWN_CHARACTERS = 200  # of a long value in a message
+_SHOWN_BEFORE = 80  # of those, before the place where the ranks' values part
+
+
+# ---------------------------------------------------------------------- which loss
+
+_KEPT = 64  # meetings of one kind that are remembered: losses may be made in each step
+
+_made: Counter[str] = Counter()
+
+
+class Instance:
+    """Identity of a loss, miner or metric among others of its kind. A copy, or an unpickled one, has another identity.
+
+    Args:
+        kind: Name of the kind in messages.
+        name: Name that the user gave. None: there is none.
+
+    Attributes:
+        path: Its place in the module that a strategy trains. Empty: unknown.
+        number: Number of those made on this rank before it.
+    """
+
+    def __init__(self, kind: str, name: str | None = None) -> None:
+        self.kind, self.name, self.path = kind, name, ""
+        self.number = _made[kind]
+        _made[kind] += 1
+
+    @property
+    def label(self) -> str:
+        """The name or path. Empty if the number identifies it."""
+        return self.name or self.path
+
+    def numbers(self) -> tuple[int, int]:
+        """Return its number, and how many of the kind this rank has made: what travels of one without a label."""
+        return (0, 0) if self.label else (self.number, _made[self.kind])
+
+    def __str__(self) -> str:
+        return self.label
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Instance:
+        return Instance(self.kind, self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Instance, (self.kind, self.name)
+
+
+class Meetings:
+    """Remembers which instances of the ranks have met, as all ranks have seen it."""
+
+    def __init__(self) -> None:
+        self._met: dict[str, dict[tuple[int, ...], None]] = {}
+
+    def fit(self, kind: str, numbers: tuple[int, ...], made: Sequence[int]) -> bool:
+        """Note a meeting. Return whether it may be one of the same instance on all ranks.
+
+        Args:
+            kind: Kind of the instances.
+            numbers: Number of the instance, by rank.
+            made: Number of instances of the kind, by rank.
+        """
+        met = self._met.setdefault(kind, {})
+        if numbers in met:
+            return True
+        if min(made) == max(made) and min(numbers) != max(numbers):
+            return False
+        for earlier in met:
+            if len({(a > b) - (a < b) for a, b in zip(numbers, earlier, strict=True)}) > 1:
+                return False
+        if len(met) == _KEPT:
+            del met[next(iter(met))]
+        met[numbers] = None
+        return True
+
+
+# ---------------------------------------------------------------------- the header
+
+
+class Header(NamedTuple):
+    """The message of a rank: header, text (its first ``TEXT_BYTES``), then the payload if it fits. What did not fit comes later.
+
+    Attributes:
+        version: The version of the format.
+        kind: ``CALL`` or ``FAILURE``.
+        origin: ``OURS`` or ``OF_USER``.
+        text_bytes: Length of the whole text.
+        payload_bytes: Length of the payload.
+        number: Number of the calling loss among several of one kind (``Instance.numbers``).
+        made: Number of losses of that kind which the rank has made. 0: the text names the loss, or there is none.
+        digest: A hash of the whole text.
+        text: Operation and values that must match, a line each. A failure has its place here.
+        payload: Data of the rank. A failure has its report here.
+    """
+
+    version: int
+    kind: int
+    origin: int
+    text_bytes: int
+    payload_bytes: int
+    number: int
+    made: int
+    digest: bytes
+    text: bytes = b""
+    payload: bytes = b""
+
+    @classmethod
+    def pack(
+        cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS, instance: Instance | None = None
+    ) -> bytes:
+        """Return the beginning of a message: the header and the part of the text that is sent with it."""
+        digest = hashlib.blake2b(text, digest_size=16).digest()
+        number, made = (0, 0) if instance is None else instance.numbers()
+        return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, number, made, digest) + text[:TEXT_BYTES]
+
+    @classmethod
+    def read(cls, message: memoryview) -> Header:
+        """Read the message of a rank, as far as it was sent. Of another version only the header is known."""
+        header = cls(*_WIRE.unpack_from(message))
+        if header.version != VERSION:
+            return header
+        text = bytes(message[HEADER_BYTES : header.payload_start])
+        return header._replace(text=text, payload=header.payload_in(message))
+
+    @property
+    def payload_start(self) -> int:
+        """The place of the payload in the message."""
+        return HEADER_BYTES + min(self.text_bytes, TEXT_BYTES)
+
+    @property
+    def message_bytes(self) -> int:
+        """The length of header, text and payload together."""
+        return self.payload_start + self.payload_bytes
+
+    def payload_in(self, message: memoryview) -> bytes:
+        """Return the inline payload of a message."""
+        return bytes(message[self.payload_start : self.message_bytes])
+
+    @property
+    def lines(self) -> list[str]:
+        """The operation, and the values that must match."""
+        return self.text.decode(errors="replace").split("\n")
+
+
+def hides_mismatch(headers: Sequence[Header]) -> bool:
+    """Return whether ranks disagree about one operation, and the difference may lie in the rest of a text.
+
+    A rank at another place of the program may be gone and would not send its whole text, so it is not asked.
+    """
+    if len({header.digest for header in headers}) == 1:
+        return False
+    all_call = all(header.kind == CALL for header in headers)
+    operations = {header.lines[0] for header in headers}
+    return all_call and len(operations) == 1 and any(header.text_bytes > TEXT_BYTES for header in headers)
+
+
+def refuse_long_payloads(headers: Sequence[Header]) -> None:
+    """Refuse headers that announce more than ``LARGEST_PAYLOAD``, before anything is allocated for it.
+
+    Raises:
+        PeerError: on every rank that reads these headers, naming the ranks that sent them.
+    """
+    too_long = {}
+    for rank, header in enumerate(headers):
+        limited = header.text_bytes if header.origin == OF_USER else max(header.text_bytes, header.payload_bytes)
+        if limited > LARGEST_PAYLOAD:
+            too_long[rank] = f"{limited:,} bytes"
+    if too_long:
+        raise PeerError(
+            "handshake",
+            expected=f"payloads of at most {LARGEST_PAYLOAD:,} bytes",
+            ranks=too_long,
+            fix="Those ranks are broken, or run another release of lightning_ddp_losses: install the same one on every node.",
+            collective=True,
+        )
+
+
+# ---------------------------------------------------------------------- the error
+
+
+def failure_report(error: Exception, where: str) -> bytes:
+    """Return the report that peers get: the class and parts of one of our errors, or its text, and the place."""
+    report: dict[str, Any] = {"class": "", "where": where, "text": f"{type(error).__name__}: {error}"}
+    if isinstance(error, DDPLossError):
+        report |= {"class": type(error).__name__, "text": str(error)}
+        parts = error.parts_as_text()
+        if format_error(**parts) == report["text"]:
+            report["parts"] = parts
+            del report["text"]
+    return json.dumps(report).encode()
+
+
+class _Report(NamedTuple):
+    """A failure as a peer reads it."""
+
+    class_name: str
+    where: str
+    text: str
+    parts: dict[str, Any]
+
+    @classmethod
+    def read(cls, payload: bytes) -> _Report:
+        found = json.loads(payload)
+        parts = found.get("parts", {})
+        if "ranks" in parts:  # JSON's keys are texts
+            parts["ranks"] = {int(rank): entry for rank, entry in parts["ranks"].items()}
+        text = found["text"] if "text" in found else format_error(**parts)
+        return cls(found["class"], found["where"], text, parts)
+
+
+def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
+    """Return the one error, the same on every rank, that headers which do not agree amount to."""
+    versions = [header.version for header in headers]
+    if len(set(versions)) > 1:
+        return RankMismatchError(
+            "lightning_ddp_losses: expected one version on all ranks",
+            ranks=[f"handshake version {version}" for version in versions],
+            fix="Install the same release on every node.",
+            collective=True,
+        )
+    reports = {rank: _Report.read(header.payload) for rank, header in enumerate(headers) if header.kind == FAILURE}
+    if reports:
+        return _peer_error(reports, len(headers))
+    return _different_calls([header.lines for header in headers])
+
+
+def other_instances_error(headers: Sequence[Header]) -> RankMismatchError:
+    """Return the error for ranks that called one operation, of different losses."""
+    return RankMismatchError(
+        f"{headers[0].lines[0]}: which of several on a rank",
+        expected="the same one on every rank",
+        ranks=[f"number {header.number + 1} of {header.made} made" for header in headers],
+        fix="Call them in the same order on all ranks. Where ranks make them in different orders, or some for themselves, tell them "
+        "apart by `name=`.",
+        collective=True,
+    )
+
+
+def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError:
+    """Return the error for failures of one rank or several."""
+    texts = {report.text for report in reports.values()}
+    places = ", ".join(sorted({report.where for report in reports.values()}))
+    first = next(iter(reports.values()))
+    all_ours = all(report.class_name for report in reports.values())
+    cls = error_class(first.class_name) if all_ours else PeerError
+    if len(texts) > 1:
+        what = f"{len(reports)} of {world_size} ranks failed in {places}"
+        return cls(what, ranks={rank: report.text for rank, report in reports.items()}, collective=True)
+    ranks = ", ".join(map(str, reports))
+    error = cls(f"{first.text}\n(rank {ranks} of {world_size}, in {places})", collective=True)
+    for name, part in first.parts.items():
+        setattr(error, name, part)
+    return error
+
+
+def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
+    """Return the error for ranks that called different things: other operations, or one with other values."""
+    operations = [lines[0] for lines in texts]
+    if len(set(operations)) > 1:
+        return RankMismatchError(
+            "ranks met at different places of the program",
+            expected="the same operation on every rank",
+            ranks=[_one_line(lines) for lines in texts],
+            fix="Call every loss, metric and backward on all ranks, in the same order (no branch on rank or on local data).",
+            collective=True,
+        )
+    values = [dict(line.split("=", 1) for line in lines[1:] if "=" in line) for lines in texts]
+    all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
+    shown = {}
+    for name in all_names:
+        of_ranks = [own.get(name) for own in values]
+        if len(set(of_ranks)) > 1:
+            shown[name] = _around_difference(of_ranks)
+    entries = []
+    for rank, lines in enumerate(texts):
+        differing = ", ".join(f"{name}={of_ranks[rank]}" for name, of_ranks in shown.items())
+        entries.append(differing or _one_line(lines))
+    what = operations[0]
+    if shown:
+        what = f"{what}: {', '.join(shown)}"
+    return RankMismatchError(
+        what,
+        expected="the same on every rank",
+        ranks=entries,
+        fix=" ".join(dict.fromkeys(_FIXES.get(name, "Make these equal on all ranks.") for name in shown)),
+        collective=True,
+    )
+
+
+def _around_difference(values: Sequence[str | None]) -> list[str | None]:
+    """Return the values of the ranks, long ones from a little before the place where they part."""
+    columns = zip(*(value or "" for value in values), strict=False)
+    equal = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
+    start = max(0, equal - _SHOWN_BEFORE)
+    shown: list[str | None] = []
+    for value in values:
+        if value is not None and len(value) > _SHOWN_CHARACTERS:
+            shown.append(f"...{value[start : start + _SHOWN_CHARACTERS]}")
+        else:
+            shown.append(value)
+    return shown
+
+
+def _one_line(lines: list[str]) -> str:
+    operation, *rest = lines
+    return f"{operation} ({', '.join(rest)})" if rest else operation
