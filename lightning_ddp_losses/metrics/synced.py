@@ -22,7 +22,7 @@ from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.metrics.composites import Classwise, Members, Windowed
-from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
+from lightning_ddp_losses.metrics.exchange import Packet, exchange
 from lightning_ddp_losses.metrics.states import ExchangingMetric, States, is_correlation
 
 
@@ -57,14 +57,13 @@ class SyncedMetric(ExchangingMetric):
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         self._refuse_states()
-        title, untouched, found = type(self).__name__, self._update_count == 0, []
-        reductions: dict[str, Any] = self._reductions
-        for name, reduce in reductions.items():
+        untouched, found = self._update_count == 0, []
+        for name, reduce in self._reductions.items():
             value: Any = getattr(self, name)
-            weight = float(self._update_count)
+            rows = self._update_count
             if untouched and reduce is dim_zero_mean:  # states may be loaded or merged without an update
-                weight = float(not torch.equal(value, self._defaults[name]))  # type: ignore[arg-type]
-            found.append(State(f"{title}.{name}", value, self.device, reduce, weight, untouched))
+                rows = int(not torch.equal(value, self._defaults[name]))  # type: ignore[arg-type]
+            found.append(self._state(name, value, rows, untouched))
         return Packet(found, self.process_group, self._configuration)
 
     def _sync_dist(
