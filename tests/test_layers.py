@@ -68,7 +68,7 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_wrap_compute": "overridden: full precision, and a graph that ends there",
         "_wrap_update": "overridden: update with a graph, or with the rows of all ranks",
     },
-    "metrics/synced.py": {
+    "metrics/conversion.py": {
         "_base_metric": "the metric that MetricTracker copies, which is subclassed",
         "_defaults": "the states of a metric as reset leaves them",
         "_reductions": "how a metric joins each state, which no public method gives",

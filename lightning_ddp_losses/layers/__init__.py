@@ -2,6 +2,7 @@
 
 * ``sync_batch_norm``: the plugin ``SyncBatchNorm``, the forward that it gives to each layer, and the comparison before backward.
 * ``batch_norm_function``: statistics of all ranks' rows, and the autograd function that normalises with them.
+* ``forward_plan``: one handshake for all batch norms of a forward on accelerators.
 
 Compared to torch's own ``SyncBatchNorm`` (2.13, measured 2026):
 

@@ -14,8 +14,9 @@ The passes over the activations are torch's kernels, on any device. The precisio
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange, forbid_second_derivative
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import gather, group_for, sum_over_ranks
+from lightning_ddp_losses.distributed.raw_collectives import gather_stacked, sum_over_ranks, travels_on_device
 from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.layers.forward_plan import NO_OFFER, ForwardPlan, PlannedCall
 
-_HEAD = struct.Struct("<q?")  # values per channel, whether the gradient of the input is needed
+_HEAD = struct.Struct("<q?16s")  # values per channel, whether the gradient of the input is needed, the offer of a plan
 _LIMITED_DEVICES = ("mps",)  # without float64 and torch.batch_norm_update_stats
 _PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm without batch statistics there (group norm, layer norm)."
 
@@ -85,74 +87,114 @@ class Statistics:
     """Statistics of each channel over all ranks, equal on every rank, bit for bit.
 
     Attributes:
-        total: Values per channel, N.
+        total: Values per channel, N. A tensor of no dimensions if the host does not know it.
         mean: (C,).
         var: (C,), biased, for the normalisation.
         unbiased: (C,), for the running average.
         in_backward: Exchange in backward, if any rank needs the gradient of its input.
     """
 
-    total: int
+    total: int | Tensor
     mean: Tensor
     var: Tensor
     unbiased: Tensor
     in_backward: BackwardExchange | None
 
 
-def gather_statistics(call: Call, x: Tensor, settings: str) -> Statistics:
+def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | None = None) -> Statistics:
     """Return the statistics of the concatenated batch.
 
     Args:
         call: The call of the layer.
         x: (B, C, ...), any floating dtype. B and the dimensions after C may differ per rank.
         settings: Text that must be equal on all ranks.
+        plan: Plan of the model's batch norms. None: each call makes a handshake.
 
     Raises:
         RankMismatchError: on every rank, if channels, dtype, device, settings or the place in the program differ.
         TooFewValuesError: on every rank, for one value per channel over all ranks of a subgroup.
 
-    Communication: one handshake. One gather of 2 C numbers per rank if they do not fit into it (``handshake.inline_capacity``), or
-        are on an accelerator, or of a subgroup.
+    Communication: one handshake, or none in a plan. One gather of 2 C + 1 numbers per rank if they do not fit into it
+        (``handshake.inline_capacity``), or travel on an accelerator, or are of a subgroup.
     """
     # this rank's rows
-    channels = x.shape[1]
+    scope, channels = call.scope, x.shape[1]
     count = x.numel() // max(1, channels)
     moments = torch.cat(_local_moments(x, count))
-
-    # handshake: counts, need of a gradient, and the moments themselves if they may be inline
+    needs_gradient = x.requires_grad and torch.is_grad_enabled()
     must_match = {
         "channels": channels,
         "dtype": f"{str(x.dtype).removeprefix('torch.')} {x.device.type}",
         "gradients": torch.is_grad_enabled(),
         "settings": settings,
     }
-    payload = _HEAD.pack(count, x.requires_grad and torch.is_grad_enabled())
+
+    # the next call of a plan: no handshake
+    planned, offer = None, NO_OFFER
+    if plan is not None and travels_on_device(moments, scope.group):
+        size, like = (1, channels, *[1] * (x.ndim - 2)), (moments.dtype, moments.device)
+        planned = PlannedCall(call.title, str(must_match), size, like, needs_gradient)
+        agreed = plan.follow(planned)
+        if agreed is not None:
+            table, known = _gather_moments(moments, count, scope)
+            plan.count(planned, known)
+            return _merge_moments(known, table, x, _exchange_in_backward(call, agreed.in_backward))
+        for earlier, found in plan.counts():
+            if sum(found) == 1:
+                # other subgroups do not know these counts
+                collective = scope.subgroup_size is None
+                _refuse_one_value(f"an earlier call of {earlier.title}", earlier.size, found, collective=collective)
+        offer = plan.offer(planned, count, scope.group, scope.handshake_group)
+
+    # handshake: counts, need of a gradient, and the moments themselves if they may be inline
+    payload = _HEAD.pack(count, needs_gradient, offer)
     # a copy from an accelerator would wait for it. Moments of one subgroup are not sent to all
-    is_inline = x.device.type == "cpu" and call.scope.subgroup_size is None
+    is_inline = x.device.type == "cpu" and scope.subgroup_size is None
     if is_inline:
         payload += moments.cpu().numpy().tobytes()
-    payloads = handshake.all_gather(str(call), must_match, payload, group=call.scope.handshake_group)
-    counts, needs_gradient = zip(*(_HEAD.unpack_from(sent) for sent in payloads), strict=True)
-    for ranks in call.scope.subgroups():
+    payloads = handshake.all_gather(str(call), must_match, payload, group=scope.handshake_group)
+    counts, all_need, offers = zip(*(_HEAD.unpack_from(sent) for sent in payloads), strict=True)
+    in_backward = any(all_need)
+    if planned is not None and plan is not None:
+        plan.met(planned._replace(in_backward=in_backward), set(offers))
+    for ranks in scope.subgroups():
         if sum(counts[rank] for rank in ranks) == 1:
-            size = torch.Size([1, x.shape[1]] + [1] * (x.ndim - 2))
-            one_process = f"Expected more than 1 value per channel when training, got input size {size}"
-            raise TooFewValuesError(
-                f"{one_process} over all ranks, in {call}",
-                ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
-                fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
-                collective=True,
-            )
+            _refuse_one_value(str(call), (1, channels, *[1] * (x.ndim - 2)), counts)
 
     # moments of each rank, merged
     if is_inline:
         table = torch.frombuffer(bytearray(b"".join(sent[_HEAD.size :] for sent in payloads)), dtype=moments.dtype)
     else:
-        table = moments.new_empty(process_groups.world_size(call.scope.group) * moments.numel())
-        gather(table, moments, group=group_for(moments, call.scope.group))
-    own_counts = [counts[rank] for rank in call.scope.own_subgroup()]
-    in_backward = BackwardExchange(str(call), call.scope.handshake_group) if any(needs_gradient) else None
-    return _merge_moments(own_counts, table, x, in_backward)
+        table = gather_stacked(moments, scope.group)
+    own_counts = [counts[rank] for rank in scope.own_subgroup()]
+    return _merge_moments(own_counts, table, x, _exchange_in_backward(call, in_backward))
+
+
+def _gather_moments(moments: Tensor, count: int, scope: Scope) -> tuple[Tensor, Tensor]:
+    """Return mean and M2 of each rank, (W, 2 C), and their numbers of values, (W,), which the host does not know."""
+    everyone = gather_stacked(torch.cat([moments, moments.new_full((1,), count)]), scope.group)
+    return everyone[:, :-1], everyone[:, -1]
+
+
+def _exchange_in_backward(call: Call, is_needed: bool) -> BackwardExchange | None:
+    return BackwardExchange(str(call), call.scope.handshake_group) if is_needed else None
+
+
+def _refuse_one_value(call: str, size: tuple[int, ...], counts: Sequence[int], *, collective: bool = True) -> NoReturn:
+    """Refuse a batch with one value per channel over all ranks, with the words of one process.
+
+    Args:
+        call: Name of the call.
+        size: Size of the value.
+        counts: Values per channel of each rank.
+        collective: Whether every rank has these counts.
+    """
+    raise TooFewValuesError(
+        f"Expected more than 1 value per channel when training, got input size {torch.Size(size)} over all ranks, in {call}",
+        ranks=[f"{n} value{'s' * (n != 1)} per channel" for n in counts],
+        fix="Give the group two rows at least (drop_last=True), or put the layer into evaluation mode.",
+        collective=collective,
+    )
 
 
 def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -168,22 +210,30 @@ def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return mean, var * count
 
 
-def _merge_moments(counts: list[int], table: Tensor, x: Tensor, in_backward: BackwardExchange | None) -> Statistics:
+def _merge_moments(
+    counts: list[int] | Tensor, table: Tensor, x: Tensor, in_backward: BackwardExchange | None
+) -> Statistics:
     """Apply Chan's formula to all ranks at once, in float64. It runs on the host for a device without float64."""
     dtype = table.dtype
     table = table.cpu() if table.device.type in _LIMITED_DEVICES else table
-    means, squares = table.view(len(counts), 2, -1).double().unbind(1)
+    means, squares = table.reshape(len(counts), 2, -1).double().unbind(1)
     # (W, 1). Filling is not a transfer, and a non-blocking transfer does not wait for an accelerator
-    if len(set(counts)) == 1:
+    if isinstance(counts, Tensor):
+        rows = counts.to(table.device).double()[:, None]
+    elif len(set(counts)) == 1:
         rows = table.new_full((len(counts), 1), counts[0], dtype=torch.float64)
     else:
         rows = torch.tensor(counts, dtype=torch.float64)[:, None].to(table.device, non_blocking=True)
-    total = sum(counts)
-    mean = (rows * means).sum(0) / max(1, total)
+    total: Any = sum(counts)
+    mean = (rows * means).sum(0) / _at_least_one(total)
     squared = (squares + rows * (means - mean).square()).sum(0)
-    biased, unbiased = squared / max(1, total), squared / max(1, total - 1)
+    biased, unbiased = squared / _at_least_one(total), squared / _at_least_one(total - 1)
     mean, biased, unbiased = (t.to(dtype).to(x.device) for t in (mean, biased, unbiased))
     return Statistics(total, mean, biased, unbiased, in_backward)
+
+
+def _at_least_one(total: Any) -> Any:
+    return total.clamp(min=1) if isinstance(total, Tensor) else max(1, total)
 
 
 def normalise(
@@ -194,7 +244,7 @@ def normalise(
     Gradient: that of the sum of all ranks' losses. The parameters receive this rank's share.
 
     Communication: none. In backward one handshake with 2 C numbers (a separate sum if they do not fit), if any rank needs the
-        gradient of its input.
+        gradient of its input. On an accelerator no handshake, if the ranks have agreed on this call before backward.
     """
     if statistics.in_backward is not None and torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # this rank's share of the sums is needed elsewhere
@@ -210,6 +260,8 @@ class _NormaliseFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.statistics, ctx.eps, ctx.call = statistics, eps, call
         ctx.bias_dtype = None if bias is None else bias.dtype
+        # whether the ranks have agreed on this call's part in the next backward
+        ctx.is_agreed = False
         if statistics.in_backward is not None:
             ctx.synced_call = str(call)
         return _affine(x, weight, bias, statistics, eps)
@@ -252,12 +304,15 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
 
     # input: the sums of all ranks. A rank that needs no gradient takes part in the exchange too
     own_sums, scope = torch.cat([own_dyx, own_dy]), ctx.call.scope
-    if scope.subgroup_size is None:
+    is_agreed, ctx.is_agreed = ctx.is_agreed, False
+    if is_agreed and travels_on_device(own_sums, scope.group):
+        sums = sum_over_ranks(own_sums, scope.group)  # the host does not wait for any rank
+    elif scope.subgroup_size is None:
         sums = statistics.in_backward.all_reduce(own_sums)
     else:
         statistics.in_backward.open()
         sums = sum_over_ranks(own_sums, scope.group)
-    dyx, dy = (sums / statistics.total).chunk(2)
+    dyx, dy = (sums / _at_least_one(statistics.total)).chunk(2)
     if not ctx.needs_input_grad[0]:
         return None, grad_weight, grad_bias
     scale = (statistics.var + ctx.eps).rsqrt()

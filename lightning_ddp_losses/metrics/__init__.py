@@ -10,8 +10,7 @@ into L on every rank.
 * ``states``: the handling of a metric's states, and the table of metrics that need the rows of all ranks.
 * ``exchange``: the states of all ranks in one exchange: packets, the plan of the buffer, ranks that hold different states.
 * ``composites``: compositions, wrappers and collections.
-* ``synced``: metrics for evaluation that sync their states in one exchange.
-* ``conversion``: ``differentiable`` and ``synced``, and the table of metrics without a gradient.
+* ``conversion``: ``differentiable`` and ``synced``, the metrics that the latter makes, and the table of metrics without a gradient.
 
 A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``, a metric without gradient a line in
 ``conversion.WITHOUT_GRADIENT``, and a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.

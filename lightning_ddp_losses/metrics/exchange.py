@@ -161,76 +161,52 @@ def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
     """
-    by_ranks: dict[tuple[int, ...], list[int]] = {}
-    for index, packet in enumerate(packets):
-        by_ranks.setdefault(process_groups.members(packet.group), []).append(index)
-    found: list[list[Any]] = [[] for _ in packets]
-    for indices in by_ranks.values():
-        chosen = [packets[index] for index in indices]
+    by_ranks: dict[tuple[int, ...], list[Packet]] = {}
+    for packet in packets:
+        by_ranks.setdefault(process_groups.members(packet.group), []).append(packet)
+    reduced: dict[int, Any] = {}
+    for chosen in by_ranks.values():
+        states = list(itertools.chain.from_iterable(packet.states for packet in chosen))
+        devices = list(dict.fromkeys(state.device.type for state in states)) or ["cpu"]
         try:
-            values = _exchange_in_group(title, chosen, chosen[0].group)
+            for device in devices:
+                name = title if len(devices) == 1 else f"{title}, on {device}"
+                on_device = [state for state in states if state.device.type == device]
+                values = _exchange_states(name, on_device, chosen)
+                reduced.update(zip(map(id, on_device), values, strict=True))
         except Exception as error:  # an error that all ranks raise passes through
             handshake.raise_on_all_ranks(error, title, group=chosen[0].group)
-        for index in indices:
-            found[index] = list(itertools.islice(values, len(packets[index].states)))
-    return found
+    return [[reduced[id(state)] for state in packet.states] for packet in packets]
 
 
-def _exchange_in_group(title: str, packets: Sequence[Packet], group: Group) -> Iterator[Any]:
-    """Exchange the states of several metrics over one group, those on one kind of device together."""
+def _exchange_states(title: str, states: Sequence[State], packets: Sequence[Packet]) -> list[Any]:
+    """Exchange the states of some packets that are on one kind of device, and reduce them."""
+    group = packets[0].group
+    device = states[0].device if states else torch.device("cpu")
+    holders = _first_holders(states)
+    tensors = [state.tensors(device) if holders[index] == index else [] for index, state in enumerate(states)]
+    own = list(itertools.chain.from_iterable(tensors))
+    # handshake: shapes and row counts, and the bytes themselves if they fit
+    contents = pack_contents(states, tensors, holders)
+    payload = _head(True, states, contents)
+    is_inline = len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
+    if own and travels_on_device(own[0], group):
+        is_inline = False  # a copy to the host would wait for the device
+    payload = payload + _joined_bytes(own, device) if is_inline else _head(False, states, contents)
     must_match = {
         "which": packets[0].instance,
         "gradients": "on" if torch.is_grad_enabled() else "off",
         "factor that came back in the last backward": ", ".join(packet.upstream_grads for packet in packets),
         **micro_batch_to_match(),
         "configuration": "; ".join(packet.configuration for packet in packets),
+        "device": device.type,
+        "states": ", ".join(state.description() for state in states),
     }
-    states = list(itertools.chain.from_iterable(packet.states for packet in packets))
-    devices = list(dict.fromkeys(state.device.type for state in states)) or ["cpu"]
-    found: dict[int, Any] = {}
-    for device in devices:
-        indices = [index for index, state in enumerate(states) if state.device.type == device]
-        name = title if len(devices) == 1 else f"{title}, on {device}"
-        values = _exchange_states(name, [states[index] for index in indices], must_match, group)
-        found.update(zip(indices, values, strict=True))
-    return (found[index] for index in range(len(states)))
-
-
-def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, object], group: Group) -> list[Any]:
-    """Exchange states on one kind of device over one group, and reduce them."""
-    device = states[0].device if states else torch.device("cpu")
-    holders = _first_holders(states)
-    tensors = [state.tensors(device) if holders[index] == index else [] for index, state in enumerate(states)]
-    own = list(itertools.chain.from_iterable(tensors))
-    # handshake: shapes and row counts, and the bytes themselves if they fit
-    weights = [state.weight for state in states if state.reduce is dim_zero_mean]
-    contents = pack_contents(states, tensors, holders)
-    objects = [index for index, state in enumerate(states) if state.holds_objects]
-    payload = _head(True, weights, contents, objects)
-    is_inline = len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
-    if own and travels_on_device(own[0], group):
-        is_inline = False  # a copy to the host would wait for the device
-    payload = payload + _joined_bytes(own, device) if is_inline else _head(False, weights, contents, objects)
-    described = ", ".join(state.description() for state in states)
-    must_match = {**must_match, "device": device.type, "states": described}
     received = [sent.partition(b"\n") for sent in handshake.all_gather(title, must_match, payload, group=group)]
-    heads = (json.loads(head) for head, _, _ in received)
-    inline, weights_by_rank, all_contents, all_objects = zip(*heads, strict=True)
+    inline, weights, all_contents = zip(*(json.loads(head) for head, _, _ in received), strict=True)
 
     # gather: the tensors of all ranks in one buffer, in the order of one process
-    names, kinds = tuple(state.name for state in states), tuple(state.kind for state in states)
-    pickled = sorted(set(itertools.chain.from_iterable(all_objects)))
-    for index in pickled:
-        is_filled = [bool(_unpack_contents(text).entries[index]) for text in all_contents]
-        found = ["objects" if index in of_rank else "tensors" for of_rank in all_objects]
-        found = [items if filled else "nothing" for items, filled in zip(found, is_filled, strict=True)]
-        if len({*found} - {"nothing"}) > 1:
-            fix = "Append the same kind of items on every rank."
-            expected = "tensors, or other objects, on every rank"
-            raise RankMismatchError(
-                f"{title}: state `{names[index]}`", expected=expected, ranks=found, fix=fix, collective=True
-            )
-    plan = plan_buffer(title, names, kinds, all_contents)
+    plan = plan_buffer(title, tuple((state.name, state.kind) for state in states), all_contents)
     if all(inline):
         buffer = _buffer_from_bytes(plan, [data for _, _, data in received]).to(device)
     else:
@@ -238,11 +214,13 @@ def _exchange_states(title: str, states: Sequence[State], must_match: dict[str, 
 
     # read: this rank's own slices with their graph, then reduce
     gathered = _read_with_grad(plan, buffer, own, group)
-    for index in pickled:
+    for index in plan.objects:
         gathered[index] = [_unpickled(tensor, states[index].device) for tensor in gathered[index]]
-    by_rank = zip(*weights_by_rank, strict=True)
-    rows = [next(by_rank) if state.reduce is dim_zero_mean else () for state in states]
-    return [state.reduced(values, of_ranks) for state, values, of_ranks in zip(states, gathered, rows, strict=True)]
+    rows_of_means = zip(*weights, strict=True)
+    found = []
+    for state, values in zip(states, gathered, strict=True):
+        found.append(state.reduced(values, next(rows_of_means) if state.reduce is dim_zero_mean else ()))
+    return found
 
 
 def _first_holders(states: Sequence[State]) -> list[int]:
@@ -265,9 +243,10 @@ def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
     return b"".join(map(host_bytes, tensors))
 
 
-def _head(is_inline: bool, weights: Sequence[float], contents: str, objects: Sequence[int]) -> bytes:
-    """Return the first line of a message: whether the tensors' bytes follow, their weights and shapes, and the pickled states."""
-    return json.dumps([is_inline, weights, contents, objects], separators=(",", ":")).encode() + b"\n"
+def _head(is_inline: bool, states: Sequence[State], contents: str) -> bytes:
+    """Return the first line of a message: whether the tensors' bytes follow, the rows behind each mean, and the contents."""
+    weights = [state.weight for state in states if state.reduce is dim_zero_mean]
+    return json.dumps([is_inline, weights, contents], separators=(",", ":")).encode() + b"\n"
 
 
 def _pickled(name: str, item: Any) -> Tensor:
@@ -283,47 +262,69 @@ def _unpickled(data: Tensor, device: torch.device) -> Any:
 # ---------------------------------------------------------------------- the plan of the buffer
 
 
+class Sent(NamedTuple):
+    """A tensor in the message of a rank.
+
+    Attributes:
+        number: Number among the tensors that the rank sends.
+        offset: First byte in the message.
+        dtype: Data type.
+        shape: Shape.
+    """
+
+    number: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def entry(self) -> Entry:
+        """Return dtype and shape."""
+        return self.dtype, self.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
 class Contents(NamedTuple):
     """Message of one rank.
 
     Attributes:
-        entries: For each state, dtype and shape of its tensors.
-        defaults: Indices of states that are defaults.
+        tensors: For each state, its tensors.
         holders: For each state, the first state with the same tensors.
-        starts: For each state, the index of its first tensor among those that are sent.
-        offsets: First byte of each tensor that is sent.
+        defaults: Indices of states that are defaults.
+        objects: Indices of states with pickled objects.
     """
 
-    entries: list[list[Entry]]
-    defaults: list[int]
+    tensors: list[list[Sent]]
     holders: list[int]
-    starts: list[int]
-    offsets: list[int]
+    defaults: list[int]
+    objects: list[int]
 
 
 def pack_contents(states: Sequence[State], tensors: Sequence[Sequence[Tensor]], holders: Sequence[int]) -> str:
-    """Return the contents as JSON, with runs of equal dtypes and shapes. A state with the tensors of another counts -1 - its index."""
-    counts = [len(sent) if holders[index] == index else -1 - holders[index] for index, sent in enumerate(tensors)]
+    """Return the contents as JSON, with runs of equal dtypes and shapes."""
+    counts = [len(sent) for sent in tensors]
     entries = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in itertools.chain.from_iterable(tensors)]
     runs = [[len(list(run)), *entry] for entry, run in itertools.groupby(entries)]
     defaults = [index for index, state in enumerate(states) if state.untouched]
-    return json.dumps([counts, runs, defaults], separators=(",", ":"))
+    objects = [index for index, state in enumerate(states) if state.holds_objects]
+    return json.dumps([counts, runs, list(holders), defaults, objects], separators=(",", ":"))
 
 
 def _unpack_contents(text: str) -> Contents:
-    counts, runs, defaults = json.loads(text)
-    sent: list[Entry] = []
+    counts, runs, holders, defaults, objects = json.loads(text)
+    sent: list[Sent] = []
+    offset = 0
     for count, dtype, shape in runs:
-        sent += [(getattr(torch, dtype), tuple(shape))] * count
-    offsets = list(itertools.accumulate((_num_bytes(*entry) for entry in sent), initial=0))
-    contents, start = Contents([], defaults, [], [], offsets), 0
-    for index, count in enumerate(counts):
-        holder = index if count >= 0 else -1 - count
-        contents.holders.append(holder)
-        contents.starts.append(start if count >= 0 else contents.starts[holder])
-        contents.entries.append(sent[start : start + count] if count >= 0 else contents.entries[holder])
-        start += max(0, count)
-    return contents
+        for _ in range(count):
+            sent.append(Sent(len(sent), offset, getattr(torch, dtype), tuple(shape)))
+            offset += sent[-1].num_bytes
+    remaining = iter(sent)
+    tensors = [list(itertools.islice(remaining, count)) for count in counts]
+    return Contents([tensors[holder] for holder in holders], holders, defaults, objects)
 
 
 class Region(NamedTuple):
@@ -351,22 +352,25 @@ class Slot(NamedTuple):
     """The place of one tensor of one rank.
 
     Attributes:
-        sent: Index among the tensors that the rank sends.
+        sent: The tensor in the rank's message.
         start: First byte in the buffer.
-        length: Number of bytes.
         state: Index of its state.
         tensor: Index of the tensor that is read for that state.
         first_row: First row in that tensor. None: it is all of it.
         rows: Number of rows in that tensor.
     """
 
-    sent: int
+    sent: Sent
     start: int
-    length: int
     state: int
     tensor: int
     first_row: int | None
     rows: int
+
+    @property
+    def bytes(self) -> slice:
+        """Its bytes in the buffer."""
+        return slice(self.start, self.start + self.sent.num_bytes)
 
 
 @dataclass
@@ -374,58 +378,44 @@ class BufferPlan:
     """The buffer that holds the states of all ranks.
 
     Attributes:
-        contents: For each rank, its contents.
         slots: For each rank, the places of its tensors.
+        objects: States with pickled objects.
         regions: For each state the tensors to read: one, none, or one per tensor of a ``list``.
         expanded: For each state with defaults that follow the other ranks, its dtype and shape.
         twins: For each state with the tensors of an earlier one on every rank, that one.
         size: Number of bytes.
     """
 
-    contents: list[Contents]
     slots: list[list[Slot]]
+    objects: list[int]
     regions: list[list[Region]] = field(default_factory=list)
     expanded: dict[int, Entry] = field(default_factory=dict)
     twins: dict[int, int] = field(default_factory=dict)
     size: int = 0
 
-    def add(self, kind: Kind, entries: Sequence[Sequence[Entry]], common: Entry) -> None:
-        """Place the tensors of the next state.
-
-        Args:
-            kind: Kind of the state.
-            entries: For each rank, dtype and shape of its tensors.
-            common: dtype and shape of one row, or of a stacked tensor.
-        """
+    def add_rows(self, tensors: Sequence[Sequence[Sent]], dtype: torch.dtype, row_shape: tuple[int, ...]) -> None:
+        """Place the tensors of the next state one after the other, to be read as one."""
         state, start, first_row = len(self.regions), self.size, 0
-        dtype, row_shape = common
-        regions: list[Region] = []
-        # by update, then by rank: the order of appending in one process
-        longest = max(map(len, entries))
-        for k, rank in itertools.product(range(longest), range(len(entries))):
-            if k >= len(entries[rank]):
-                continue
-            own_dtype, shape = entries[rank][k]
-            sent = self.contents[rank].starts[state] + k
-            if kind == "rows":  # one after the other, in one tensor
-                rows = shape[0] if shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
-                length = _num_bytes(dtype, (rows, *row_shape))
-                slot = Slot(sent, self.size, length, state, 0, first_row, rows)
-                first_row += rows
-                self.size += length
-            else:
-                length = _num_bytes(own_dtype, shape)
-                slot = Slot(sent, self.size, length, state, len(regions), None, 0)
-                if kind == "stack":  # expanded after reading, then stacked
-                    slot = slot._replace(tensor=0, first_row=rank, rows=1)
-                    self.expanded[state] = common
-                regions.append(Region(self.size, own_dtype, shape))
-                self.size = aligned(self.size + length)
-            self.slots[rank].append(slot)
-        if kind == "rows" and longest:
-            regions = [Region(start, dtype, (first_row, *row_shape))]
+        for rank, sent in _in_one_process(tensors):
+            rows = sent.shape[0] if sent.shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
+            self.slots[rank].append(Slot(sent, self.size, state, 0, first_row, rows))
+            first_row += rows
+            self.size += sent.num_bytes
+        regions = [Region(start, dtype, (first_row, *row_shape))] if any(tensors) else []
         self.regions.append(regions)
         self.size = aligned(self.size)
+
+    def add_each(self, tensors: Sequence[Sequence[Sent]], stacked: Entry | None = None) -> None:
+        """Place the tensors of the next state, to be read one by one, or stacked once they have this dtype and shape."""
+        state = len(self.regions)
+        self.regions.append([])
+        if stacked is not None:
+            self.expanded[state] = stacked
+        for rank, sent in _in_one_process(tensors):
+            slot = Slot(sent, self.size, state, len(self.regions[state]), None, 0)
+            self.slots[rank].append(slot if stacked is None else slot._replace(tensor=0, first_row=rank, rows=1))
+            self.regions[state].append(Region(self.size, sent.dtype, sent.shape))
+            self.size = aligned(self.size + sent.num_bytes)
 
     def read(self, buffer: Tensor) -> list[list[Tensor]]:
         """Return the tensors of each state, in the buffer's memory."""
@@ -435,85 +425,99 @@ class BufferPlan:
         return found
 
 
+def _in_one_process(tensors: Sequence[Sequence[Sent]]) -> Iterator[tuple[int, Sent]]:
+    """Yield ranks and their tensors of one state by update, then by rank: the order of appending in one process."""
+    for of_update in itertools.zip_longest(*tensors):
+        yield from ((rank, sent) for rank, sent in enumerate(of_update) if sent is not None)
+
+
 @functools.lru_cache(maxsize=64)
-def plan_buffer(title: str, names: tuple[str, ...], kinds: tuple[Kind, ...], contents: tuple[str, ...]) -> BufferPlan:
+def plan_buffer(title: str, states: tuple[tuple[str, Kind], ...], contents: tuple[str, ...]) -> BufferPlan:
     """Give every tensor of every rank its place.
 
     Args:
         title: Name of the operation, for messages.
-        names: Names of the states.
-        kinds: Kinds of the states.
+        states: Names and kinds of the states.
         contents: Contents of each rank, from ``pack_contents``.
 
     Raises:
         RankMismatchError: if tensors of ranks do not fit together, naming the state.
     """
-    plan = BufferPlan([_unpack_contents(text) for text in contents], [[] for _ in contents])
+    by_rank = [_unpack_contents(text) for text in contents]
+    objects = sorted(set().union(*(of_rank.objects for of_rank in by_rank)))
+    plan = BufferPlan([[] for _ in contents], objects)
     first: dict[tuple[int, ...], int] = {}
-    for index, (name, kind) in enumerate(zip(names, kinds, strict=True)):
-        twin = first.setdefault(tuple(of_rank.holders[index] for of_rank in plan.contents), index)
-        entries = [of_rank.entries[index] for of_rank in plan.contents]
+    for index, (name, kind) in enumerate(states):
+        what = f"{title}: state `{name}`"
+        twin = first.setdefault(tuple(of_rank.holders[index] for of_rank in by_rank), index)
+        tensors = [of_rank.tensors[index] for of_rank in by_rank]
+        if index in objects:
+            _refuse_other_items(what, tensors, [index in of_rank.objects for of_rank in by_rank])
         if twin != index:
             plan.twins[index] = twin
             plan.regions.append([])
         elif kind == "list":
-            plan.add(kind, entries, (torch.float32, ()))
+            plan.add_each(tensors)
         elif kind == "rows":
-            plan.add(kind, entries, _common_row(title, name, entries))
+            plan.add_rows(tensors, *_common_row(what, tensors))
         else:
-            common = _common_shape(title, name, entries, [index in of_rank.defaults for of_rank in plan.contents])
-            if all(of_rank == [common] for of_rank in entries):  # each rank has one row of the stack
-                dtype, shape = common
-                plan.add("rows", [[(dtype, (1, *shape))]] * len(entries), common)
+            dtype, shape = _common_shape(what, tensors, [index in of_rank.defaults for of_rank in by_rank])
+            if all(sent.entry == (dtype, shape) for (sent,) in tensors):  # each rank has one row of the stack
+                plan.add_rows([[sent._replace(shape=(1, *shape))] for (sent,) in tensors], dtype, shape)
             else:
-                plan.add(kind, entries, common)
+                plan.add_each(tensors, (dtype, shape))
     return plan
 
 
-def _common_row(title: str, name: str, entries: Sequence[Sequence[Entry]]) -> Entry:
+def _refuse_other_items(what: str, tensors: Sequence[Sequence[Sent]], has_objects: Sequence[bool]) -> None:
+    """Refuse a list of other objects on some ranks and of tensors on others. A list may be empty."""
+    found = ["objects" if objects else "tensors" for objects in has_objects]
+    found = [items if sent else "nothing" for items, sent in zip(found, tensors, strict=True)]
+    if len({*found} - {"nothing"}) > 1:
+        fix = "Append the same kind of items on every rank."
+        expected = "tensors, or other objects, on every rank"
+        raise RankMismatchError(what, expected=expected, ranks=found, fix=fix, collective=True)
+
+
+def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
     """Return dtype and shape of one row. Tensors of shape (0,) are ignored, as in torch.cat, and so is the dtype of empty ones."""
-    known = list(itertools.chain.from_iterable(entries))
+    known = [sent.entry for sent in itertools.chain.from_iterable(tensors)]
     with_rows = [entry for entry in known if entry[1] != (0,)] or known
     dtypes = [dtype for dtype, shape in with_rows if shape[0]]
-    with_rows = [(dtype if shape[0] or not dtypes else dtypes[0], shape) for dtype, shape in with_rows]
-    found = {(dtype, shape[1:]) for dtype, shape in with_rows}
+    found = {(dtype if shape[0] or not dtypes else dtypes[0], shape[1:]) for dtype, shape in with_rows}
     if len(found) > 1:
         by_rank = []
-        for of_rank in entries:
-            rows = [f"rows of shape {shape[1:]} {str(dtype)[6:]}" for dtype, shape in of_rank]
+        for of_rank in tensors:
+            rows = [f"rows of shape {sent.shape[1:]} {str(sent.dtype)[6:]}" for sent in of_rank]
             by_rank.append(", ".join(dict.fromkeys(rows)) or "no data")
         fix = "Call update with inputs of the same number of dimensions, width and dtype on every rank."
         expected = "rows of one shape and dtype on every rank"
-        raise RankMismatchError(f"{title}: state `{name}`", expected=expected, ranks=by_rank, fix=fix, collective=True)
+        raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True)
     return found.pop() if found else (torch.float32, ())
 
 
-def _common_shape(title: str, name: str, entries: Sequence[Sequence[Entry]], is_default: Sequence[bool]) -> Entry:
+def _common_shape(what: str, tensors: Sequence[Sequence[Sent]], is_default: Sequence[bool]) -> Entry:
     """Return the common dtype and shape of a state. Defaults follow the other ranks."""
-    shapes = [entry for (entry,) in entries]
-    if len(set(shapes)) == 1:
-        return shapes[0]
-    described = [f"{shape} {str(dtype)[6:]}" for dtype, shape in shapes]
-    touched = {entry for entry, untouched in zip(shapes, is_default, strict=True) if not untouched}
+    entries = [sent.entry for (sent,) in tensors]
+    if len(set(entries)) == 1:
+        return entries[0]
+    described = [f"{shape} {str(dtype)[6:]}" for dtype, shape in entries]
+    touched = {entry for entry, untouched in zip(entries, is_default, strict=True) if not untouched}
     expected = "one shape and dtype on every rank"
     fix = "Call update with inputs of the same width, number of dimensions and dtype on every rank."
     if len(touched) == 1:
         ((dtype, wanted),) = touched
-        if all(_expands(shape, wanted) for _, shape in shapes):
+        if all(_expands(shape, wanted) for _, shape in entries):
             return dtype, wanted
         expected = f"a default that fits the shape {wanted} of the ranks with data"
         fix = "Give every rank data before compute."
-    raise RankMismatchError(f"{title}: state `{name}`", expected=expected, ranks=described, fix=fix, collective=True)
+    raise RankMismatchError(what, expected=expected, ranks=described, fix=fix, collective=True)
 
 
 def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Return whether a tensor of one shape expands to another, as `Tensor.expand` does."""
     ends = zip(reversed(shape), reversed(wanted), strict=False)
     return len(shape) <= len(wanted) and all(size in (1, other) for size, other in ends)
-
-
-def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    return dtype.itemsize * math.prod(shape)
 
 
 # ---------------------------------------------------------------------- filling and reading the buffer
@@ -524,10 +528,9 @@ def _buffer_from_bytes(plan: BufferPlan, received: Sequence[bytes]) -> Tensor:
     if plan.size == 0:
         return torch.empty(0, dtype=torch.uint8)
     gathered = bytearray(plan.size)
-    for data, slots, contents in zip(received, plan.slots, plan.contents, strict=True):
+    for data, slots in zip(received, plan.slots, strict=True):
         for slot in slots:
-            offset = contents.offsets[slot.sent]
-            gathered[slot.start : slot.start + slot.length] = data[offset : offset + slot.length]
+            gathered[slot.bytes] = data[slot.sent.offset : slot.sent.offset + slot.sent.num_bytes]
     return torch.frombuffer(gathered, dtype=torch.uint8)
 
 
@@ -535,10 +538,9 @@ def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device
     """Put this rank's tensors in their places and gather the others'. Communication: one all-reduce."""
     buffer = torch.zeros(plan.size, dtype=torch.uint8, device=device)
     for slot in plan.slots[process_groups.rank(group)]:
-        if slot.length:
-            tensor = own[slot.sent]
-            flat = buffer[slot.start : slot.start + slot.length].view(tensor.dtype)
-            flat.view(tensor.shape).copy_(tensor.detach())
+        tensor = own[slot.sent.number]
+        if tensor.numel():
+            buffer[slot.bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     all_gather_slices_(buffer, group)
     return buffer
 
@@ -546,13 +548,13 @@ def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device
 def _read_with_grad(plan: BufferPlan, buffer: Tensor, own: Sequence[Tensor], group: Group) -> list[list[Tensor]]:
     """Read the tensors of each state from the buffer. Those that hold a part of this rank's get its graph."""
     read = plan.read(buffer)
-    slots = [slot for slot in plan.slots[process_groups.rank(group)] if own[slot.sent].requires_grad]
+    slots = [slot for slot in plan.slots[process_groups.rank(group)] if own[slot.sent.number].requires_grad]
     if torch.is_grad_enabled() and slots:
         # one autograd node for all: several tensors of this rank may lie in one that is read
         targets = list(dict.fromkeys((slot.state, slot.tensor) for slot in slots))
         places = [(targets.index((slot.state, slot.tensor)), slot.first_row, slot.rows) for slot in slots]
         whole = [read[state][tensor] for state, tensor in targets]
-        joined = own_slices_with_grad(whole, [own[slot.sent] for slot in slots], places, group=group)
+        joined = own_slices_with_grad(whole, [own[slot.sent.number] for slot in slots], places, group=group)
         for (state, index), tensor in zip(targets, joined, strict=True):
             read[state][index] = tensor
     for state, twin in plan.twins.items():

@@ -37,7 +37,6 @@ from lightning_ddp_losses.metrics.states import (
     Seen,
     States,
     detached,
-    has_no_rows,
     needs_whole_batch,
 )
 
@@ -263,7 +262,9 @@ class DifferentiableMetric(MetricStates):
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an update has no rows while other ranks may have some."""
-        return self._has_peers and self._record.gather == "states" and has_no_rows(args, kwargs)
+        batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+        is_empty = bool(batches) and all(batch.numel() == 0 for batch in batches)
+        return is_empty and self._has_peers and self._record.gather == "states"
 
 
 # ---------------------------------------------------------------------- a forward

@@ -92,6 +92,11 @@ class ExchangingMetric(Metric):
         """Return the states of everything since ``reset``, to be exchanged."""
         raise NotImplementedError
 
+    def _state(self, name: str, value: Any, rows: int, untouched: bool) -> State:
+        """Return a state as it is sent. ``rows`` weigh it if it is a mean."""
+        reduce: Any = self._reductions[name]  # a function, also if add_state was given a name
+        return State(f"{type(self).__name__}.{name}", value, self.device, reduce, float(rows), untouched)
+
     def _receive(self, values: Sequence[Any]) -> States:
         """Replace this rank's states by those of all ranks, in the order of the packet."""
         reduced = dict(zip(self._reductions, values, strict=True))
@@ -183,13 +188,8 @@ class MetricStates(ExchangingMetric):
 
     def _states_to_send(self, seen: Seen) -> list[State]:
         """Return the states of some updates, as they are sent."""
-        title, untouched = type(self).__name__, self._update_count == seen.skipped
-        reductions: dict[str, Any] = self._reductions  # functions, also if add_state was given a name
-        found = []
-        for name, reduce in reductions.items():
-            value = self._split_by_update(name)
-            found.append(State(f"{title}.{name}", value, self.device, reduce, float(seen.rows), untouched))
-        return found
+        untouched = self._update_count == seen.skipped
+        return [self._state(name, self._split_by_update(name), seen.rows, untouched) for name in self._reductions]
 
     def _split_by_update(self, name: str) -> Any:
         """Return a state. A tensor that grew by "cat" is split by update, so that ranks' updates can be put in order."""
@@ -282,12 +282,6 @@ def _has_plain_reset(cls: type) -> bool:
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
     return {name: nests.map_tensors(Tensor.detach, value) for name, value in states.items()}
-
-
-def has_no_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether there are tensors with dimensions among the arguments, and all of them are empty."""
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-    return bool(batches) and all(batch.numel() == 0 for batch in batches)
 
 
 # ---------------------------------------------------------------------- correlations

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
+from lightning_ddp_losses.core.nests import tensors_in
 from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
@@ -115,17 +116,11 @@ def graphs() -> list[Any]:
             first = rows(4, step)[:, 0] if args else rows(4, step)
             metric(first.requires_grad_(), *args).sum().backward()
         held = [metric.metric_state, metric._forward_cache, metric._computed]
-        found += [t.requires_grad for v in held for t in _tensors(v)]
+        found += [t.requires_grad for v in held for t in tensors_in(v)]
     before = float(metric.compute())
     with pytest.raises(RuntimeError):
         metric(rows(4, 0)[:, 0], args[0][:2])
     return [any(found), float(metric.compute()) == before, metric.update_count == 3]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    return list(value) if isinstance(value, list) else [value] if isinstance(value, Tensor) else []
 
 
 def test_no_graph_is_kept_and_a_failure_leaves_the_states_alone(pool: RankPool) -> None:

@@ -285,8 +285,8 @@ def bytes_of_groups(rows: int) -> list[tuple[int, int]]:
                 ours.update(preds.repeat(rows), target.repeat(rows))
             with mock.patch.object(exchange, "plan_buffer", wraps=exchange.plan_buffer) as planned:
                 ours.compute()
-            (title, states, kinds, contents), _ = planned.call_args
-            sizes.append(exchange.plan_buffer(title, states, kinds, contents).size)
+            arguments, _ = planned.call_args
+            sizes.append(exchange.plan_buffer(*arguments).size)
         found.append(tuple(sizes))
     return found
 

@@ -1,0 +1,184 @@
+"""One handshake for all batch norms of a forward on accelerators, if they are those of the last forwards.
+
+A handshake for each layer makes the host wait for the slowest rank in each layer. Here the first batch norm of a forward makes the
+handshake, and offers a *plan* in it: the calls that followed it in the last forwards. If all ranks offer the same plan, the others make
+none.
+
+From that handshake to the next one, of whatever kind, each rank runs exactly the gathers of the plan, whatever its program does:
+
+* A call that is the next in the plan runs its gather.
+* Before any other call, and before any handshake (that of a loss, or of a rank that failed), a rank runs the gathers that are left, with no
+  rows. So the sizes of gathers always fit, and no device waits for a rank that left a layer out.
+* A rank that has left the plan and goes on says where, in a handshake. Ranks that left it at the same call agree there, and go on with a
+  handshake for each call. If some have not left it, these are elsewhere: the same error on every rank.
+
+The numbers of rows travel with the statistics, as they may change from step to step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_ddp_losses.core.host_copy import HostCopy
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.handshake import Channel, PendingHandshake
+from lightning_ddp_losses.distributed.peer_errors import Header
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
+
+NO_OFFER = bytes(16)
+"""The offer of a rank without a plan."""
+
+_LEARNT = 2  # forwards in a row that make a plan
+_KEPT = 64  # first calls that are remembered
+
+
+class PlannedCall(NamedTuple):
+    """A call of a batch norm, as it repeats from step to step.
+
+    Attributes:
+        title: Name of the layer.
+        text: Values that are equal on every rank.
+        size: Size of one value per channel, (1, C, 1, ...).
+        like: Dtype and device of the statistics.
+        needs_gradient: Whether this rank's input needs a gradient.
+        in_backward: Whether that of any rank does.
+    """
+
+    title: str
+    text: str
+    size: tuple[int, ...]
+    like: tuple[torch.dtype, torch.device]
+    needs_gradient: bool
+    in_backward: bool = False
+
+    def without_rows(self) -> Tensor:
+        """Return mean, M2 and count of a rank without rows."""
+        dtype, device = self.like
+        return torch.zeros(2 * self.size[1] + 1, dtype=dtype, device=device)
+
+
+class ForwardPlan(PendingHandshake):
+    """The plan of one model's batch norms. While it is open, it stands for a handshake that the next one on the channel has to finish.
+
+    Args:
+        model: The model. One that ``fully_shard`` divides gathers its weights in between, and has no plan.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._groups: tuple[Group, Group] = (None, None)
+        self._first: tuple[PlannedCall, int] | None = None
+        self._seen: list[PlannedCall] = []  # since the first call
+        self._left: list[PlannedCall] = []
+        # calls in plans, and the values per channel of each rank in them
+        self._counted: list[tuple[PlannedCall, Tensor]] = []
+        self._copied: tuple[list[PlannedCall], HostCopy] | None = None
+        self._opened = 0  # handshakes up to the last one of a batch norm
+        # by first call and its number of rows: the calls of the last forward, and how often they came in a row
+        self._learnt: dict[tuple[PlannedCall, int], tuple[list[PlannedCall], int]] = {}
+        self._breaks: Counter[tuple[PlannedCall, int]] = Counter()
+
+    # ------------------------------------------------------------------ calls
+
+    def follow(self, call: PlannedCall) -> PlannedCall | None:
+        """Return the call as all ranks have agreed on it. None: it is not the next one of a plan, and needs a handshake."""
+        if self._left and self._left[0]._replace(in_backward=False) == call:
+            agreed = self._left.pop(0)
+            self._seen.append(agreed)
+            if not self._left:
+                self._channel.pending = None
+            return agreed
+        self._leave(f"{call.title} {call.text}")
+        return None
+
+    def offer(self, call: PlannedCall, rows: int, group: Group, handshake_group: Group) -> bytes:
+        """Return the digest of the plan that begins with a call. It goes with the call's handshake."""
+        self._groups = group, handshake_group
+        self._channel = Channel.of(handshake_group, "handshakes")
+        titles = {seen.title for seen in self._seen}
+        if self._channel.opened == self._opened and call.title not in titles:
+            return NO_OFFER  # in the middle of a forward
+        self._remember()
+        self._first = call, rows
+        calls, times = self._learnt.get(self._first, ([], 0))
+        if times < _LEARNT << min(self._breaks[self._first], 20):
+            return NO_OFFER
+        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
+            return NO_OFFER
+        shared = [(planned.title, planned.text, planned.size, planned.in_backward) for planned in calls]
+        return hashlib.blake2b(repr(shared).encode(), digest_size=len(NO_OFFER)).digest()
+
+    def met(self, call: PlannedCall, offers: set[bytes]) -> None:
+        """Take note of a call's handshake: if all ranks offered the same plan, it is open now."""
+        self._opened = self._channel.opened
+        self._seen.append(call)
+        if len(offers) > 1 or NO_OFFER in offers or self._first is None:
+            return
+        calls, _ = self._learnt[self._first]
+        if calls[0] == call and len(calls) > 1:
+            self._left = calls[1:]
+            self._channel.pending = self
+
+    def count(self, call: PlannedCall, counts: Tensor) -> None:
+        """Note the values per channel of each rank, (W,), which are on their way to the host from the last call on."""
+        self._counted.append((call, counts))
+        if not self._left:
+            self._copied = [call for call, _ in self._counted], HostCopy(torch.stack([c for _, c in self._counted]))
+            self._counted = []
+
+    def counts(self) -> Iterator[tuple[PlannedCall, list[int]]]:
+        """Yield the calls of the last plan, each with the values per channel of each rank."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            for call, counts in zip(copied[0], copied[1].read().tolist(), strict=True):
+                yield call, [int(count) for count in counts]
+
+    def _remember(self) -> None:
+        """Remember the calls of the last forward."""
+        if self._first is not None:
+            calls, times = self._learnt.pop(self._first, ([], 0))
+            self._learnt[self._first] = (self._seen, times + 1 if calls == self._seen else 1)
+            if len(self._learnt) > _KEPT:
+                del self._learnt[next(iter(self._learnt))]
+        self._seen = []
+
+    # ------------------------------------------------------------------ the end of a plan
+
+    def finish(self) -> list[bytes]:
+        """Leave the plan before another handshake, if it is open."""
+        self._leave("another handshake")
+        return []
+
+    def _leave(self, instead: str) -> None:
+        """Leave the plan, if it is open, and say where.
+
+        Raises:
+            RankMismatchError: on every rank, if ranks left it at different calls, or some did not.
+
+        Communication: the gathers that are left, and one handshake.
+        """
+        if self._left:
+            must_match = {"left out": self._left[0].title, "instead": instead}
+            self.receive()
+            handshake.all_gather("the batch norms of a forward", must_match, group=self._groups[1])
+
+    def receive(self, timeout: timedelta | None = None) -> list[Header]:
+        """Leave the plan without a word. Communication: the gathers that are left."""
+        left, self._left, self._counted = self._left, [], []
+        if left:
+            self._channel.pending = None
+            assert self._first is not None
+            self._breaks[self._first] += 1
+            with torch.no_grad():
+                for call in left:
+                    gather_stacked(call.without_rows(), self._groups[0])
+        return []
