@@ -29,7 +29,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses.partial_sums import global_mean
 from lightning_ddp_losses.microbatch import microbatched
-from lightning_ddp_losses.samplers.seeded_draw import share
+from lightning_ddp_losses.samplers.global_draw import share
 
 # how a mean over the rows of an epoch is logged: reduced once, as ranks with different numbers of rows weigh it differently
 _EPOCH_MEAN: dict[str, Any] = {"on_step": False, "on_epoch": True, "prog_bar": True, "sync_dist": True}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -443,6 +443,15 @@ def raise_on_all_ranks(
     told = mismatch_error(headers)
     told.reported_in = error.reported_in  # type: ignore[attr-defined]  # who knows of the one knows of the other
     raise told from error
+
+
+@contextlib.contextmanager
+def raising_on_all_ranks(where: str, *, group: Group = None) -> Iterator[None]:
+    """Raise an error that one rank has inside the block on every rank (``raise_on_all_ranks``)."""
+    try:
+        yield
+    except Exception as error:
+        raise_on_all_ranks(error, where, group=group)
 
 
 def notify_subgroups(error: Exception, where: str) -> bool:

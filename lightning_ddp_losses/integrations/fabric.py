@@ -23,11 +23,10 @@ from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.strategies import ddp_setup, same_setup
-from lightning_ddp_losses.strategies.call_check import CallCheck
+from lightning_ddp_losses.strategies import ddp_setup
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, is_loss, named_tensors
-from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
-from lightning_ddp_losses.strategies.loss_parallelism import Advice, prepare_losses_
+from lightning_ddp_losses.strategies.loss_forward import CallCheck, LossForwardPatch
+from lightning_ddp_losses.strategies.loss_parallelism import Advice, compare_names, prepare_losses_
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameters
 from lightning_ddp_losses.strategies.shards import Shards, map_optimizer_state, own_part
 
@@ -96,7 +95,7 @@ class FabricDDPLossStrategy(DDPStrategy):
         """
         path = f"module_{len([*self._root.children()])}"
         self._root.add_module(path, module)
-        same_setup.compare_names(module, {})
+        compare_names(module, {})
         # 1. classes are divided before anything is broadcast
         self._sharding.setup_new_shards()
         prepare_losses_(self._root)

@@ -20,7 +20,6 @@ positive, negatives.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import os
@@ -66,14 +65,6 @@ class _OverAllRanks:
         must_match = {"options": options, "coefficient of the last backward": watch.take()}
         return gather_batch(type(self).__name__, columns, must_match, **how)
 
-    @contextlib.contextmanager
-    def _raising_on_all_ranks(self) -> Iterator[None]:
-        """Raise an error inside the block of one rank on every rank."""
-        try:
-            yield
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, type(self).__name__)
-
     def _shared(self, value: Tensor) -> Tensor:
         """Return a loss that every rank has computed. Its coefficient in backward is compared at the next call."""
         remember_global_value(value)
@@ -102,7 +93,7 @@ class _Ranking(_OverAllRanks):
         columns = [column.to(dtype) for column in columns]
         names = [f"column {number}" for number in range(len(columns))]
         devices = {column.device.type for column in columns}
-        with precision.without_autocast(devices), self._raising_on_all_ranks():
+        with precision.without_autocast(devices), handshake.raising_on_all_ranks(type(self).__name__):
             if self.directions != ("query_to_doc",) or self.hardness_mode is not None:
                 gathered = self._gather(dict(zip(names, columns, strict=True)), backward="own_slice")
                 with inside_global_batch():
@@ -235,11 +226,12 @@ class GISTEmbedLoss(_OverAllRanks, theirs.GISTEmbedLoss):  # type: ignore[misc]
 
         # a copy of this loss with models that return the rows of all ranks
         twin: Any = copy.copy(self)
+        title = type(self).__name__
         models = {name: gathering(name) for name in ("model", "guide")}
         others = {name: module for name, module in self.named_children() if name not in models}
         twin.__dict__.update(models, _modules=others)
         # merged columns would be gathered rank by rank
-        with column_merging_disabled(), inside_global_batch(), self._raising_on_all_ranks():
+        with column_merging_disabled(), inside_global_batch(), handshake.raising_on_all_ranks(title):
             value = super(GISTEmbedLoss, twin).forward([*map(_filled, features)], labels)
         return self._shared(value)
 

@@ -1,28 +1,29 @@
 """Draws the batches of one process on every rank, deals them to the ranks, and resumes in the middle of an epoch.
 
-Every rank draws all indices of an epoch (``seeded_draw``), the ranks compare them in a handshake, and each keeps its contiguous part of
-every batch.
+Every rank draws all indices of an epoch from the same seed, which is cheap compared to loading. The ranks compare them in a handshake, and
+each keeps its contiguous part of every batch. Every generator that a sampler may use is seeded for the draw and restored afterwards, as all
+ranks would have the same dropout otherwise. What a sampler shuffles in place is restored too.
 
 The place in an epoch counts rows that were trained on, of all ranks together. So it means the same for any number of ranks, and rows that
 the workers of a DataLoader had already drawn are drawn again. The rest of a saved state is compared: another sampler, seed, data set or
 global batch would silently give other batches.
-
-An order that follows from the seed alone (`ShuffledDraw`) is not exchanged: every rank computes it. The permutation of epoch ``e`` is
-``torch.randperm`` from ``seed + e``. It is kept as a tensor (4 bytes a row). Each batch becomes a list when it is read. A resumed epoch
-starts at its place at once.
 
 Legend: ``n`` rows of the data set, ``W`` ranks, ``G`` rows of a global batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import operator
 import struct
+import sys
 import warnings
+from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -31,18 +32,18 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
+from lightning_ddp_losses.core.nests import is_array
+from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.fingerprint import hash_bytes
-from lightning_ddp_losses.distributed.raw_collectives import host_memory
+from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, RankMismatchError, expect, expect_count
-from lightning_ddp_losses.samplers.seeded_draw import draw_digest, draw_seeded, nested_samplers, share
-
-Batches = list[list[Any]]
 
 _OFFER = struct.Struct("<Q16s")  # seed, digest of the draw that this rank still has
 _NONE = bytes(16)
-_INT32_ROWS = 1 << 31
+_PML = "pytorch_metric_learning.utils.common_functions"
+_CONTAINERS = (list, dict, set, deque, array, tuple)  # and tensors and arrays of numpy
+_PLAIN = {int, float, str, bool, type(None)}
+_MAX_COPIED = 256 << 20  # bytes of an array
 
 
 class EpochPlace(NamedTuple):
@@ -196,10 +197,8 @@ class GlobalDraw:
             state: Result of ``state_dict``.
             announced: Number that ``set_epoch`` will give this epoch, after its iterator is made. None: its own, before.
         """
-        try:
+        with handshake.raising_on_all_ranks(f"{self.title}, load_state_dict"):
             place = self._read_place(state)
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, f"{self.title}, load_state_dict")
         self._own_seed, self._kept = state["seed"], None
         self._announce(place if announced is None else place._replace(announced=announced))
         if announced is None:
@@ -301,7 +300,7 @@ class GlobalDraw:
 
     # ------------------------------------------------------------------ drawing
 
-    def latest_batches(self) -> Batches:
+    def latest_batches(self) -> list[list[Any]]:
         """Return this rank's part of each batch of the epoch that was drawn last, empty before the first."""
         return [] if self._kept is None else list(self._kept[2])
 
@@ -320,11 +319,9 @@ class GlobalDraw:
         if place is None and not self._begun[1]:
             self._warn_of_unread_place()
         epoch = self.epoch if place is None else place.epoch
-        try:
+        with handshake.raising_on_all_ranks(f"{self.title}, epoch {epoch}"):
             own = self._draw_together(epoch)
             start = self._first_batch(place)
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, f"{self.title}, epoch {epoch}")
         for number in range(start, len(own)):
             self._begun = (epoch, number + 1)
             yield own[number]
@@ -416,7 +413,7 @@ class GlobalDraw:
     def _first_seed(self) -> int:
         return torch.initial_seed() % NUMPY_SEEDS
 
-    def _draw(self, seed: int, epoch: int) -> Batches:
+    def _draw(self, seed: int, epoch: int) -> list[list[Any]]:
         for sampler in nested_samplers(self.source):
             set_epoch = getattr(sampler, "set_epoch", None)
             if callable(set_epoch):
@@ -477,99 +474,127 @@ def _refuse_other_sampler(sampler: Any) -> None:
     expect(is_finite, what, expected=expected, got=f"{name} without one", fix=fix)
 
 
-# ---------------------------------------------------------------------- an order that follows from the seed
+# ---------------------------------------------------------------------- an epoch of any sampler
 
 
-class Permutation(Sampler[int]):
-    """The numbers 0 to n - 1, in another order for each seed.
-
-    Args:
-        length: Number of rows, n.
-
-    Attributes:
-        dtype: The smallest integer dtype for a row number.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.dtype = torch.int32 if length < _INT32_ROWS else torch.int64
-
-    def __len__(self) -> int:
-        return self.length
-
-    def order(self, seed: int) -> Tensor:
-        """Return the order for a seed.
-
-        Returns:
-            (n,), int32 if the numbers fit.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(self.length, generator=generator, dtype=self.dtype)
-
-
-class NaturalOrder(Permutation):
-    """The numbers 0 to n - 1 as they come, for every seed."""
-
-    def order(self, seed: int) -> Tensor:
-        """Return the numbers in ascending order."""
-        return torch.arange(self.length, dtype=self.dtype)
-
-
-@dataclass(frozen=True)
-class LocalBatches(Sequence[list[int]]):
-    """This rank's part of each batch of an epoch. A batch is made when it is read.
-
-    Attributes:
-        order: Row numbers of the epoch, all ranks together.
-        global_batch_size: Rows of a global batch, G. The last batch may have fewer.
-        world_size: Number of ranks.
-        rank: Number of this rank.
-    """
-
-    order: Tensor
-    global_batch_size: int
-    world_size: int
-    rank: int
-
-    def __len__(self) -> int:
-        return math.ceil(len(self.order) / self.global_batch_size)
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        start = number * self.global_batch_size
-        batch = self.order[start : start + self.global_batch_size]
-        return batch[share(len(batch), self.world_size, self.rank)].tolist()
-
-
-class ShuffledDraw(GlobalDraw):
-    """The batches of an order that follows from the seed alone.
+def draw_seeded(sampler: Any, seed: int) -> list[Any]:
+    """Return everything that a sampler yields after seeding, and restore the generators and the sampler's containers.
 
     Args:
-        sampler: Order of the rows.
-        global_batch_size: Rows of a global batch, G.
-        local_batch_size: Rows of a rank's batch. G is W times this.
-        drop_last: Leave out a last batch of fewer than G rows.
-        seed: Seed of epoch 0. Epoch ``e`` has ``seed + e``. None: 0, or the seed of a loaded state.
-        title: Name in errors.
+        sampler: Sampler over the whole data set.
+        seed: Seed of all generators: the global ones, pytorch-metric-learning's, and attributes of the sampler and of samplers inside it.
     """
+    generators = [*global_generators(), getattr(sys.modules.get(_PML), "NUMPY_RANDOM", None)]
+    for owner in nested_samplers(sampler):
+        generators += _attributes(owner).values()
+    with preserve_random_state(generators, seed=seed % NUMPY_SEEDS), preserve_shuffled(sampler):
+        return list(sampler)
 
-    source: Permutation
 
-    def _first_seed(self) -> int:
-        return 0  # ranks exchange none
+def draw_digest(batches: Iterable[list[Any]]) -> bytes:
+    """Return a hash of drawn batches."""
+    seen = blake2b(digest_size=16)
+    for batch in batches:
+        try:
+            data = array("q", batch).tobytes()
+        except (TypeError, OverflowError):
+            data = repr(batch).encode()
+        seen.update(len(data).to_bytes(8, "little") + data)
+    return seen.digest()
 
-    def _draw_together(self, epoch: int) -> Sequence[list[Any]]:
-        W, rank = process_groups.world_size(), process_groups.rank()
-        place, G = (epoch, W, rank), self._global_rows()
-        assert G is not None
-        if self._kept is None or self._kept[0] != place:
-            full, rest = self._cut(G)
-            order = self.source.order((self._offer() + epoch) % NUMPY_SEEDS)[: full * G + rest]
-            digest = hash_bytes(host_memory(order)).to_bytes(8, "little", signed=True)
-            self._kept = (place, digest, LocalBatches(order, G, W, rank))
-            self._sizes = [G] * full + [rest] * bool(rest)
-        _, digest, batches = self._kept
-        # seed and length give the order. Its hash finds ranks with other releases of torch
-        handshake.all_gather(self.title, {**self._must_match(epoch), "order": digest.hex()})
-        return batches
+
+def share(rows: int, world_size: int, rank: int) -> slice:
+    """Return the rank's contiguous part of ``rows``. Sizes differ by one at most, with the larger parts first."""
+    each, extra = divmod(rows, world_size)
+    start = rank * each + min(rank, extra)
+    return slice(start, start + each + (rank < extra))
+
+
+def nested_samplers(sampler: object) -> list[object]:
+    """Return ``sampler`` and the samplers that it holds, outermost first."""
+    found = [sampler]
+    for outer in found:
+        for value in _attributes(outer).values():
+            if isinstance(value, Sampler) and all(value is not other for other in found):
+                found.append(value)
+    return found
+
+
+def _attributes(owner: object) -> dict[str, Any]:
+    return getattr(owner, "__dict__", {})
+
+
+# ---------------------------------------------------------------------- the sampler's containers
+
+
+@contextlib.contextmanager
+def preserve_shuffled(sampler: object) -> Iterator[None]:
+    """Undo a sampler's changes to its lists and arrays: an epoch does not depend on the epochs drawn before it.
+
+    Restores the lists, dicts, sets, arrays and tensors in its attributes, also inside each other, and which of them an attribute names.
+
+    Raises:
+        ConfigurationError: if an array that is too large for a copy was changed.
+    """
+    owners = list(map(_attributes, nested_samplers(sampler)))
+    named = [{name: value for name, value in owner.items() if _is_container(value)} for owner in owners]
+    queue = [value for owner in owners for value in owner.values()]
+    kept = [(own, _saved(own)) for own in _containers_in(queue)]
+    try:
+        yield
+    finally:
+        for own, before in kept:
+            _restore_(own, before, type(sampler).__name__)
+        for owner, values in zip(owners, named, strict=True):
+            owner.update(values)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, _CONTAINERS) or is_array(value)
+
+
+def _containers_in(queue: list[Any]) -> Iterable[Any]:
+    """Return the containers among values and inside them, each once. The queue is empty afterwards."""
+    found: dict[int, Any] = {}
+    while queue:
+        value = queue.pop()
+        if id(value) in found or not _is_container(value):
+            continue
+        found[id(value)] = value
+        # most lists hold numbers or texts, without containers inside
+        if isinstance(value, dict):
+            queue += value.values()
+        elif isinstance(value, (list, tuple, deque)) and not set(map(type, value)) <= _PLAIN:
+            queue += value
+    return found.values()
+
+
+def _saved(own: Any) -> Any:
+    """Return a shallow copy of a container, a hash of an array that is too large for one, or None for a read-only one."""
+    if isinstance(own, Tensor):
+        if own.layout != torch.strided or own.is_meta:
+            return None
+        return fingerprint(own) if own.nbytes > _MAX_COPIED else own.detach().clone()
+    if is_array(own):
+        if not own.flags.writeable:
+            return None
+        is_large = own.nbytes > _MAX_COPIED and own.dtype != object
+        return hash_bytes(own.tobytes()) if is_large else own.copy()
+    return None if isinstance(own, tuple) else copy.copy(own)
+
+
+def _restore_(own: Any, before: Any, name: str) -> None:
+    """Give a container back its saved contents."""
+    if before is None:
+        return
+    if isinstance(before, int):
+        what, fix = f"{name}, an array of {own.nbytes >> 20} MiB", "Let it shuffle a list of indices, or a copy."
+        expect(_saved(own) == before, what, expected="unchanged by drawing", got="another order", fix=fix)
+    elif isinstance(own, (list, array)):
+        own[:] = before
+    elif isinstance(own, (dict, set, deque)):
+        own.clear()
+        own.extend(before) if isinstance(own, deque) else own.update(before)
+    else:  # numpy's array or a tensor, which may have no dimension
+        with torch.no_grad():
+            own[...] = before

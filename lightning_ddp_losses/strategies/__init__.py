@@ -5,10 +5,10 @@
 * ``ddp_losses``: the strategy, and the wrap of the model in DDP. ``ddp_setup``: who reduces what, buffers, batch norm, launchers.
 * ``fsdp_losses``: the strategy for models that ``fully_shard`` divides, and what it refuses.
 * ``loss_hooks``: Lightning's hooks, in the order of a fit, and those around checkpoints. ``loss_parallelism``: the losses of a fit and
-  the list of its parts. ``same_setup``: facts that ranks must have in common.
-* ``loss_discovery``: which submodules are losses. ``loss_forward``: precision and checks around each call of a loss, losses made global,
-  and losses that the module does not register.
-* ``call_check``: the handshake in each backward. ``loss_reducer``: the mean of the losses' gradients after it.
+  the list of its parts, and facts that ranks must have in common.
+* ``loss_discovery``: which submodules are losses. ``loss_forward``: precision and checks around each call of a loss, the handshake that
+  compares the calls in each backward, losses made global, and losses that the module does not register.
+* ``loss_reducer``: the mean of the losses' gradients after backward.
 * ``epoch_ends``: training epochs that end on every rank at the same batch, and batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
 * ``windows``: accumulation windows in Lightning's loops, and its counters. ``interruptions``: signals, and checkpoints after errors.

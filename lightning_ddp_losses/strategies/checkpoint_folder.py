@@ -46,19 +46,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, nests
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.strategies.checkpoint_files import (
-    BLOCKS,
-    METADATA,
-    SAVING,
-    file_errors,
-    sync_folder,
-    unwritten,
-    write_whole,
-)
+from lightning_ddp_losses.strategies import checkpoint_files
+from lightning_ddp_losses.strategies.checkpoint_files import BLOCKS, METADATA, SAVING
 from lightning_ddp_losses.strategies.shards import is_part, names_of, parameters_in_order
 
 _BLOCKS_PREFIX = "blocks-"
@@ -109,7 +102,7 @@ class _Writer(FileSystemWriter):
     """Writes this rank's file, and reports the file system's error."""
 
     def write_data(self, *args: Any) -> Any:
-        with file_errors():
+        with checkpoint_files.file_errors():
             return super().write_data(*args)
 
 
@@ -135,7 +128,9 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
         try:
             save(state, storage_writer=_Writer(blocks), planner=planner, process_group=group, no_dist=group is None)
         except CheckpointException as error:  # on every rank, with the errors of all
-            raise unwritten(path, {r: failure[0] for r, failure in error.failures.items()}, collective=True) from error
+            raise checkpoint_files.unwritten(
+                path, {r: failure[0] for r, failure in error.failures.items()}, collective=True
+            ) from error
         own = {found.name: _checksum(found) for found in blocks.glob(f"__{rank}_*")}
         by_rank = handshake.all_gather_json(SAVING, {}, own)
         if rank > 0:
@@ -144,9 +139,9 @@ def write_folder(path: Path, checkpoint: Mapping[str, Any], shards: Mapping[str,
         checksums = {_INDEX: _checksum(blocks / _INDEX)}
         for found in by_rank:
             checksums.update(found)
-        sync_folder(blocks)
+        checkpoint_files.sync_folder(blocks)
         rest[BLOCKS] = {"folder": name, "checksums": checksums}
-        write_whole(path / METADATA, partial(torch.save, rest))
+        checkpoint_files.write_whole(path / METADATA, partial(torch.save, rest))
     except Exception:
         if rank == 0:
             shutil.rmtree(blocks, ignore_errors=True)
@@ -184,7 +179,7 @@ def _write_index(path: Path, name: str) -> None:
     index = FileSystemReader(path / name).read_metadata()
     for place in index.storage_data.values():
         place.relative_path = f"{name}/{place.relative_path}"
-    write_whole(path / _INDEX, partial(pickle.dump, index))
+    checkpoint_files.write_whole(path / _INDEX, partial(pickle.dump, index))
 
 
 def _checksum(path: Path) -> int:
@@ -264,7 +259,9 @@ def read_optimizer_state(
     # 1. read it, by name
     saved = checkpoint["optimizer_states"][number]
     saved_state = saved.get("state", {})  # an optimizer that has not stepped has none
-    entries = {name: _places_for(entry, likes.get(name)) for name, entry in saved_state.items()}
+    entries = {}
+    for name, entry in saved_state.items():
+        entries[name] = nests.map_tensors(partial(_place_for, like=likes.get(name)), entry)
     places = {"state": entries, "param_groups": saved["param_groups"]}
     state = _read(_blocks_of(path, checkpoint), f"optimizer_{number}", places)
     groups = [{**group, "params": _elements_of(group["params"])} for group in _elements_of(state["param_groups"])]
@@ -331,12 +328,6 @@ def _place_for(saved: Tensor, like: Tensor | None, *, in_place: bool = False) ->
     return place if shard is None else _Block.of(place, shard)
 
 
-def _places_for(saved: Any, like: Tensor | None) -> Any:
-    if isinstance(saved, Mapping):
-        return {key: _places_for(value, like) for key, value in saved.items()}
-    return _place_for(saved, like) if isinstance(saved, Tensor) else saved
-
-
 def _read(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
     """Return a tree of places with what blocks hold under a title, by whichever ranks it was written."""
     tree = {title: places}
@@ -345,11 +336,9 @@ def _read(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
     planner.set_up_planner(tree, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    found: dict[str, Any] = _without_blocks(tree[title])
+    found: dict[str, Any] = nests.map_tensors(_without_block, tree[title])
     return found
 
 
-def _without_blocks(read: Any) -> Any:
-    if isinstance(read, Mapping):
-        return {key: _without_blocks(value) for key, value in read.items()}
+def _without_block(read: Tensor) -> Tensor:
     return read.part if isinstance(read, _Block) else read

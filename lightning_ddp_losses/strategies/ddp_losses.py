@@ -156,9 +156,10 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Find the losses, wrap the rest of the module, synchronise both."""
         self._layer_sync = ddp_setup.choose_layer_sync(self.root_device, self._layer_sync)
-        self._losses.setup(trainer, super().setup, self._refuse)
+        super().setup(trainer)
 
-    def _refuse(self, module: pl.LightningModule) -> None:
+    def refuse_module(self, module: pl.LightningModule) -> None:
+        """Refuse parameters that are divided, and a static graph in manual optimisation."""
         ddp_setup.refuse_sharded_parameters(module)
         ddp_setup.refuse_static_graph_by_hand(module, self._ddp_kwargs)
 
@@ -256,7 +257,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
         super().post_backward(closure_loss)
         self._graph_is_recorded = self._graph_is_recorded or self.sync_gradients
 
-    def _broadcast_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Do the work of DDP's forward if there is no DDP around the model."""
         if self.wrapped_model is None and self.sync_gradients:
             ddp_setup.broadcast_buffers(self._losses.module, self._losses.found, self._ddp_kwargs)

@@ -264,7 +264,12 @@ class CommonEnds(CombinedLoader):
         # a limit alone does not say how many batches come
         is_known = all(None not in numbers for numbers in (together, *lengths))
         if self.ends.mode == "error":
-            self._agree_or_refuse(together if is_known else None)
+            # all loaders together are one stream, of the same length on every rank
+            if is_known:
+                self.ends.refuse_lengths(together)
+                self._common_length = min(together)  # the fit ends before
+            agreed = together if is_known else None
+            self._together = _Stream(self.ends, self.flattened, agreed).over(super().__next__)
             return self
         self._agree(lengths, limits)
         if is_known:
@@ -279,13 +284,6 @@ class CommonEnds(CombinedLoader):
         batch = super().__next__()
         self.lacks_rows.append(any(stream.lacks_rows for stream in self._streams))
         return batch
-
-    def _agree_or_refuse(self, lengths: Sequence[int] | None) -> None:
-        """Let all loaders together be one stream, of the same length on every rank."""
-        if lengths is not None:
-            self.ends.refuse_lengths(lengths)
-            self._common_length = min(lengths)  # the fit ends before
-        self._together = _Stream(self.ends, self.flattened, lengths).over(super().__next__)
 
     def _agree(self, lengths_by_rank: Sequence[Any], limits_by_rank: Sequence[Any]) -> None:
         """Let each loader be a stream with a common end. Lightning's modes combine those."""

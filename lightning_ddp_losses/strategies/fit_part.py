@@ -25,20 +25,21 @@ off is not in the list, and a hook that a part does not override does not cost a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
-from lightning_ddp_losses.strategies.same_setup import stable_texts
 
 _ALLOWED: dict[str, tuple[object, ...]] = {
     "global_batch": (False, "auto"),
@@ -47,6 +48,7 @@ _ALLOWED: dict[str, tuple[object, ...]] = {
     "evaluation": ("exact", "padded"),
     "uneven": ("error", "join", "stop"),
 }
+_MAY_DIFFER = ("timeout", "start_method")  # how a node waits and starts its processes changes no gradient
 _NEED_LOSSES = {"accumulation": "mean", "use_global_sampler": False, "uneven": "error"}  # with their defaults
 
 
@@ -111,6 +113,29 @@ def _parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+def stable_texts(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return a strategy's arguments as text, which two nodes can compare.
+
+    Args:
+        arguments: Arguments of its ``__init__`` by name, with those of ``**ddp_kwargs``. Objects (a plugin, a hook) and Lightning's
+            defaults are left out.
+    """
+    defaults = inspect.signature(DDPStrategy.__init__).parameters
+    found = {}
+    for name, value in sorted(arguments.items()):
+        is_default = name in defaults and value == defaults[name].default
+        if name not in _MAY_DIFFER and not is_default and has_stable_repr(value):
+            found[name] = repr(value)
+    return found
+
+
+def has_stable_repr(value: object) -> bool:
+    """Return whether equal values have the same text in every process."""
+    if isinstance(value, (list, tuple)):
+        return all(map(has_stable_repr, value))
+    return isinstance(value, (bool, int, float, str, torch.dtype, timedelta))
+
+
 class HostStrategy(ParallelStrategy):
     """Lightning's strategy with the properties that losses need of the one that parallelises the model.
 
@@ -141,6 +166,25 @@ class HostStrategy(ParallelStrategy):
     def sync_gradients(self) -> bool:
         """Whether the next backward reduces gradients: not on a step that only accumulates."""
         return not self._sync_blocked
+
+    def refuse_module(self, module: pl.LightningModule) -> None:
+        """Raise for a module that the strategy cannot train."""
+
+    def broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's buffers before a synchronising step, if no DDP around the model does."""
+
+    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
+        """Let a check's bytes travel in the call check of each synchronising backward of this fit.
+
+        Args:
+            measure: This rank's bytes, asked for before backward. Must not raise.
+            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced. Its errors must be the
+                same on every rank.
+
+        Returns:
+            Whether they will travel: not without ``check_calls``, nor under ``losses=[]``.
+        """
+        raise NotImplementedError
 
 
 class Fit(Protocol):
@@ -186,9 +230,6 @@ class Fit(Protocol):
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the peers know of an error of this rank, once."""
-
-    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
-        """Let bytes travel in each call check, and return whether they will (``LossHooks.attach_payload``)."""
 
     def raise_on_all_ranks(self, where: str) -> AbstractContextManager[None]:
         """Raise on every rank any error that one of them has inside the block."""

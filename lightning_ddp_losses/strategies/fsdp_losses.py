@@ -24,7 +24,6 @@ from operator import is_
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -189,11 +188,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         with super().model_sharded_context():
             yield
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        """Find the losses, let Lightning set up the sharded module, synchronise whole parameters."""
-        self._losses.setup(trainer, super().setup, self._refuse)
-
-    def _refuse(self, module: nn.Module) -> None:
+    def refuse_module(self, module: nn.Module) -> None:
+        """Refuse a module that ``fully_shard`` has not divided over all ranks, and losses that it has divided."""
         _refuse_other_parallelism(module)
         _refuse_losses(module, find_losses(module, self._losses.options.losses))
 
@@ -222,7 +218,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
 
     # ------------------------------------------------------------------ steps
 
-    def _broadcast_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, as DDP does. Parameters are this rank's parts again."""
         module = self._losses.module
         # fully_shard puts other objects in place of the parts while they are gathered

@@ -21,10 +21,9 @@ import logging
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import PurePath
-from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -44,16 +43,24 @@ class Interruptions(FitPart):
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self._sigterm = _Flag("SIGTERM reached rank {0}: all {1} ranks end after this step.")
-        self._requeue = _Requeue()
-        self._after_error = _AfterError(fit, self._sigterm)
+        self._requeue = _Flag("The signal to requeue reached rank {0}: all save after this step.")
+        self._has_to_save = self._is_saving = False  # for SLURM, in this batch
+        self._is_together = False  # after the error all ranks stand at the same place, and can save divided parameters
+        self._set_aside: list[Callback] = []
 
     def setup(self) -> None:
         """Come before Lightning's checkpoint callbacks, and after the checks, which inform peers by themselves."""
         callbacks: list[Callback] = self.fit.trainer.callbacks  # type: ignore[attr-defined]
         savers = [index for index, callback in enumerate(callbacks) if isinstance(callback, Checkpoint)]
         if process_groups.world_size() > 1:
-            self.undo.callback(self._after_error.restore, callbacks)
-            callbacks.insert(min(savers, default=len(callbacks)), self._after_error)
+            self.undo.callback(lambda: callbacks.extend(self._set_aside))
+            self._insert(min(savers, default=len(callbacks)), LambdaCallback(on_exception=self._after_error))
+
+    def _insert(self, place: int, callback: Callback) -> None:
+        """Give the trainer a callback for the length of this run."""
+        callbacks: list[Callback] = self.fit.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.insert(place, callback)
+        self.undo.callback(callbacks.remove, callback)
 
     def on_train_start(self) -> None:
         """Replace the signal handlers, which Lightning has installed by now and removes at the end of the run.
@@ -63,15 +70,14 @@ class Interruptions(FitPart):
         if not self.fit.options.check_calls or process_groups.world_size() == 1:
             return
         trainer = self.fit.trainer
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         compat.replace_sigterm_notice(trainer, self._note_sigterm)
         self.undo.callback(compat.skip_sigterm_broadcast(trainer))
         self._sigterm.travel(self.fit, lambda: compat.mark_sigterm_(trainer))
         if compat.requeues_on_signal(trainer):
-            self._requeue.save_and_requeue = compat.replace_requeue_handler(trainer, self._requeue.flag.set)
-            self._requeue.flag.travel(self.fit, self._requeue.save_after_this_batch)
-            callbacks.append(self._requeue)
-            self.undo.callback(_remove, callbacks, self._requeue)
+            save = compat.replace_requeue_handler(trainer, self._requeue.set)
+            self._requeue.travel(self.fit, self._save_after_this_batch)
+            saver = LambdaCallback(on_train_batch_end=lambda *_: self._save_if_due(save))
+            self._insert(len(trainer.callbacks), saver)  # type: ignore[attr-defined]
 
     def _note_sigterm(self) -> None:
         launcher = self.fit.trainer.strategy.launcher
@@ -79,9 +85,21 @@ class Interruptions(FitPart):
             launcher.kill(signal.SIGTERM)  # processes that this one has started, as Lightning does
         self._sigterm.set()
 
+    def _save_after_this_batch(self) -> None:
+        self._has_to_save = True
+
+    def _save_if_due(self, save_and_requeue: Callable[[], None]) -> None:
+        """Save on all ranks, and queue the job again on rank 0, if a flag has arrived in this batch."""
+        if self._has_to_save:
+            self._has_to_save, self._is_saving = False, True
+            try:
+                save_and_requeue()
+            finally:
+                self._is_saving = False
+
     def saves_together(self, path: object) -> bool:
         """Return whether all ranks save this checkpoint, at the same place of the run or after an error that all of them have."""
-        return self._after_error.is_together or self.is_collective(path)
+        return self._is_together or self.is_collective(path)
 
     def is_collective(self, path: object) -> bool:
         """Return whether all ranks save this checkpoint at the same place of a healthy run.
@@ -93,12 +111,33 @@ class Interruptions(FitPart):
         is_interrupted = trainer is not None and trainer.interrupted
         if is_interrupted and (self.fit.is_alone or not self._sigterm.is_known):
             return False
-        return self._requeue.is_saving or not PurePath(str(path)).name.startswith(_REQUEUED)
+        return self._is_saving or not PurePath(str(path)).name.startswith(_REQUEUED)
 
+    def _after_error(self, trainer: pl.Trainer, _module: pl.LightningModule, exception: BaseException) -> None:
+        """Inform the peers, then decide which callbacks after this one may save, and with which ranks.
 
-def _remove(callbacks: list[Callback], callback: Callback) -> None:
-    if callback in callbacks:
-        callbacks.remove(callback)
+        Ranks that end by SIGTERM after the same step have no error. They save together.
+
+        Communication: one handshake, which meets the peers' next one. One more where something is divided and all ranks have the error.
+        """
+        if self._sigterm.is_known and isinstance(exception, SIGTERMException):
+            return
+        self.fit.on_exception(exception)
+        is_divided, is_known = self.fit.is_divided, handshake.has_reached_all(exception)
+        self._is_together = is_divided and is_known and _made_the_same_steps(trainer)
+        self.fit.is_alone = not self._is_together
+        savers = [callback for callback in trainer.callbacks if _saves_after_errors(callback)]  # type: ignore[attr-defined]
+        if not savers or self._is_together:
+            return
+        if is_divided:
+            _log.error("%s", _refused_checkpoint())
+            for callback in savers:  # each would take the checkpoint for saved, and remove a former one
+                trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
+            self._set_aside = savers
+        elif not is_known and not trainer.is_global_zero:
+            _log.warning(
+                "Rank %d saves nothing after its error: rank 0 does, unless it has ended.", trainer.global_rank
+            )
 
 
 # ---------------------------------------------------------------------- signals
@@ -133,84 +172,10 @@ class _Flag:
                 rank_zero_info(self._report.format(", ".join(ranks), len(flags)))
                 then()
 
-        fit.attach_payload(lambda: bytes([self.is_set]), judge)
-
-
-class _Requeue(Callback):
-    """Saves on all ranks, and queues the job again on rank 0, after the batch of the flag's arrival.
-
-    Attributes:
-        save_and_requeue: Lightning's own handler of the signal.
-        is_saving: True if all ranks save now.
-    """
-
-    save_and_requeue: Callable[[], None]
-
-    def __init__(self) -> None:
-        self.flag = _Flag("The signal to requeue reached rank {0}: all save after this step.")
-        self._is_due = self.is_saving = False
-
-    def save_after_this_batch(self) -> None:
-        """Save as soon as Lightning calls this callback."""
-        self._is_due = True
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Save if a flag has arrived in this batch."""
-        if self._is_due:
-            self._is_due, self.is_saving = False, True
-            try:
-                self.save_and_requeue()
-            finally:
-                self.is_saving = False
+        fit.strategy.attach_payload(lambda: bytes([self.is_set]), judge)
 
 
 # ---------------------------------------------------------------------- errors
-
-
-class _AfterError(Callback):
-    """Handles an error before the callbacks that save.
-
-    Args:
-        fit: The fit.
-        sigterm: Flag of SIGTERM. Ranks that end by it after the same step have no error. They save together.
-
-    Attributes:
-        is_together: After the error all ranks stand at the same place, so they can save divided parameters.
-    """
-
-    def __init__(self, fit: Fit, sigterm: _Flag) -> None:
-        self.is_together = False
-        self._fit, self._sigterm = fit, sigterm
-        self._set_aside: list[Callback] = []
-
-    def restore(self, callbacks: list[Callback]) -> None:
-        """Leave the callbacks as they came."""
-        _remove(callbacks, self)
-        callbacks += self._set_aside
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Inform the peers, then decide which callbacks after this one may save, and with which ranks.
-
-        Communication: one handshake, which meets the peers' next one. One more where something is divided and all ranks have the error.
-        """
-        if self._sigterm.is_known and isinstance(exception, SIGTERMException):
-            return
-        self._fit.on_exception(exception)
-        is_divided, is_known = self._fit.is_divided, handshake.has_reached_all(exception)
-        self.is_together = is_divided and is_known and _made_the_same_steps(trainer)
-        self._fit.is_alone = not self.is_together
-        savers = [callback for callback in trainer.callbacks if _saves_after_errors(callback)]  # type: ignore[attr-defined]
-        if not savers or self.is_together:
-            return
-        if is_divided:
-            _log.error("%s", _refused_checkpoint())
-            for callback in savers:  # each would take the checkpoint for saved, and remove a former one
-                trainer.callbacks.remove(callback)  # type: ignore[attr-defined]
-            self._set_aside = savers
-        elif not is_known and not trainer.is_global_zero:
-            _log.warning(
-                "Rank %d saves nothing after its error: rank 0 does, unless it has ended.", trainer.global_rank
-            )
 
 
 def refuse_alone(fit: Fit) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
@@ -24,17 +25,18 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from lightning_ddp_losses.core.compat import unwrapped_optimizer
+from lightning_ddp_losses.core.compat import attached_trainer, unwrapped_optimizer
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts
 from lightning_ddp_losses.distributed.shard import tags_kept
+from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.strategies import checkpoint_files, shards
 from lightning_ddp_losses.strategies.checkpoint_files import BLOCKS, METADATA, is_folder
 from lightning_ddp_losses.strategies.ddp_setup import start_strategy_world
 from lightning_ddp_losses.strategies.fit_part import HostStrategy
-from lightning_ddp_losses.strategies.interruptions import refuse_alone
+from lightning_ddp_losses.strategies.interruptions import Interruptions, refuse_alone
 from lightning_ddp_losses.strategies.loss_parallelism import PARTS, LossParallelism
 from lightning_ddp_losses.strategies.windows import LightningWindows
 
@@ -73,10 +75,6 @@ class LossHooks(HostStrategy):
         twin._losses = LossParallelism(twin, self._losses.options)
         return twin
 
-    def _broadcast_buffers(self) -> None:
-        """Give all ranks rank 0's buffers before a synchronising step, if no DDP around the model does."""
-        raise NotImplementedError
-
     @property
     def _writes_folder(self) -> bool:
         """Whether a checkpoint is a folder."""
@@ -96,6 +94,10 @@ class LossHooks(HostStrategy):
             atexit.register(process_groups.close, world=True)
         self._losses.call("setup_environment")
 
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Find the losses, let Lightning set up the model without their parameters, synchronise both."""
+        self._losses.setup(trainer, super().setup)
+
     def model_to_device(self) -> None:
         """Undo the precision plugin's conversion of the losses, then move the module."""
         self._losses.precision.restore()
@@ -111,7 +113,8 @@ class LossHooks(HostStrategy):
     def on_train_start(self) -> None:
         """Begin training."""
         super().on_train_start()
-        self._losses.on_train_start()
+        forget_late_notes()
+        self._losses.call("on_train_start")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look at a training batch."""
@@ -124,8 +127,8 @@ class LossHooks(HostStrategy):
         """Run the module's training step. What fails on one rank ends all of them at the peers' next handshake."""
         if self._losses.reducer is None:
             return super().training_step(*args, **kwargs)
-        step = super().training_step
-        return self._losses.training_step(lambda: step(*args, **kwargs), self._broadcast_buffers)
+        with self._losses.training_step():
+            return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's validation step."""
@@ -170,15 +173,14 @@ class LossHooks(HostStrategy):
 
         Communication: one handshake on leaving.
         """
-        windows = self._losses.part(LightningWindows)
-        if windows is None or self._losses.reducer is None or self._losses.module.automatic_optimization:
+        if self.accumulation != "window" or self._losses.reducer is None or self._losses.module.automatic_optimization:
             raise ConfigurationError(
                 "strategy.window()",
                 expected="accumulation='window' and automatic_optimization = False, during fit",
                 got=f"accumulation={self.accumulation!r}",
                 fix="In automatic optimisation the window is what accumulate_grad_batches says.",
             )
-        with windows.block(micro_batches) as window:
+        with self._losses.part(LightningWindows).block(micro_batches) as window:
             yield window
 
     def expect_counts(
@@ -202,15 +204,16 @@ class LossHooks(HostStrategy):
 
         Communication: one handshake.
         """
-        windows = self._losses.part(LightningWindows)
-        if windows is None or self._losses.reducer is None:
+        if self.accumulation != "window" or self._losses.reducer is None:
             raise ConfigurationError("expect_counts", expected="accumulation='window', during fit", got="no window")
-        windows.expect_counts(counts, totals)
+        self._losses.part(LightningWindows).expect_counts(counts, totals)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepare the call check of a synchronising backward. Backward exchanges it before its first gradients leave."""
         self.closure_loss = closure_loss
-        self._losses.start_call_check()
+        check = self._losses.call_check
+        if check is not None and self.sync_gradients:
+            check.start(self._losses.module.global_step)
         super().pre_backward(closure_loss)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -237,12 +240,21 @@ class LossHooks(HostStrategy):
         return closure_loss
 
     def reduce_loss_gradients(self) -> None:
-        """Mean the losses' gradients over ranks, where this backward synchronises. ``backward`` calls it.
+        """Average the losses' gradients over ranks, if this backward synchronises. ``backward`` calls it.
 
         Raises:
             LossCallError: on every rank, for a gradient on some ranks only.
         """
-        self._losses.reduce_gradients()
+        losses = self._losses
+        if losses.reducer is None or not self.sync_gradients:
+            return
+        calls = None if losses.call_check is None else losses.call_check.finish()
+        if calls is None:
+            losses.reducer.reduce()
+        else:
+            losses.reducer.reduce(calls.parameters, calls.expected)
+            losses.advice.uneven_rows(calls.uneven)
+        losses.call("on_gradients_reduced")
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """End a backward."""
@@ -261,9 +273,8 @@ class LossHooks(HostStrategy):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Step as Lightning does, but not with gradients that an accumulation window has yet to correct."""
-        windows = self._losses.part(LightningWindows)
-        if windows is not None:
-            closure = windows.closed(closure, optimizer)
+        if self.accumulation == "window":
+            closure = self._losses.part(LightningWindows).closed(closure, optimizer)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -291,17 +302,11 @@ class LossHooks(HostStrategy):
         return reduce_as_lightning(tensor, group, reduce_op)
 
     def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
-        """Let a check's bytes travel in the call check of each synchronising backward of this fit.
-
-        Args:
-            measure: This rank's bytes, asked for before backward. Must not raise.
-            judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced. Its errors must be the
-                same on every rank.
-
-        Returns:
-            Whether they will travel: not without ``check_calls``, nor under ``losses=[]``.
-        """
-        return self._losses.attach_payload(measure, judge)
+        """Let a check's bytes travel in each call check, as ``HostStrategy.attach_payload`` says."""
+        check = self._losses.call_check
+        if check is not None:
+            check.attach(measure, judge)
+        return check is not None
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -357,8 +362,9 @@ class LossHooks(HostStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write a file or a folder, with the places of global samplers and the random states of all ranks."""
         losses = self._losses
-        with checkpoint_files.saved_on_all_ranks(filepath, is_collective=losses.saves_together(filepath)):
-            checkpoint = losses.with_run_states(checkpoint, filepath)
+        interruptions = losses.part(Interruptions)
+        with checkpoint_files.saved_on_all_ranks(filepath, is_collective=interruptions.saves_together(filepath)):
+            checkpoint = losses.with_run_states(checkpoint, together=interruptions.is_collective(filepath))
             losses.sharding.setup_shards()
             as_folder = self._writes_folder
             checkpoint = losses.sharding.completed(checkpoint, as_folder=as_folder)
@@ -383,7 +389,8 @@ class LossHooks(HostStrategy):
         load = functools.partial(read, checkpoint_path, weights_only)
         checkpoint = checkpoint_files.load_on_all_ranks(file, load, checks_bits=self.local_rank == 0)
         self._loaded_from = checkpoint_path
-        return self._losses.loaded(checkpoint)
+        trainer = attached_trainer(self._losses.module)
+        return checkpoint if trainer is None else self._losses.change("load_state_dict", checkpoint)
 
     def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         return ParallelStrategy.load_checkpoint(self, path, weights_only=weights_only)

@@ -2,12 +2,25 @@
 
 A strategy has one and calls it from Lightning's hooks (``loss_hooks``). It finds the losses, synchronises them, reduces their gradients
 once after backward, and raises errors on every rank. All other features of a fit are its parts (``fit_part``).
+
+Facts must be the same on every rank before anything trains: names of parameters, releases, options, precision. DDP pairs parameters by
+position and would broadcast and average the wrong tensors without a word. A node with another release or option computes another gradient,
+which no shape shows. All facts travel in one handshake at set-up, and a difference is an error on every rank. Facts that may differ
+(Python, builds, releases of other libraries) travel along, and a difference is a warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import itertools
+import json
 import logging
+import platform
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -16,23 +29,25 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.headers import Instance
-from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes, take_late_notes
-from lightning_ddp_losses.errors import PeerError, format_error
-from lightning_ddp_losses.strategies import same_setup
-from lightning_ddp_losses.strategies.call_check import CallCheck, refuse_other_upstream_grads
+from lightning_ddp_losses.distributed.shard import shard_of
+from lightning_ddp_losses.distributed.upstream_grad import take_late_notes
+from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds, name_module
 from lightning_ddp_losses.strategies.evaluation import EvaluationEnds, EvaluationLoaders
-from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy, LossOptions
+from lightning_ddp_losses.strategies.fit_part import Fit, FitPart, HostStrategy, LossOptions, has_stable_repr
 from lightning_ddp_losses.strategies.interruptions import Interruptions
-from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds
-from lightning_ddp_losses.strategies.loss_forward import Adoption, LossCalls
+from lightning_ddp_losses.strategies.loss_discovery import FoundLoss, find_losses, loss_kinds, named_tensors
+from lightning_ddp_losses.strategies.loss_forward import Adoption, CallCheck, LossCalls, refuse_other_upstream_grads
 from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ModelReduction, ReducedParameters
 from lightning_ddp_losses.strategies.resume import Resume
 from lightning_ddp_losses.strategies.shards import Shards
@@ -55,8 +70,11 @@ PARTS: tuple[type[FitPart], ...] = (
 """Features of any strategy, in the order of their hook calls."""
 
 _HOOKS = [name for name, value in vars(FitPart).items() if callable(value) and name not in ("__init__", "is_on")]
+_PACKAGE = __name__.partition(".")[0]
+_TRAINER_OPTIONS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+_LIBRARIES_OF_LOSSES = ("torch.", "pytorch_metric_learning.")
+_MAX_SHOWN = 6  # differing names shown in an error
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 P = TypeVar("P", bound=FitPart)
 
 
@@ -124,9 +142,9 @@ class LossParallelism(Fit):
                 stack.enter_context(own(*args))
             yield
 
-    def part(self, kind: type[P]) -> P | None:
-        """Return the part of this class. None if its option is off."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+    def part(self, kind: type[P]) -> P:
+        """Return the part of this class, which is on."""
+        return next(part for part in self.parts if isinstance(part, kind))
 
     @property
     def is_divided(self) -> bool:
@@ -135,18 +153,12 @@ class LossParallelism(Fit):
 
     # ------------------------------------------------------------------ set-up
 
-    def setup(
-        self,
-        trainer: pl.Trainer,
-        setup_model: Callable[[pl.Trainer], None],
-        refuse: Callable[[pl.LightningModule], None],
-    ) -> None:
+    def setup(self, trainer: pl.Trainer, setup_model: Callable[[pl.Trainer], None]) -> None:
         """Find the losses, let Lightning set up the model, synchronise both.
 
         Args:
             trainer: The trainer.
             setup_model: Lightning's set-up. The strategy calls ``start_reducing`` in it.
-            refuse: Raises for a module that the strategy cannot train.
         """
         module, fitting = self.module, self.is_fitting
         if not self.parts:
@@ -156,7 +168,7 @@ class LossParallelism(Fit):
         liveness.new_run()
         with self.raise_on_all_ranks("setup"):
             self.call("setup")
-            refuse(module)
+            self.strategy.refuse_module(module)
             # 1. the losses, sharded before their values are remembered
             self.found = find_losses(module, self.options.losses)
             self.sharding.setup_shards()
@@ -188,9 +200,16 @@ class LossParallelism(Fit):
         Raises:
             RankMismatchError: on every rank.
         """
-        precision, trainer = self.strategy.precision_plugin.precision, attached_trainer(self.module)
-        facts = same_setup.setup_facts(self.found, self.options.texts, precision=precision, trainer=trainer)
-        same_setup.compare_names(self.module, facts)
+        trainer = attached_trainer(self.module)
+        facts = {
+            _PACKAGE: str(getattr(sys.modules[_PACKAGE], "__version__", "")),
+            "torch": torch.__version__.partition("+")[0],
+            "precision": str(self.strategy.precision_plugin.precision),
+        }
+        facts.update({f"strategy option {name}": value for name, value in self.options.texts.items()})
+        facts.update({f"Trainer({name})": repr(getattr(trainer, name, None)) for name in _TRAINER_OPTIONS})
+        facts.update({f"loss {loss.name}": _describe_loss(loss.module) for loss in self.found})
+        compare_names(self.module, {name: " ".join(value.split()) for name, value in facts.items()})
 
     def start_reducing(
         self, reduced_elsewhere: Sequence[Tensor], ignored: Collection[str] = (), *, first_bucket: float = 0
@@ -215,88 +234,43 @@ class LossParallelism(Fit):
                     f"{loss.title}, named in `losses`, has no parameters: there is nothing to synchronise in it."
                 )
 
-    def on_train_start(self) -> None:
-        """Begin training."""
-        forget_late_notes()
-        self.call("on_train_start")
-
     # ------------------------------------------------------------------ steps
 
-    def training_step(self, step: Callable[[], T], broadcast_buffers: Callable[[], None]) -> T:
-        """Run a training step. Its error ends all ranks at the peers' next handshake.
-
-        Args:
-            step: Lightning's own step.
-            broadcast_buffers: Function that gives all ranks rank 0's buffers, if no DDP around the model does.
-        """
+    @contextlib.contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Run a training step inside the block. Its error ends all ranks at the peers' next handshake."""
         self._calls.count(on=True)
         try:
             with self.raise_on_all_ranks("training_step"):
-                broadcast_buffers()
+                self.strategy.broadcast_buffers()
                 self.call("before_step")
                 with self.around("training_step"):
-                    return step()
+                    yield
         finally:
             self._calls.count(on=False)
-
-    def start_call_check(self) -> None:
-        """Prepare the call check of a synchronising backward. Backward exchanges it before its first gradients leave."""
-        if self.call_check is not None and self.strategy.sync_gradients:
-            self.call_check.start(self.module.global_step)
 
     def exchange_calls(self) -> None:
         """Exchange the call check of this backward now, if it has not been exchanged yet."""
         if self.call_check is not None:
             self.call_check.exchange()
 
-    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
-        """Let bytes travel in each call check, and return whether they will (``LossHooks.attach_payload``)."""
-        if self.call_check is not None:
-            self.call_check.attach(measure, judge)
-        return self.call_check is not None
-
-    def reduce_gradients(self) -> None:
-        """Average the losses' gradients over ranks in a synchronising backward.
-
-        Raises:
-            LossCallError: on every rank, for a gradient on some ranks only.
-        """
-        if self.reducer is None or not self.strategy.sync_gradients:
-            return
-        calls = None if self.call_check is None else self.call_check.finish()
-        if calls is None:
-            self.reducer.reduce()
-        else:
-            self.reducer.reduce(calls.parameters, calls.expected)
-            self.advice.uneven_rows(calls.uneven)
-        self.call("on_gradients_reduced")
-
     # ------------------------------------------------------------------ checkpoints
 
-    def with_run_states(self, checkpoint: dict[str, Any], path: Any) -> dict[str, Any]:
-        """Return a checkpoint with the class of each loss and the entries of all parts."""
-        interruptions = self.part(Interruptions)
-        together = interruptions is None or interruptions.is_collective(path)
+    def with_run_states(self, checkpoint: dict[str, Any], *, together: bool) -> dict[str, Any]:
+        """Return a checkpoint with the class of each loss and the entries of all parts.
+
+        Args:
+            checkpoint: Checkpoint as Lightning collected it.
+            together: True if every rank is here. Not after an error or in a signal.
+        """
         checkpoint = {**checkpoint, LOSS_KINDS: self.kinds()}
         for state_dict in self._hooks["state_dict"]:
             checkpoint = {**checkpoint, **state_dict(checkpoint, together=together)}
         return checkpoint
 
-    def saves_together(self, path: Any) -> bool:
-        """Return whether every rank saves this checkpoint."""
-        interruptions = self.part(Interruptions)
-        return interruptions is None or interruptions.saves_together(path)
-
     def kinds(self) -> list[str]:
         """Return the class of each loss. Before set-up and after teardown too."""
         return loss_kinds(find_losses(self.module, self.options.losses))
-
-    def loaded(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Hand a loaded checkpoint to all parts, and return it as Lightning restores it."""
-        if attached_trainer(self.module) is None:
-            return checkpoint
-        changed: dict[str, Any] = self.change("load_state_dict", checkpoint)
-        return changed
 
     # ------------------------------------------------------------------ end
 
@@ -383,6 +357,109 @@ def prepare_losses_(root: nn.Module) -> None:
             instance.path = path
         if isinstance(inner, process_groups.WithProcessGroup):
             inner.create_internal_groups()
+
+
+# ---------------------------------------------------------------------- facts that ranks have in common
+
+
+def _describe_loss(module: nn.Module) -> str:
+    """Return a loss's class, and the options with which a known library has made it. A user's own class may keep what differs by rank."""
+    kind = type(module)
+    known = kind.__module__.startswith(_LIBRARIES_OF_LOSSES)
+    names = inspect.signature(kind.__init__).parameters if known else ()
+    # a library keeps most of its arguments under their names. The others become an object
+    shown = [f"{name}={getattr(module, name)!r}" for name in names if has_stable_repr(getattr(module, name, module))]
+    return f"{kind.__qualname__}({', '.join(shown)})"
+
+
+def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
+    """Compare what must be the same on every rank: names, shapes, dtypes and order of parameters and buffers, and what else is given.
+
+    Args:
+        module: The module that is trained.
+        facts: Releases and options, by name.
+
+    Raises:
+        RankMismatchError: on every rank, with the first names that differ.
+
+    Communication: one handshake. One more gather if ranks differ.
+    """
+    own = [_describe_tensor(name, tensor) for name, tensor in named_tensors(module)]
+    # which modules are gathered by themselves: ranks must do so in the same order
+    own += [f"{name} divided by fully_shard" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
+    digest = hashlib.sha256("\n".join(own).encode()).digest()
+    received = handshake.all_gather("set-up", facts, digest + pack_notes())
+    note_differences([payload[len(digest) :] for payload in received])
+    if len({payload[: len(digest)] for payload in received}) == 1:
+        return
+    # swap all names, and show the first that differ
+    tables: list[list[str]] = handshake.all_gather_json("all names", {}, own)
+    columns = list(itertools.zip_longest(*tables, fillvalue="nothing"))
+    places = [i for i, column in enumerate(columns) if len(set(column)) > 1]
+    ranks = []
+    for rank in range(len(tables)):
+        shown = [f"position {i}: {columns[i][rank]}" for i in places[:_MAX_SHOWN]]
+        ranks.append("; ".join(shown))
+    raise RankMismatchError(
+        f"parameters and buffers ({len(places)} of {len(columns)} positions)",
+        expected="the same names, shapes and dtypes in the same order on every rank",
+        ranks=ranks,
+        fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
+        collective=True,
+    )
+
+
+def _describe_tensor(name: str, tensor: Tensor) -> str:
+    shard = shard_of(tensor)
+    if is_lazy(tensor):  # the user has excluded it from DDP, or DDP refuses it
+        return f"{name} uninitialized"
+    shape = f"{tuple(tensor.shape)}"
+    if shard is not None:  # ranks hold different rows of the same whole
+        shape = f"{shard.whole_shape(tensor)} divided over ranks"
+    elif isinstance(tensor, DTensor):
+        shape += f" {tensor.placements} over {tuple(tensor.device_mesh.shape)}"
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{name} {shape} {tensor.dtype}{' frozen' * frozen}"
+
+
+def pack_notes() -> bytes:
+    """Return what may differ between nodes. Short, so that it fits into a handshake."""
+    notes = {"python": platform.python_version(), "torch": torch.__version__, **_releases()}
+    return json.dumps(notes).encode()
+
+
+@functools.cache  # a process loads a library once, and reading what is installed takes a fifth of a small fit
+def _releases() -> dict[str, str]:
+    """Return the releases of the libraries that training stands on."""
+    found = {}
+    for name in ("lightning", "pytorch-lightning", "pytorch-metric-learning", "torchmetrics"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def note_differences(payloads: Sequence[bytes]) -> None:
+    """Warn once of harmless differences between nodes.
+
+    Args:
+        payloads: Result of ``pack_notes`` on each rank.
+    """
+    if len(set(payloads)) == 1:
+        return
+    notes = [json.loads(payload) for payload in payloads]
+    names = sorted(set().union(*notes))
+    differences = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, own in enumerate(notes):
+            ranks_of.setdefault(own.get(name, "none"), []).append(rank)
+        if len(ranks_of) > 1:
+            shown = [f"{value} on rank {listed(list(map(str, ranks)), 8)}" for value, ranks in ranks_of.items()]
+            differences.append(f"{name}: {', '.join(shown)}")
+    rank_zero_warn(f"Nodes differ, which changes no option of this package: {'; '.join(differences)}.")
+
+
+# ---------------------------------------------------------------------- warnings
 
 
 class Advice:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import is_
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -335,19 +335,22 @@ class LossReducer:
 
     def _reduce_now(self, parameters: Sequence[ReducedParameter]) -> None:
         """Replace gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
-        finishes: list[Callable[[], object]] = []
         small = [p.parameter for p in parameters if _is_small(p)]
-        if small:
-            wait = raw_collectives.start_mean(_flat(small, self._dtype_of(small)))
-            finishes.append(lambda: _write_mean_(wait(), small))
+        wait_for_small = raw_collectives.start_mean(_flat(small, self._dtype_of(small))) if small else None
+        # a large one in its own memory, where dtypes allow
+        started: list[tuple[Tensor, Callable[[], Tensor]]] = []
         for p in parameters:
             if not _is_small(p):
                 grad = p.parameter.grad
-                is_gone = grad is None or grad.is_sparse
-                dense = torch.zeros_like(p.parameter) if is_gone else cast("Tensor", grad)
-                finishes.append(launch_in_place(dense, self._wire_dtype))
-        for finish in finishes:
-            finish()
+                own = torch.zeros_like(p.parameter) if grad is None or grad.is_sparse else grad.detach()
+                on_wire = own if self._wire_dtype is None else own.to(self._wire_dtype)
+                started.append((own, raw_collectives.start_mean(on_wire.contiguous())))
+        if wait_for_small is not None:
+            _write_mean_(wait_for_small(), small)
+        for own, wait in started:
+            mean = wait()
+            if mean.data_ptr() != own.data_ptr():
+                own.copy_(mean)
 
     def _sum_flags(self, what: str, names: str, flags: Sequence[int], timeout: timedelta | None = None) -> list[int]:
         """Return the flags summed over ranks. Communication: one handshake, of ranks with the same parameters."""
@@ -388,30 +391,6 @@ def _write_mean_(mean: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         offset += parameter.numel()
 
 
-def launch_in_place(grad: Tensor, wire_dtype: torch.dtype | None) -> Callable[[], None]:
-    """Start replacing one large gradient by its mean over ranks, in its own memory where dtypes allow.
-
-    Args:
-        grad: Dense, on every rank.
-        wire_dtype: dtype on the wire. None: its own, which needs no copy.
-
-    Returns:
-        What waits for the mean and puts it in place.
-
-    Communication: one all-reduce.
-    """
-    own = grad.detach()
-    travelling = own if wire_dtype is None else own.to(wire_dtype)
-    wait = raw_collectives.start_mean(travelling.contiguous())
-
-    def finish() -> None:
-        mean = wait()
-        if mean is not own and mean.data_ptr() != own.data_ptr():
-            own.copy_(mean)
-
-    return finish
-
-
 def _flags_of(parameters: Sequence[ReducedParameter]) -> list[int]:
     """Return 0 without a gradient, 1 with one, more than all ranks together for a sparse one, which cannot be reduced."""
     sparse = process_groups.world_size() + 1
@@ -434,17 +413,14 @@ def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallErr
     fixes: dict[str, None] = {}  # each once, in order
     for name, column in zip(names, columns, strict=True):
         if max(column) > 1:
-            words = ["no gradient", "dense", "sparse"]
-            expected = "dense"
-            fixes[
-                "Build the module with sparse=False: what a loss owns is averaged over the ranks as dense tensors."
-            ] = None
+            words, expected = ["no gradient", "dense", "sparse"], "dense"
+            fix = "Build the module with sparse=False: what a loss owns is averaged over the ranks as dense tensors."
         elif len(set(column)) > 1:
-            words = ["no gradient", "gradient"]
-            expected = "on every rank or on none"
-            fixes["Use the parameter in the loss of every rank (times 0 where it should not count), or on none."] = None
+            words, expected = ["no gradient", "gradient"], "on every rank or on none"
+            fix = "Use the parameter in the loss of every rank (times 0 where it should not count), or on none."
         else:
             continue
+        fixes[fix] = None
         ranks = [words[min(flag, 2)] for flag in column]
         parts.append(format_error(f"gradient of `{name}`", expected=expected, ranks=ranks))
     return LossCallError("\n".join([*parts, *fixes]), collective=True)

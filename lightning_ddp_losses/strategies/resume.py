@@ -46,15 +46,7 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_info, rank_zer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses.core import compat, safe_payload
-from lightning_ddp_losses.core.random_state import (
-    derived_seed,
-    read_draw_counts,
-    read_random_states,
-    seed_generators_,
-    write_draw_counts_,
-    write_random_states_,
-)
+from lightning_ddp_losses.core import compat, random_state, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.global_batch import draw_of
@@ -161,7 +153,7 @@ class Resume(FitPart):
             own.update(combined.note_now() if at_end else combined.note_at(trained.batches))
             names = [type(holder).__name__ for holder in combined.holders()]
         if has_random and together:
-            own["random"] = read_random_states(strategy.root_device)
+            own["random"] = random_state.read_random_states(strategy.root_device)
         # 3. states of all ranks
         ranks = self._gather_states(own, names) if own else []
         if has_loaders:
@@ -176,7 +168,7 @@ class Resume(FitPart):
                 "states": {
                     name: torch.stack([rank["random"][name] for rank in ranks]) for name in own.get("random", ())
                 },
-                "draw_counts": read_draw_counts(trainer.lightning_module),
+                "draw_counts": random_state.read_draw_counts(trainer.lightning_module),
             }
         return entries
 
@@ -361,12 +353,12 @@ class Resume(FitPart):
             return
         trainer, device = self.fit.trainer, self.fit.strategy.root_device
         fit_loop, rank = trainer.fit_loop, process_groups.rank()
-        write_draw_counts_(trainer.lightning_module, saved.get("draw_counts", {}))
-        reason = _reason_to_derive(saved, read_random_states(device))
+        random_state.write_draw_counts_(trainer.lightning_module, saved.get("draw_counts", {}))
+        reason = _reason_to_derive(saved, random_state.read_random_states(device))
         if reason is None:
-            write_random_states_({name: states[rank] for name, states in saved["states"].items()}, device)
+            random_state.write_random_states_({name: states[rank] for name, states in saved["states"].items()}, device)
         else:
-            seed_generators_(derived_seed(saved["seed"], trainer.global_step, rank), device)
+            random_state.seed_generators_(random_state.derived_seed(saved["seed"], trainer.global_step, rank), device)
             rank_zero_info(
                 f"Random numbers (dropout, augmentation) are drawn anew, from the run's seed, step {trainer.global_step} and the rank: "
                 f"{reason}."

@@ -28,14 +28,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils import data
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.faults import FAULTS
@@ -75,7 +68,7 @@ def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
         dataloader: When Lightning has resolved samplers.
         injecting: Lightning's ``use_distributed_sampler``. Without it, a shuffle around a batch sampler is the user's own.
     """
-    if not isinstance(dataloader, DataLoader):
+    if not isinstance(dataloader, data.DataLoader):
         return None
     sampler, batch_sampler = dataloader.sampler, dataloader.batch_sampler
     held = getattr(batch_sampler, "__dict__", {}).values()
@@ -84,9 +77,9 @@ def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
         inner = compat.wrapped_sampler(sampler.dataset)
         name = type(sampler if inner is None else inner).__name__
         arguments, got = f"{name}(...), global_batch_size", "shuffled over all its batches"
-    elif not injecting or batch_sampler is None or type(batch_sampler) is BatchSampler:
+    elif not injecting or batch_sampler is None or type(batch_sampler) is data.BatchSampler:
         return None
-    elif any(isinstance(value, DistributedSampler) and value.shuffle for value in held):
+    elif any(isinstance(value, data.DistributedSampler) and value.shuffle for value in held):
         name = type(batch_sampler).__name__
         arguments, got = f"{name}(...)", "built anew around a shuffling DistributedSampler"
     else:
@@ -110,7 +103,7 @@ def refuse_other_batches(dataloader: object) -> None:
         ConfigurationError: another batch size, or ``drop_last`` on the DataLoader, which can leave ranks with different
             numbers of batches.
     """
-    if not isinstance(dataloader, DataLoader):
+    if not isinstance(dataloader, data.DataLoader):
         return
     # under a custom batch sampler, dataloader.sampler is torch's placeholder. In prediction the sampler is inside
     sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
@@ -169,10 +162,10 @@ class GlobalSamplers(FitPart):
         return twin
 
 
-def _log(loader: DataLoader[Any], batches: GlobalBatches) -> None:
+def _log(loader: data.DataLoader[Any], batches: GlobalBatches) -> None:
     G = (loader.batch_size or 0) * process_groups.world_size()
     order = "rows are shuffled by a permutation of its own"
-    if isinstance(loader.sampler, SequentialSampler):
+    if isinstance(loader.sampler, data.SequentialSampler):
         order = "rows come in their order, as the loader says"
     rank_zero_info(
         f"{_TITLE}: each step trains on the next {G} rows of one process's epoch ({order}, seed {batches.sampler.seed or 0}); "
@@ -182,15 +175,16 @@ def _log(loader: DataLoader[Any], batches: GlobalBatches) -> None:
 
 def _has_own_batches(dataloader: object) -> bool:
     """Return whether the user, or a library, chose the batches of a loader, which is then left as it is."""
-    if not isinstance(dataloader, DataLoader) or isinstance(dataloader.dataset, IterableDataset):
+    if not isinstance(dataloader, data.DataLoader) or isinstance(dataloader.dataset, data.IterableDataset):
         return False
     if draw_of(dataloader) is not None:
         return True
     # 1. what torch makes of batch_size= (without one it makes no batches) and shuffle=
-    sampler, batches, data = dataloader.sampler, dataloader.batch_sampler, dataloader.dataset
-    is_plain = batches is None or type(batches) is BatchSampler
-    is_torchs = type(sampler) in (SequentialSampler, RandomSampler) and getattr(sampler, "data_source", None) is data
-    if is_torchs and isinstance(sampler, RandomSampler):
+    sampler, batches, rows = dataloader.sampler, dataloader.batch_sampler, dataloader.dataset
+    is_plain = batches is None or type(batches) is data.BatchSampler
+    is_torchs = type(sampler) in (data.SequentialSampler, data.RandomSampler)
+    is_torchs = is_torchs and getattr(sampler, "data_source", None) is rows
+    if is_torchs and isinstance(sampler, data.RandomSampler):
         is_torchs = not sampler.replacement and len(sampler) == len(sampler.data_source)
     if is_plain and is_torchs:
         return False
@@ -203,17 +197,17 @@ def _has_own_batches(dataloader: object) -> bool:
     return True
 
 
-def _checked(trainer: pl.Trainer, dataloader: object) -> DataLoader[Any]:
+def _checked(trainer: pl.Trainer, dataloader: object) -> data.DataLoader[Any]:
     """Return a loader with rows that can be drawn by number.
 
     Raises:
         ConfigurationError: naming its type.
     """
     leave_out, kind = "Leave use_global_sampler out", type(dataloader).__name__
-    if not isinstance(dataloader, DataLoader):
+    if not isinstance(dataloader, data.DataLoader):
         what, expected, got = f"training loader under {_TITLE}", "torch's DataLoader", kind
         fix = f"{leave_out}: a loader with batches of its own has no sampler."
-    elif isinstance(dataloader.dataset, IterableDataset):
+    elif isinstance(dataloader.dataset, data.IterableDataset):
         what, expected = f"data set under {_TITLE}", "one whose rows have numbers"
         got = f"{type(dataloader.dataset).__name__}, which is an IterableDataset"
         fix = f"{leave_out} and let the data set yield each rank its own rows."
@@ -337,7 +331,7 @@ class TrainingRows(FitPart):
 
     def on_model_ready(self) -> None:
         """Let the hashes travel in the call check."""
-        self.fit.attach_payload(self._data.take, lambda payloads: self._data.judge(self.fit.trainer, payloads))
+        self.fit.strategy.attach_payload(self._data.take, lambda payloads: self._data.judge(self.fit.trainer, payloads))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look at the first batches of an epoch."""
@@ -347,7 +341,7 @@ class TrainingRows(FitPart):
 
 
 def _is_iterable(loader: Any) -> bool:
-    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, data.DataLoader) and isinstance(loader.dataset, data.IterableDataset)
 
 
 def _hash_of(batch: Any) -> tuple[int, int]:

@@ -278,6 +278,7 @@ def with_their_trainer(
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")  # what transformers gives DDP
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")  # torch says it once
 @pytest.mark.parametrize("case", ["ranking", "cached, 3"])
 def test_their_trainer(pool: RankPool, encoder_path: str, tmp_path: Path, case: str) -> None:
     truth, values = pool.run(1, with_their_trainer, encoder_path, str(tmp_path), case, 6, False)[0]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
-from lightning_ddp_losses.samplers.global_draw import LocalBatches, Permutation
+from lightning_ddp_losses.samplers.global_batch import LocalBatches, Permutation
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.samplers.test_global_batch import together

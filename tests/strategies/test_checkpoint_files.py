@@ -21,7 +21,7 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
-from lightning_ddp_losses.strategies import checkpoint_folder, whole_checkpoint
+from lightning_ddp_losses.strategies import checkpoint_files, whole_checkpoint
 from lightning_ddp_losses.strategies.checkpoint_files import WholeFileIO, write_whole
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.lightning_ranks import make_trainer
@@ -299,7 +299,7 @@ def save_and_die(path: str, index: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         write_whole(file, write)
 
-    with mock.patch.object(checkpoint_folder, "write_whole", die):
+    with mock.patch.object(checkpoint_files, "write_whole", die):
         trainer.save_checkpoint(path)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 
 import lightning_ddp_losses
-from lightning_ddp_losses.strategies import same_setup
+from lightning_ddp_losses.strategies import loss_parallelism
 from lightning_ddp_losses.testing import RankPool
 from tests.strategies.jobs import TASK, Job, fit
 
@@ -63,10 +63,10 @@ def test_builds_and_other_libraries_are_a_note() -> None:
     with pytest.warns(
         UserWarning, match=r"torch: 2.13.0\+cpu on rank 0, .* 7 and 1 more, 2.13.0\+cu130 on rank 9\.$"
     ) as said:
-        same_setup.note_differences([json.dumps(note).encode() for note in notes])
+        loss_parallelism.note_differences([json.dumps(note).encode() for note in notes])
     assert "python" not in str(said[0].message)
-    same_setup.note_differences([same_setup.pack_notes()] * 3)
+    loss_parallelism.note_differences([loss_parallelism.pack_notes()] * 3)
 
 
 def test_the_facts_of_a_set_up_fit_into_a_handshake() -> None:
-    assert len(same_setup.pack_notes()) < 400
+    assert len(loss_parallelism.pack_notes()) < 400
