@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
@@ -43,7 +42,7 @@ from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
 from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.autograd_graph import accumulation_node
+from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap
 from lightning_ddp_losses.core.module_search import find_hidden
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed.shard import shard_of
@@ -213,29 +212,6 @@ _LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
 _ADOPTED = "_adopted_losses."
 
 
-class _WrappedParameter(NamedTuple):
-    """One parameter as it was when DDP was built. ``node`` is the graph's node with DDP's hook, None without one."""
-
-    parameter: nn.Parameter
-    dtype: torch.dtype
-    trainable: bool
-    node: Any
-
-    def event(self, now: nn.Parameter) -> str:
-        """Return the first event of the parameter since then, empty without one."""
-        if now is not self.parameter:
-            return "replaced after the wrap"
-        if now.dtype != self.dtype:
-            return f"changed from {self.dtype} to {now.dtype}"
-        if now.requires_grad and self.node is not None and accumulation_node(now) is not self.node:
-            return "changed its dtype or device and back after the wrap"  # gradients no longer pass DDP's hook
-        if now.requires_grad and not self.trainable:
-            return "unfrozen after the wrap"
-        if self.trainable and not now.requires_grad:
-            return "frozen after the wrap"
-        return ""
-
-
 class FitRecorder(Recorder, Callback):
     """Records one process of a fit.
 
@@ -257,7 +233,7 @@ class FitRecorder(Recorder, Callback):
         self._batch = contextlib.ExitStack()  # open for the length of a batch
         self._unwritten_step = 0  # step with parameters that are still to be written, else 0
         self._inside_strategy_step = False
-        self._wrapped: dict[str, _WrappedParameter] = {}
+        self._wrapped: dict[str, WrappedParameter] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
 
     # ------------------------------------------------------------------ before the first step
@@ -271,8 +247,7 @@ class FitRecorder(Recorder, Callback):
         """Record the module right after the wrap, and hook calls for which Lightning has no callback."""
         has_hooks = isinstance(trainer.strategy.model, DistributedDataParallel)
         for name, parameter in pl_module.named_parameters():
-            node = accumulation_node(parameter) if has_hooks and parameter.requires_grad else None
-            self._wrapped[name] = _WrappedParameter(parameter, parameter.dtype, parameter.requires_grad, node)
+            self._wrapped[name] = WrappedParameter.of(parameter, is_hooked=has_hooks)
         self.record.parameter_order = list(self._wrapped)
         self.record.parameter_count = sum(wrapped.parameter.numel() for wrapped in self._wrapped.values())
         self.record.norms_at_wrap = norm_classes(pl_module)
@@ -377,8 +352,7 @@ class FitRecorder(Recorder, Callback):
         self._unwritten_step = self.record.steps
         # the first event of each parameter
         for name, parameter in module.named_parameters():
-            wrapped = self._wrapped.get(name)
-            event = "created after the wrap" if wrapped is None else wrapped.event(parameter)
+            event = event_after_wrap(self._wrapped.get(name), parameter)
             if event:
                 self.record.parameter_events.setdefault(name, event)
 

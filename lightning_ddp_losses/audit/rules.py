@@ -27,6 +27,7 @@ from typing import Any
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, quoted
 from lightning_ddp_losses.audit.rank_record import Entry
 from lightning_ddp_losses.audit.replay import load_batch, row_digests
+from lightning_ddp_losses.core.autograd_graph import fault_of_event
 
 Rule = Callable[[AuditContext], Iterable[Diagnosis]]
 
@@ -131,17 +132,14 @@ def unregistered_loss(context: AuditContext) -> Iterator[Diagnosis]:
         yield context.diagnosis("F02", about=rows)
 
 
-_EVENTS = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F08"}
-
-
 def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
     """F05 to F08: DDP's hook is not on the parameter that is trained now."""
     # the first event of the first parameter that differs
     for row in context.desynchronized:
         for record in context.ranks.records:
             event = record.parameter_events.get(row.parameter, "")
-            fault = _EVENTS.get(event.split(" ")[0])
-            if fault is not None:
+            fault = fault_of_event(event)
+            if fault:
                 yield context.diagnosis(fault, about=[row], name=row.parameter, event=event)
                 return
 

@@ -18,14 +18,15 @@ gradient_flow              `GradientFlowCheck`. Its dry run before the first ste
 loss_check                 `LossCheck`, and logged values. loss_reader reads the losses of a rank and their graphs
 optimizer_check            `OptimizerCheck`
 parameter_sync             `ParameterSyncCheck`
-replicated_parameters      parameters that must be equal on all ranks, slices of them, and fingerprints of slices
+replicas                   parameters that must be equal on all ranks, slices of them, and fingerprints of slices
 ddp_state                  the state of DDP at the start, and the reasons for differences between ranks since
 =========================  ==========================================================================================================
 
 To add a check:
 
 1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``. With ``default=True``, ``DDPChecks()`` runs it. Set its
-   ``stages``, its ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Observe in ``start``, ``see_batch``, ``see_loss``,
+   ``stages``, its ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Its options are fields of a
+   ``dataclass(kw_only=True, eq=False)``. Observe in ``start``, ``see_batch``, ``see_loss``,
    ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap. ``measure`` returns this rank's row: a
    short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster. Do not wait for numbers of a device: return
    the tensor itself, or a function that reads a ``HostNumbers`` when the row travels. Rows share a handshake, which grows with them, so

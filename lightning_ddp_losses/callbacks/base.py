@@ -5,9 +5,9 @@ table, so every rank has the same findings. The runner (``runner.py``) does all 
 at one stage.
 """
 
-from __future__ import annotations
-
+# annotations are objects here, not text: constructors of checks in other modules have them, and LightningCLI reads those
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
-from lightning_ddp_losses.callbacks.report import DEFAULT_ACTION, Action, Settings, validated_actions
+from lightning_ddp_losses.callbacks.report import Action, Settings, validated_actions
 from lightning_ddp_losses.callbacks.row_exchange import Check
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.errors import expect, expect_count, format_error
@@ -27,7 +27,6 @@ class CheckCallback(Callback):
     """A callback that holds checks. The first one of a trainer runs the checks of all of them."""
 
     _own_runner: CheckRunner | None = None
-    _report_settings: Settings | None = None  # options for findings; None leaves them to other callbacks
     findings: Sequence[Finding] = ()
     """Findings of the latest fit or ``trainer.validate``, each fault once."""
 
@@ -37,9 +36,8 @@ class CheckCallback(Callback):
         # one runner serves all callbacks
         if stage not in ("fit", "validate") or callbacks[0] is not self:
             return
-        settings = Settings()
-        for callback in reversed(callbacks):  # the first with settings decides
-            settings = callback._report_settings or settings
+        # the first with settings decides
+        settings = next((callback for callback in callbacks if isinstance(callback, Settings)), Settings())
         checks = _all_checks(callbacks)
         if stage == "validate":
             checks = [check for check in checks if not _IN_VALIDATION.isdisjoint(check.stages)]
@@ -61,18 +59,19 @@ class CheckCallback(Callback):
 
     def _close(self, trainer: Trainer) -> None:
         if self._own_runner:
-            self.findings = self._own_runner.report.findings
+            self.findings = self._own_runner.row_exchange.report.findings
             self._own_runner.close()
             # it comes later in the list that Lightning iterates over, so no other callback is left out
             trainer.callbacks.remove(self._own_runner)  # type: ignore[attr-defined]
         self._own_runner = None
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RankCheck(Check, CheckCallback):
     """Base class of the checks: subclass it, set its stages, and write ``measure`` and ``judge``.
 
     A check is a separate Lightning callback (``Trainer(callbacks=[ParameterSyncCheck()])``) or one of those in ``DDPChecks``.
-    In both cases all checks of a trainer share one gather.
+    In both cases all checks of a trainer share one gather. The options of a subclass are the fields of a dataclass like this one.
 
     Args:
         every_n_steps: Period of the check at the two stages of a step.
@@ -103,7 +102,9 @@ class RankCheck(Check, CheckCallback):
         ...         return [Finding("F36", "epoch", "equal on all ranks", odd_ranks(epochs), values=tuple(epochs))]
     """
 
-    runner: CheckRunner
+    every_n_steps: int = 1
+    action: Action = None
+    runner: CheckRunner = field(init=False)
 
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
         """Register a subclass. With ``default=True``, ``DDPChecks()`` runs it."""
@@ -111,28 +112,18 @@ class RankCheck(Check, CheckCallback):
         if default:
             DEFAULT_CHECKS.append(cls)
 
-    def __init__(self, *, every_n_steps: int = 1, action: Action = None) -> None:
-        expect_count(f"{type(self).__name__}: every_n_steps", every_n_steps)
-        self.every_n_steps = every_n_steps
-        self.action = validated_actions(action, type(self).__name__)
+    def __post_init__(self) -> None:
+        expect_count(f"{self.title}: every_n_steps", self.every_n_steps)
+        self.action = validated_actions(self.action, self.title)
         self._forget()
-
-    def join(self, runner: CheckRunner | None) -> None:
-        """Join a run with a fresh state, or leave it."""
-        vars(self).pop("runner", None)
-        if runner is not None:
-            self.runner = runner
-            self._forget()
-
-    def _forget(self) -> None:
-        """Reset the state of one fit. Called by the constructor and at the start of a fit."""
 
 
 DEFAULT_CHECKS: list[type[RankCheck]] = []
 """Checks of ``DDPChecks()``: the classes with ``default=True``. Each of them works without arguments."""
 
 
-class DDPChecks(CheckCallback):
+@dataclass(eq=False, repr=False)
+class DDPChecks(CheckCallback, Settings):
     """Finds faults between ranks on the step where they happen, on all ranks, by name.
 
     Args:
@@ -161,23 +152,15 @@ class DDPChecks(CheckCallback):
         >>> trainer = Trainer(callbacks=[DDPChecks()], accelerator="cpu", devices=2)
     """
 
-    def __init__(
-        self,
-        checks: Sequence[RankCheck] | None = None,
-        *,
-        action: Action = None,
-        file: bool = True,
-        summary: bool = True,
-        log_figures: bool = False,
-        stall_seconds: float = 120.0,
-    ) -> None:
-        if checks is None:
-            checks = [check() for check in DEFAULT_CHECKS]
-        wrong = [type(check).__name__ for check in checks if not isinstance(check, RankCheck)]
+    checks: Sequence[RankCheck] | None = None
+    log_figures: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.checks is None:
+            self.checks = [check() for check in DEFAULT_CHECKS]
+        wrong = [type(check).__name__ for check in self.checks if not isinstance(check, RankCheck)]
         expect(not wrong, "DDPChecks: checks", expected="instances of RankCheck", got=", ".join(wrong))
-        self.checks: list[RankCheck] = list(checks)
-        actions = DEFAULT_ACTION | validated_actions(action, "DDPChecks")
-        self._report_settings = Settings(actions, file, summary, log_figures, stall_seconds)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner. Warn if a trainer has several of these."""
@@ -200,7 +183,7 @@ def _all_checks(callbacks: Sequence[CheckCallback]) -> list[RankCheck]:
     for callback in callbacks:
         added: list[RankCheck] = [callback] if isinstance(callback, RankCheck) else []
         if isinstance(callback, DDPChecks):
-            added = [check for check in callback.checks if type(check) not in taken]
+            added = [check for check in callback.checks or () if type(check) not in taken]
         checks += added
         taken.update(map(type, added))
     return sorted(checks, key=lambda check: check.title)

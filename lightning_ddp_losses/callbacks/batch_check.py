@@ -27,6 +27,7 @@ from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
+from lightning_ddp_losses.losses.pml_registry import compares_rows
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
 from lightning_ddp_losses.strategies.epoch_ends import batches_until_max_steps
 from lightning_ddp_losses.strategies.training_data import SameRows
@@ -35,8 +36,6 @@ KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
 _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps with compared random states
-_PML = "pytorch_metric_learning."
-_PROXY_ATTRIBUTES = ("num_classes", "proxies", "fc")  # a loss against class weights compares no samples
 _GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "BaseLossWrapper", "BaseDistributedLossWrapper"}
 _CALLS_ON_DEVICE = 20
 _ENDS = "number of batches"
@@ -66,7 +65,7 @@ def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[st
             of_all_ranks += [name] * (compares and "CrossBatchMemory" not in class_names)
         elif "TwoTowerLoss" in class_names:
             of_all_ranks.append(name)
-        elif _is_from(inner, "losses") and "BaseMetricLossFunction" in class_names and not _has_proxies(inner):
+        elif compares_rows(inner):
             local[name] = inner
         if name and (is_gathering or name in local or name in of_all_ranks):
             covered += (f"{name}.",)
@@ -76,18 +75,9 @@ def contrastive_losses(module: nn.Module) -> tuple[dict[str, nn.Module], list[st
 def pml_gather(module: nn.Module) -> str:
     """Return the path of a wrapper that gathers rows of equal numbers only. Empty if there is none."""
     for name, inner in module.named_modules():
-        if _is_from(inner, "utils.distributed"):
+        if any(cls.__module__ == "pytorch_metric_learning.utils.distributed" for cls in type(inner).__mro__):
             return name or type(inner).__name__
     return ""
-
-
-def _is_from(module: nn.Module, part: str) -> bool:
-    return any(cls.__module__.startswith(_PML + part) for cls in type(module).__mro__)
-
-
-def _has_proxies(loss: nn.Module) -> bool:
-    has_parameters = any(True for _ in loss.parameters())
-    return has_parameters or any(hasattr(loss, attribute) for attribute in _PROXY_ATTRIBUTES)
 
 
 # ---------------------------------------------------------------------- the check
@@ -398,13 +388,11 @@ class BatchCheck(RankCheck, default=True):
 
     def _same_random_numbers(self, states: tuple[int, ...]) -> list[Finding]:
         self._random_states.append(states)
-        if len(self._random_states) != _RANDOM_STEPS:
-            return []
         is_equal = all(len(set(step)) == 1 for step in self._random_states)
-        is_used = self._random_states[0] != self._random_states[1]
-        if not is_equal or not is_used:
-            return []
-        return [Finding.of("F72", name="random numbers")]
+        is_used = self._random_states[0] != self._random_states[-1]
+        if is_equal and is_used and len(self._random_states) == _RANDOM_STEPS:
+            return [Finding.of("F72", name="random numbers")]
+        return []
 
     def figures(self) -> dict[str, float]:
         """Return the rows of the latest step, and the distance of the ranks' classes from those of all ranks."""

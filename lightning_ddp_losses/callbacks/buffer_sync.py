@@ -7,7 +7,7 @@ The check follows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, differing_columns, odd_ranks
-from lightning_ddp_losses.callbacks.replicated_parameters import DDP_IGNORES
-from lightning_ddp_losses.callbacks.report import Action
+from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.forward_patch import synchronises
@@ -162,14 +161,8 @@ class StateKind(NamedTuple):
 
 
 def metrics_of(module: nn.Module) -> dict[str, Any]:
-    """Return torchmetrics' metrics by path, without Lightning's records of logged values."""
-    found: dict[str, Any] = {}
-    for name, inner in module.named_modules():
-        bases = type(inner).__mro__
-        is_metric = any(cls.__module__ == "torchmetrics.metric" and cls.__name__ == "Metric" for cls in bases)
-        if is_metric and compat.state_reductions(inner) is not None:
-            found[name] = inner
-    return found
+    """Return torchmetrics' metrics by path."""
+    return {name: inner for name, inner in module.named_modules() if compat.state_reductions(inner) is not None}
 
 
 def metric_states(module: nn.Module) -> dict[str, StateKind]:
@@ -224,6 +217,7 @@ class ForwardRow(NamedTuple):
     step: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BufferSyncCheck(RankCheck, default=True):
     """Batch norm's statistics, memory queues and metric states are equal on all ranks.
 
@@ -253,9 +247,7 @@ class BufferSyncCheck(RankCheck, default=True):
     )
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
 
-    def __init__(self, *, tolerance: float = 0.1, every_n_steps: int = 1, action: Action = None) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
-        self.tolerance = tolerance
+    tolerance: float = 0.1
 
     def _forget(self) -> None:
         self._slots: list[BufferSlot] | None = None

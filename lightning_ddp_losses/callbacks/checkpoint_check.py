@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
 from lightning_ddp_losses.callbacks.findings import CheckStage
-from lightning_ddp_losses.callbacks.replicated_parameters import optimizer_parameters
+from lightning_ddp_losses.callbacks.replicas import optimizer_parameters
 from lightning_ddp_losses.distributed import process_groups
 
 _UNEVEN = 0.1  # relative difference that a last batch, or ranks with different numbers of rows, may cause

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +17,12 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
-from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.core import compat, nests
 
 _FIRST_STEP = 2  # before it DDP still sorts its buckets
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class CommunicationMonitor(RankCheck, default=True):
     """Calls, bytes and time of collectives per step, by kind. The largest by name.
 
@@ -39,8 +40,7 @@ class CommunicationMonitor(RankCheck, default=True):
         >>> checks = DDPChecks([CommunicationMonitor(every_n_steps=200)], log_figures=True)
     """
 
-    def __init__(self, *, every_n_steps: int = 50, action: Action = None) -> None:
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    every_n_steps: int = 50
 
     def _forget(self) -> None:
         self._watch: CollectiveWatch | None = None
@@ -77,7 +77,7 @@ class CommunicationMonitor(RankCheck, default=True):
         self._step_seconds.append(ended - watch.began)
         intervals = [(call.began, min(call.ended or ended, ended)) for call in calls]
         self._busy_seconds.append(covered_seconds(intervals))
-        self.runner.report.log_step(trainer, _figures(calls, 1), self.runner.step)
+        self.runner.row_exchange.report.log_step(trainer, _figures(calls, 1), self.runner.step)
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Leave the dispatch mode."""

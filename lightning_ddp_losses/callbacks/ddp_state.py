@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import Trainer
@@ -18,15 +18,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.callbacks.findings import Finding, differing_columns
-from lightning_ddp_losses.callbacks.replicated_parameters import TensorSlice, dense_gradients
+from lightning_ddp_losses.callbacks.replicas import TensorSlice, dense_gradients
 from lightning_ddp_losses.callbacks.runner import CheckRunner
-from lightning_ddp_losses.core.autograd_graph import accumulation_node
+from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap, fault_of_event
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, start_fingerprint
 
-UNREDUCED_AFTER_WRAP = ("F05", "F06", "F07", "F08", "F09", "F10", "F11")
-"""Faults that leave each rank its own gradient: something came after the wrap, or a backward went past it."""
 AFTER_BACKWARD, BEFORE_STEP, OF_STEP = "after backward", "before the step", "of the step"
 """Places where gradients are fingerprinted: after DDP's reduction; before hooks and clipping, when every strategy has reduced them; and as
 the optimizer used them."""
@@ -44,14 +42,6 @@ def start_gradients(slices: Sequence[TensorSlice], parameters: Mapping[str, Tens
     for each, piece in dense_gradients(slices, parameters):
         found.setdefault(each.name, []).append(start_fingerprint(piece))
     return found
-
-
-class _KnownParameter(NamedTuple):
-    parameter: Tensor
-    dtype: torch.dtype
-    device: torch.device
-    trains: bool
-    node: Any  # graph node of DDP's hook; None without one
 
 
 class DDPSnapshot:
@@ -75,15 +65,13 @@ class DDPSnapshot:
             self._handle = model.register_forward_pre_hook(self._count_forward)
             ignored = model.parameters_to_ignore
         # every parameter, and those among them that DDP has hooks on
-        self._known: dict[str, _KnownParameter] = {}
+        self._known: dict[str, WrappedParameter] = {}
         self._hooked: dict[str, Tensor] = {}
         for name, parameter in runner.module.named_parameters():
-            trains, node = parameter.requires_grad, None
-            if trains and name not in ignored:
+            is_seen = name not in ignored
+            self._known[name] = WrappedParameter.of(parameter, is_hooked=is_seen and self.ddp is not None)
+            if is_seen and parameter.requires_grad:
                 self._hooked[name] = parameter
-                if self.ddp is not None:
-                    node = accumulation_node(parameter)
-            self._known[name] = _KnownParameter(parameter, parameter.dtype, parameter.device, trains, node)
         self.gradients: dict[str, StartedGradients] = {}
 
     def _count_forward(self, *_: Any) -> None:
@@ -126,7 +114,7 @@ class DDPSnapshot:
         if name.startswith("optimizer "):
             return "F02"
         # not the parameter that DDP saw
-        fault = self._changed_fault(name, parameter)
+        fault = fault_of_event(event_after_wrap(self._known.get(name), parameter))
         if fault:
             return fault
         # a step that did not go through Lightning's backward, or through DDP's forward
@@ -134,22 +122,6 @@ class DDPSnapshot:
             return "F10"
         if not backwards or (self.ddp is not None and not forwards):
             return "F09"
-        return ""
-
-    def _changed_fault(self, name: str, parameter: Tensor) -> str:
-        """Return the fault of a parameter that is not the one that DDP saw. Empty if it is."""
-        known = self._known.get(name)
-        if known is None:
-            return "F05"
-        if known.parameter is not parameter:
-            return "F06"
-        if (known.dtype, known.device) != (parameter.dtype, parameter.device):
-            return "F07"
-        # a cast there and back leaves no other trace
-        if known.node is not None and parameter.requires_grad and accumulation_node(parameter) is not known.node:
-            return "F07"
-        if parameter.requires_grad and not known.trains:
-            return "F08"
         return ""
 
 
@@ -203,7 +175,7 @@ class StepState:
         self._runner, self._parameters = runner, parameters
         self._snapshot = snapshot = runner.shared(DDPSnapshot)
         # values that the end of the batch resets
-        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, runner.stepped
+        self._forwards, self._backwards, self._stepped = snapshot.forwards, runner.backwards, runner.batch.stepped
         self._is_first = runner.steps == 0
         known = snapshot.gradients.get(OF_STEP, {})
         others = [each for each in compared if each.name not in known]
@@ -298,7 +270,7 @@ def explain_desync(found: Finding, states: Sequence[Mapping[str, Any]]) -> Findi
     # an optimizer with other settings
     settings = differing_settings([state["settings"] for state in states])
     if settings is not None:
-        return _caused_by(found, "F17", values=settings.values)
+        return _caused_by(found, "F17", values=settings[-1])
     return _caused_by(found, "SYNC")
 
 
@@ -307,25 +279,14 @@ def differing_gradients(states: Sequence[Mapping[str, Any]]) -> dict[str, list[A
     return differing_columns([state["gradients"][OF_STEP] for state in states])
 
 
-class DifferingSettings(NamedTuple):
-    """Names the differing settings of the first parameter group that has any.
+def differing_settings(by_rank: Sequence[list[dict[str, Any]]]) -> tuple[int, list[str], tuple[str, ...]] | None:
+    """Return the first parameter group with settings that differ between ranks, their names, and each rank's values as text.
 
-    Attributes:
-        group: Number of the group.
-        keys: Names of the settings.
-        values: Text for each rank.
+    None if all groups are equal.
     """
-
-    group: int
-    keys: list[str]
-    values: tuple[str, ...]
-
-
-def differing_settings(settings_by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> DifferingSettings | None:
-    """Return the settings of the first parameter group that differ between ranks. None if all groups are equal."""
-    for number, groups in enumerate(zip(*settings_by_rank, strict=False)):
+    for number, groups in enumerate(zip(*by_rank, strict=False)):
         keys = list(differing_columns(groups))
         if keys:
             values = tuple(", ".join(f"{key} {group.get(key)}" for key in keys) for group in groups)
-            return DifferingSettings(number, keys, values)
+            return number, keys, values
     return None

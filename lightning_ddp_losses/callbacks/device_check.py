@@ -134,10 +134,9 @@ class DeviceCheck(RankCheck, default=True):
         """Return batches, seconds and peak memory of every rank."""
         found: dict[str, float] = {}
         for rank, use in enumerate(self._use_by_rank):
-            found[f"rank_{rank}_batches"] = use.batches
-            found[f"rank_{rank}_seconds"] = use.seconds
-            if use.peak_bytes:
-                found[f"rank_{rank}_peak_bytes"] = use.peak_bytes
+            # without the memory if it is not known
+            known = {name: value for name, value in use._asdict().items() if value or name != "peak_bytes"}
+            found |= {f"rank_{rank}_{name}": value for name, value in known.items()}
         return found
 
     def remarks(self) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,18 +19,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.callbacks import ddp_state
+from lightning_ddp_losses.callbacks import ddp_state, replicas
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
-from lightning_ddp_losses.callbacks.replicated_parameters import (
-    RotatingSlices,
-    TensorSlice,
-    dense_gradients,
-    divided_parameters,
-    is_replicated,
-)
-from lightning_ddp_losses.callbacks.report import Action
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.host_copy import HostNumbers
@@ -61,6 +53,7 @@ class GradientRow(NamedTuple):
     detached: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GradientFlowCheck(RankCheck, default=True):
     """Gradients are present, finite, not zero for whole modules, and equal on all ranks.
 
@@ -89,7 +82,7 @@ class GradientFlowCheck(RankCheck, default=True):
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = (
         # not reduced
-        *("F02", *ddp_state.UNREDUCED_AFTER_WRAP, "F13", "SYNC"),
+        *("F02", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F13", "SYNC"),
         # off by W or 1/W
         *("F20", "F21", "F23", "F24", "F27"),
         # missing, zero or not finite
@@ -97,28 +90,20 @@ class GradientFlowCheck(RankCheck, default=True):
     )
     needs_peers = False
 
-    def __init__(
-        self,
-        *,
-        parts: int = 32,
-        full_every_n_steps: int = 500,
-        probe_scale: bool = True,
-        every_n_steps: int = 1,
-        action: Action = None,
-    ) -> None:
-        self.probe_scale, self.parts, self.full_every_n_steps = probe_scale, parts, full_every_n_steps
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    parts: int = 32
+    full_every_n_steps: int = 500
+    probe_scale: bool = True
 
     def _forget(self) -> None:
         self._unused = UnusedParameterFinder()
         self._missing: list[str] = []
         self._loss: Tensor | None = None
-        self._slices = RotatingSlices(self.parts)
+        self._slices = replicas.RotatingSlices(self.parts)
         # the gradients of the current step, and of the last one that was judged
         self._gradients = StepGradients()
         self._judged = StepGradients()
         # gradients of parts of the model on this rank alone: are they finite?
-        self._part_slices = RotatingSlices(self.parts)
+        self._part_slices = replicas.RotatingSlices(self.parts)
         self._zero_modules: set[str] = set()
 
     # ------------------------------------------------------------------ observe
@@ -130,7 +115,7 @@ class GradientFlowCheck(RankCheck, default=True):
     def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
         """Compare gradient and derivative."""
         # a copy of a module that fully_shard divides cannot be tried out
-        is_whole = is_replicated(trainer) and not divided_parameters(trainer)
+        is_whole = replicas.is_replicated(trainer) and not replicas.divided_parameters(trainer)
         if not self.probe_scale or not is_whole or trainer.global_step:
             return []
         return find_wrong_scales(trainer, module, batch, batch_idx, self.runner.row_exchange)
@@ -140,20 +125,16 @@ class GradientFlowCheck(RankCheck, default=True):
         self._loss = loss.detach()
         self._missing = []
         if self.runner.synchronising and self._is_due():
-            expected = self.runner.shared(ddp_state.DDPSnapshot).expected_parameters()
+            expected = self._snapshot.expected_parameters()
             if expected:
                 self._missing = self._unused.find(loss, expected)
 
     def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
         """Read the gradients that DDP has reduced."""
         if self.runner.synchronising and self._is_due():
-            parameters, reduces = (
-                self._parameters_of(trainer.optimizers),
-                self.runner.shared(ddp_state.DDPSnapshot).reduces,
-            )
-            self._see_on_their_way(
-                ddp_state.AFTER_BACKWARD, {name: p for name, p in parameters.items() if reduces(name)}
-            )
+            parameters, reduces = self._parameters_of(trainer.optimizers), self._snapshot.reduces
+            reduced = {name: p for name, p in parameters.items() if reduces(name)}
+            self._see_on_their_way(ddp_state.AFTER_BACKWARD, reduced)
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Read the gradients that the strategy has reduced, before hooks and clipping."""
@@ -162,9 +143,9 @@ class GradientFlowCheck(RankCheck, default=True):
 
     def _see_on_their_way(self, place: str, parameters: Mapping[str, Tensor]) -> None:
         """Let the snapshot remember gradients, to find the place of a difference later."""
-        if is_replicated(self.runner.trainer):
+        if replicas.is_replicated(self.runner.trainer):
             started = ddp_state.start_gradients(self._due_slices(parameters), parameters)
-            self.runner.shared(ddp_state.DDPSnapshot).see_gradients(place, started)
+            self._snapshot.see_gradients(place, started)
 
     def _parameters_of(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
         """Return the parameters of these optimizers of the trainer, and update the slices."""
@@ -183,13 +164,13 @@ class GradientFlowCheck(RankCheck, default=True):
         parameters = self._parameters_of([optimizer])
         self._gradients.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         self._gradients.add(self._due_slices(parameters), parameters, largest=self._looks_for_zeros)
-        if is_replicated(trainer):
-            self.runner.shared(ddp_state.DDPSnapshot).see_gradients(ddp_state.OF_STEP, self._gradients.started)
+        if replicas.is_replicated(trainer):
+            self._snapshot.see_gradients(ddp_state.OF_STEP, self._gradients.started)
         self._see_parts(trainer, module, optimizer)
 
     def _see_parts(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
-        names = divided_parameters(trainer)
+        names = replicas.divided_parameters(trainer)
         if not names:
             return
         stepped = _ids_of_stepped([optimizer])
@@ -201,6 +182,10 @@ class GradientFlowCheck(RankCheck, default=True):
         for each in self._part_slices.turn(self.runner.step // self.every_n_steps):
             self._gradients.add_part(each.name, each.of(parts[each.name]))
 
+    @property
+    def _snapshot(self) -> ddp_state.DDPSnapshot:
+        return self.runner.shared(ddp_state.DDPSnapshot)
+
     def _is_due(self) -> bool:
         return self.runner.step % self.every_n_steps == 0
 
@@ -208,7 +193,7 @@ class GradientFlowCheck(RankCheck, default=True):
     def _looks_for_zeros(self) -> bool:
         return self.runner.steps in (_FIRST_ZERO_STEP, _LAST_ZERO_STEP)
 
-    def _due_slices(self, parameters: Mapping[str, Tensor]) -> list[TensorSlice]:
+    def _due_slices(self, parameters: Mapping[str, Tensor]) -> list[replicas.TensorSlice]:
         """Return the slices of these parameters that the step reads."""
         step = self.runner.step
         is_full = self._looks_for_zeros or step % self.full_every_n_steps == 0
@@ -231,11 +216,11 @@ class GradientFlowCheck(RankCheck, default=True):
         gradients.send_(self._loss)
         if self._looks_for_zeros:
             gradients.zero_step = self.runner.steps
-        waited_for = self.runner.shared(ddp_state.DDPSnapshot).expected_parameters() if gradients.absent else {}
+        waited_for = self._snapshot.expected_parameters() if gradients.absent else {}
         expected = sum(name in waited_for for name in gradients.absent)
         # all gradients that are compared have been read
         gradients.state = ddp_state.StepState(self.runner, self.runner.replicated_parameters(), compared=[])
-        stepped, compares = self.runner.stepped, is_replicated(trainer)
+        stepped, compares = self.runner.batch.stepped, replicas.is_replicated(trainer)
 
         def read() -> list[int]:
             self._judged = gradients  # for the explanation
@@ -332,19 +317,16 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     """Name the parameters of a finding."""
     names = [*dict.fromkeys(name for state in states for name in state["names"])]
     ranks = tuple(rank for rank, state in enumerate(states) if state["names"])
-    details: dict[str, Any] = {
-        "name": ", ".join(names[:MOST_NAMES]),
-        "shown": shown_names(names),
-        "ranks": ranks if len(ranks) < len(states) else (),
-    }
+    shown: dict[str, Any] = {"name": ", ".join(names[:MOST_NAMES]), "shown": shown_names(names)}
     if finding.fault == "F79":
-        return Finding.of("F79", "gradients", **details | {"ranks": ranks})
+        return Finding.of("F79", "gradients", ranks=ranks, **shown)
+    some_ranks = ranks if len(ranks) < len(states) else ()
     if finding.fault in ("DETACHED", "F38"):
-        return Finding.of(finding.fault, **details)
+        return Finding.of(finding.fault, ranks=some_ranks, **shown)
     # parameters that are missing on some ranks: their loss is zero, or they took a different branch
     has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
     values = tuple(f"{len(state['names'])} of {len(names)} without" for state in states)
-    return Finding.of("F32" if has_zero_loss else finding.fault, values=values, **details)
+    return Finding.of("F32" if has_zero_loss else finding.fault, ranks=some_ranks, values=values, **shown)
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:
@@ -384,9 +366,9 @@ class StepGradients:
         # on their way to the host
         self.values = self._sent_sizes = self._sent_loss = HostNumbers([])
 
-    def add(self, slices: Sequence[TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
+    def add(self, slices: Sequence[replicas.TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
         """Add these pieces of the parameters' gradients. Without ``largest``, only whether they are finite."""
-        for each, piece in dense_gradients(slices, parameters):
+        for each, piece in replicas.dense_gradients(slices, parameters):
             self.started.setdefault(each.name, []).append(start_fingerprint(piece))
             self._sizes.append((each.name, _size_of(piece, largest=largest)))
 

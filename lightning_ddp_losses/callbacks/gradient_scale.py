@@ -19,6 +19,7 @@ Legend: ``W`` ranks, ``v`` a random direction, ``g`` the gradient on one rank.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 from collections.abc import Mapping
@@ -86,34 +87,26 @@ def find_wrong_scales(
         part, and one of the lines.
     """
     # a copy that runs on every rank and gives a loss with a gradient
-    trial = _Trial(trainer, module, batch, batch_idx)
-    if not _on_all_ranks(row_exchange, trial.is_ready):
+    trial = _Trial(trainer, module, batch, batch_idx, row_exchange)
+    if not all(trial.gather(trial.is_ready)):
         return []
     with CollectiveTrace() as trace:
         value = trial.value({})
-    if not _on_all_ranks(row_exchange, value is not None and value.requires_grad) or value is None:
+    if not all(trial.gather(value is not None and value.requires_grad)) or value is None:
         return []
     # the local work. A rank that fails here reports it before the others wait for it
-    if not _on_all_ranks(row_exchange, trial.prepare(value)):
+    if not all(trial.gather(trial.prepare(value))):
         if trial.own_error is not None:  # after the peers have learnt that this rank stops
             raise trial.own_error
         return []
-    parts = _measure_parts(trial, module, value, row_exchange)
+    parts = _measure_parts(trial, module, value)
     if parts is None:
         return []
-    cut_lines = _cut_lines(trace, value, row_exchange)
-    return _judge_scales(
-        parts, trace.names, cut_lines, is_multiplied=trial.is_multiplied, has_metrics=bool(metrics_of(module))
-    )
+    return _judge_scales(parts, trial, trace.names, _cut_lines(trial, trace, value))
 
 
 def _judge_scales(
-    parts: list[PartScale],
-    collectives: list[str],
-    cut_lines: dict[str, list[str]],
-    *,
-    is_multiplied: bool,
-    has_metrics: bool,
+    parts: list[PartScale], trial: _Trial, collectives: list[str], cut_lines: dict[str, list[str]]
 ) -> list[Finding]:
     """Return the findings of ratios that prove a fault, given the user's lines that cut the graph, by kind of collective."""
     # (a stop-gradient may halve the gradient of rows that are gathered with it)
@@ -122,7 +115,7 @@ def _judge_scales(
     large = [part for part in parts if part.is_shared and part.is_about(world)]
     found = [_finding("F21", part.name, world, part.ratio) for part in large]
     # a factor W compensates a cut graph: a part that is not cut is W times too large
-    if is_multiplied:
+    if trial.is_multiplied:
         full = [part for part in parts if cut and part.is_about(1.0)]
         return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
     if not cut:
@@ -134,17 +127,17 @@ def _judge_scales(
         return found
     names = " ".join(collectives)
     fault = "F23" if "reduce" in names and "gather" not in names else "F20"
-    if has_metrics:
+    if trial.has_metrics:
         fault = "F27"
     line = next(iter(cut_lines.get(_KIND_OF.get(fault, ""), [])), "")
     return found + [_finding(fault, part.name, world, part.ratio, line) for part in cut]
 
 
-def _cut_lines(trace: CollectiveTrace, value: Tensor, row_exchange: RowExchange) -> dict[str, list[str]]:
+def _cut_lines(trial: _Trial, trace: CollectiveTrace, value: Tensor) -> dict[str, list[str]]:
     """Return the user's lines that cut the graph of the value on any rank, by kind of collective."""
     local = [[cut.kind, cut.line] for cut in trace.reaching(value) if not cut.is_meant]
     found: dict[str, list[str]] = {}
-    for kind, line in itertools.chain.from_iterable(row_exchange.gather_json(_PLACE, local)):
+    for kind, line in itertools.chain.from_iterable(trial.gather(local)):
         found.setdefault(kind, [])
         if line not in found[kind]:
             found[kind].append(line)
@@ -152,21 +145,14 @@ def _cut_lines(trace: CollectiveTrace, value: Tensor, row_exchange: RowExchange)
 
 
 def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") -> Finding:
-    shown: dict[str, Any] = {
-        "ratio": ratio,
-        "known": "W" if ratio > 1 else "1/W",
-        "world": world,
-        "line": f" ({line})" if line else "",
-    }
-    return Finding.of(fault, "scale", name=name, **shown)
+    known, place = "W" if ratio > 1 else "1/W", f" ({line})" if line else ""
+    return Finding.of(fault, "scale", name=name, ratio=ratio, known=known, world=world, line=place)
 
 
 # ---------------------------------------------------------------------- measure
 
 
-def _measure_parts(
-    trial: _Trial, module: LightningModule, value: Tensor, row_exchange: RowExchange
-) -> list[PartScale] | None:
+def _measure_parts(trial: _Trial, module: LightningModule, value: Tensor) -> list[PartScale] | None:
     """Compare the gradient with the derivative, for each child with a derivative other than zero. None if the trial fails on any rank."""
     world = process_groups.world_size()
     parts = []
@@ -175,7 +161,7 @@ def _measure_parts(
         direction = trial.directions[name]
         moved = [trial.value(direction, distance) for distance in (STEP, -STEP)]
         values = [None if each is None else float(each.detach()) for each in moved]
-        rows = row_exchange.gather_json(_PLACE, [trial.along[name], *values])
+        rows = trial.gather([trial.along[name], *values])
         if any(None in row for row in rows):
             return None
         derivative = sum(row[1] - row[2] for row in rows) / world / (2 * STEP)
@@ -187,9 +173,9 @@ def _measure_parts(
             gradient /= world
         part = PartScale(name, gradient / derivative)
         if part.is_about(world) or part.is_about(1 / world):
-            part = replace(part, is_shared=_moves_others(trial, value, direction, row_exchange))
+            part = replace(part, is_shared=_moves_others(trial, value, direction))
             gathered = not trial.gathered.isdisjoint(members)
-            part = replace(part, is_gathered=any(row_exchange.gather_json(_PLACE, gathered)))
+            part = replace(part, is_gathered=any(trial.gather(gathered)))
         parts.append(part)
     return parts
 
@@ -207,14 +193,14 @@ def _inner_product(gradients: Mapping[str, Tensor | None], direction: Mapping[st
     return total
 
 
-def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor], row_exchange: RowExchange) -> bool:
+def _moves_others(trial: _Trial, value: Tensor, direction: Mapping[str, Tensor]) -> bool:
     """Move rank 0's copy alone, and return whether the value of another rank moves."""
     is_first = process_groups.rank() == 0
     moved = trial.value(direction if is_first else {}, MOVE_TO_SHARE)
     has_moved = False
     if moved is not None and not is_first:
         has_moved = abs(float(moved.detach() - value.detach())) > 1e-12 * abs(float(value.detach()))
-    return any(row_exchange.gather_json(_PLACE, has_moved))
+    return any(trial.gather(has_moved))
 
 
 class _Trial:
@@ -222,10 +208,12 @@ class _Trial:
 
     Attributes:
         is_ready: True if the copy could be made.
+        gather: Function that returns a plain value of each rank.
         own_error: Error of the probe itself on this rank.
         directions: Random direction of this rank, by part of the module. This and the following are set by ``prepare``.
         along: Inner product of this rank's gradient with the direction, by part.
         gathered: Names of the parameters that the value reaches through a collective with a gradient.
+        has_metrics: True if the module has metrics.
         is_multiplied: True if the returned value is W times a loss: by pytorch-metric-learning's wrapper, or in the graph.
     """
 
@@ -233,11 +221,14 @@ class _Trial:
     gathered: set[str]
     is_multiplied: bool
 
-    def __init__(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, batch: Any, index: int, row_exchange: RowExchange
+    ) -> None:
+        self.gather = functools.partial(row_exchange.gather_json, _PLACE)
         self._trainer, self._index, self._device = trainer, index, module.device
         self.directions: dict[str, dict[str, Tensor]] = {}
         self.along: dict[str, float] = {}
-        self.is_ready = _can_be_copied(module)
+        self.is_ready, self.has_metrics = _can_be_copied(module), bool(metrics_of(module))
         if self.is_ready:
             try:
                 self._pristine = _double_(copy.deepcopy(module))
@@ -364,10 +355,6 @@ def _end_together(error: Exception) -> None:
     except Exception:
         if time.monotonic() - began > handshake.PEER_TIMEOUT.total_seconds():
             raise
-
-
-def _on_all_ranks(row_exchange: RowExchange, local: bool) -> bool:
-    return all(row_exchange.gather_json(_PLACE, local))
 
 
 def _reached_through_collectives(value: Tensor, parameters: Mapping[str, Tensor]) -> set[str]:

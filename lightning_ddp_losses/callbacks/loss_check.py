@@ -20,26 +20,19 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import IO, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lightning_ddp_losses.callbacks import findings
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
-from lightning_ddp_losses.callbacks.findings import (
-    MOST_NAMES,
-    CheckStage,
-    Finding,
-    differing,
-    differing_columns,
-    odd_ranks,
-    shown_names,
-)
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
 from lightning_ddp_losses.callbacks.loss_reader import LossReader, LossRow, is_divided
-from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE, Action
+from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
@@ -55,6 +48,7 @@ _ROUNDING = 1e-5  # relative to the mean of absolute values; ranks add float32 s
 _EPOCH_ENDS = (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LossCheck(RankCheck, default=True):
     """Every rank has a loss, finite, not zero from the start, of elements with equal weight. Logged values are those of all ranks.
 
@@ -88,20 +82,12 @@ class LossCheck(RankCheck, default=True):
     faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79", "F82")
     needs_peers = False
 
-    def __init__(
-        self,
-        *,
-        zero_steps: int = 5,
-        bias: float = 1.1,
-        file: bool = True,
-        every_n_steps: int = 1,
-        action: Action = None,
-    ) -> None:
-        self.zero_steps, self.bias, self.file = zero_steps, bias, file
-        self._training_step: Callable[..., Any] | None = None
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    zero_steps: int = 5
+    bias: float = 1.1
+    file: bool = True
 
     def _forget(self) -> None:
+        self._replaces_step = False  # of the strategy
         self._history = LossHistory(file=self.file)
         self._is_missing = False  # training_step returned None
         self._reader = LossReader()
@@ -123,7 +109,7 @@ class LossCheck(RankCheck, default=True):
         if module.automatic_optimization and process_groups.world_size() > 1:
             strategy: Any = trainer.strategy
             # on the strategy: Lightning's loop calls the module through it, wrapped or not
-            self._training_step = original = strategy.training_step
+            original = strategy.training_step
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
                 output = original(*args, **kwargs)
@@ -132,6 +118,7 @@ class LossCheck(RankCheck, default=True):
                 return output
 
             strategy.training_step = training_step
+            self._replaces_step = True
 
     def _sync_without_loss(self) -> None:
         """Exchange the row of a rank that returned None with its peers. Lightning alone would stop this rank only."""
@@ -156,9 +143,8 @@ class LossCheck(RankCheck, default=True):
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Give the strategy its method back and close the file."""
-        if self._training_step is not None:
+        if self._replaces_step:
             vars(trainer.strategy).pop("training_step", None)
-            self._training_step = None
         self._history.close()
 
     # ------------------------------------------------------------------ measure
@@ -296,7 +282,7 @@ class LossHistory:
         if not self._file or len(losses) == 1:
             return
         if self._stream is None:
-            self._stream = runner.report.open_file(LOSSES_FILE_NAME)
+            self._stream = runner.row_exchange.report.open_file(LOSSES_FILE_NAME)
             if self._stream is None:
                 return
             titles = [f"rank_{rank}" for rank in range(len(losses))]
@@ -316,7 +302,7 @@ class LossHistory:
         figures = {"loss_min": min(losses), "loss_max": max(losses)}
         if len(losses) <= MOST_RANKS_ONE_BY_ONE:
             figures = {f"rank_{rank}_loss": loss for rank, loss in enumerate(losses)}
-        runner.report.log_step(runner.trainer, figures, step)
+        runner.row_exchange.report.log_step(runner.trainer, figures, step)
 
     def close(self) -> None:
         """Close the file."""
@@ -335,20 +321,6 @@ def _largest_ratio(weights: list[float]) -> float:
 # ---------------------------------------------------------------------- logged values
 
 
-class TrueMean(NamedTuple):
-    """Holds the mean over the rows of all ranks.
-
-    Attributes:
-        mean: That mean.
-        scale: Mean of the ranks' absolute sums, the measure of rounding.
-        rows: Rows of each rank.
-    """
-
-    mean: float
-    scale: float
-    rows: tuple[float, ...]
-
-
 class LoggedValues:
     """Compares logged values between ranks, and epoch means with the true ones.
 
@@ -362,7 +334,9 @@ class LoggedValues:
         self.local_values: dict[str, float] = {}
         self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
         self._names: list[str] = []  # means of the epoch that has just ended
-        self._true_means: dict[str, TrueMean] = {}  # maybe floored; the same on every rank
+        # means over the rows of all ranks, which may be floored: each with the mean of the ranks' absolute sums, the measure of
+        # rounding, and the rows of each rank. The same on every rank
+        self._true_means: dict[str, tuple[float, float, tuple[float, ...]]] = {}
 
     # ------------------------------------------------------------------ names
 
@@ -417,7 +391,7 @@ class LoggedValues:
         for name, totals, rows in zip(self._names, numbers[::2], numbers[1::2], strict=True):
             if sum(rows) % len(table):
                 mean, scale = sum(totals) / sum(rows), sum(map(abs, totals)) / sum(rows)
-                self._true_means[name] = TrueMean(mean, scale, rows)
+                self._true_means[name] = mean, scale, rows
         return found
 
     def measure_logged(self, trainer: Trainer) -> list[float]:
@@ -441,12 +415,11 @@ class LoggedValues:
     def _wrong_means(self, logged: Sequence[float]) -> list[Finding]:
         """Compare rank 0's values. Reduced ones are equal on every rank."""
         found = []
-        for (name, true), value in zip(self._true_means.items(), logged, strict=True):
+        for (name, (mean, scale, rows)), value in zip(self._true_means.items(), logged, strict=True):
             # NaN is a different fault
-            if abs(value - true.mean) > _ROUNDING * true.scale:
-                values = tuple(f"{number:g} rows" for number in true.rows)
-                texts: dict[str, Any] = {"value": value, "mean": true.mean, "rows": sum(true.rows)}
-                found.append(Finding.of("F82", name=name, values=values, **texts))
+            if abs(value - mean) > _ROUNDING * scale:
+                values = tuple(f"{number:g} rows" for number in rows)
+                found.append(Finding.of("F82", name=name, values=values, value=value, mean=mean, rows=sum(rows)))
         self._true_means = {}
         return found
 
@@ -512,9 +485,9 @@ def _name_keys(finding: Finding, names_by_rank: Sequence[list[str]]) -> Finding:
 
 def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -> Finding:
     """Name the values that ranks log alone and that differ."""
-    names = list(differing_columns(values_by_rank))[:MOST_NAMES]
+    names = list(findings.differing_columns(values_by_rank))[: findings.MOST_NAMES]
     shown = tuple(", ".join(f"{values.get(name, math.nan):.6g}" for name in names) for values in values_by_rank)
-    return Finding.of("F56", name=", ".join(names), values=shown, shown=shown_names(names))
+    return Finding.of("F56", name=", ".join(names), values=shown, shown=findings.shown_names(names))
 
 
 def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list[Finding]:

@@ -286,18 +286,8 @@ class LossReader:
         """
         # the two reductions next to the loss are enough: a loss is rarely the sum of more
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
-        weight, elements, second_weight = map(float, (first.weight, first.elements, second.weight))
-        row = LossRow(
-            float(is_missing),
-            keys,
-            self._loss,
-            self._bad_batch,
-            weight,
-            elements,
-            second_weight,
-            self._zero_steps,
-            self._step,
-        )
+        weights = float(first.weight), float(first.elements), float(second.weight)
+        row = LossRow(float(is_missing), keys, self._loss, self._bad_batch, *weights, self._zero_steps, self._step)
         measured = [*row]
         if self._micro_batches is not None:
             measured += self._micro_batches.row() if self._step >= 0 else [0.0]

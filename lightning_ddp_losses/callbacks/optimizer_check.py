@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differing_settings, send_gradient_scale
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, shown_names
-from lightning_ddp_losses.callbacks.replicated_parameters import is_replicated, optimizer_parameters
+from lightning_ddp_losses.callbacks.replicas import is_replicated, optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat, nests
 from lightning_ddp_losses.core.host_copy import HostNumbers
@@ -92,7 +92,7 @@ class OptimizerCheck(RankCheck, default=True):
         if self._is_second_step(trainer) and self._before:
             parameters = self.runner.replicated_parameters()
             before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
-        stepped = self.runner.stepped
+        stepped = self.runner.batch.stepped
 
         def read() -> list[int]:
             stood_still = bool(before) and now.read() == before
@@ -109,7 +109,7 @@ class OptimizerCheck(RankCheck, default=True):
 
     def _is_second_step(self, trainer: Trainer) -> bool:
         """Return whether this is the second step, and the two should have changed something."""
-        if not self.runner.stepped or self._before is None or self._steps_seen > 1:
+        if not self.runner.batch.stepped or self._before is None or self._steps_seen > 1:
             return False
         self._steps_seen += 1
         if self._steps_seen == 1:
@@ -159,8 +159,9 @@ class OptimizerCheck(RankCheck, default=True):
         found = differing_settings(texts)
         if found is None:
             return [replace(finding, values=tuple(f"{len(groups)} parameter groups" for groups in texts))]
-        name = ", ".join(found.keys)
-        return [replace(finding, what=f"{name} of parameter group {found.group}", name=name, values=found.values)]
+        group, keys, values = found
+        name = ", ".join(keys)
+        return [replace(finding, what=f"{name} of parameter group {group}", name=name, values=values)]
 
     # ------------------------------------------------------------------ the parameters of an optimizer
 

@@ -11,33 +11,17 @@ second one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.callbacks import ddp_state
+from lightning_ddp_losses.callbacks import ddp_state, findings, replicas
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot, StepState
-from lightning_ddp_losses.callbacks.findings import (
-    MOST_NAMES,
-    CheckStage,
-    Finding,
-    differing,
-    differing_columns,
-    odd_ranks,
-)
-from lightning_ddp_losses.callbacks.replicated_parameters import (
-    RotatingSlices,
-    SentFingerprints,
-    class_shards,
-    divided_parameters,
-    is_replicated,
-    replicated_parameters,
-)
-from lightning_ddp_losses.callbacks.report import Action
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.distributed.fingerprint import hash_lines
 from lightning_ddp_losses.distributed.shard import ClassShard, first_holders, local_part
@@ -65,6 +49,7 @@ class ParameterRow(NamedTuple):
     parts: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ParameterSyncCheck(RankCheck, default=True):
     """Parameters are equal on all ranks: values, names, order, shapes, dtypes, and whether they train.
 
@@ -90,25 +75,17 @@ class ParameterSyncCheck(RankCheck, default=True):
     stages = (CheckStage.BEFORE_WRAP, CheckStage.TRAIN_START, CheckStage.AFTER_STEP, CheckStage.TRAIN_END)
     faults = ("F04", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F12", "F14", "F15", "F16", "F17", "SYNC")
 
-    def __init__(
-        self,
-        *,
-        parts: int = 16,
-        full_every_n_steps: int = 500,
-        every_n_steps: int = 1,
-        action: Action = None,
-    ) -> None:
-        self.parts, self.full_every_n_steps = parts, full_every_n_steps
-        super().__init__(every_n_steps=every_n_steps, action=action)
+    parts: int = 16
+    full_every_n_steps: int = 500
 
     def _forget(self) -> None:
-        self._slices, self._structure = RotatingSlices(self.parts), 0
+        self._slices, self._structure = replicas.RotatingSlices(self.parts), 0
         # parts that several ranks hold, and a hash of those of this rank
-        self._part_slices, self._place = RotatingSlices(self.parts), 0
+        self._part_slices, self._place = replicas.RotatingSlices(self.parts), 0
         self._parts: dict[str, Tensor] = {}
         # of the stage that is judged: parameters, fingerprints of slices and of parts, and knowledge that may explain a difference
         self._parameters: Mapping[str, Tensor] = {}
-        self._judged: tuple[SentFingerprints, SentFingerprints, StepState] | None = None
+        self._judged: tuple[replicas.SentFingerprints, replicas.SentFingerprints, StepState] | None = None
         self._is_first_step = True
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -123,11 +100,11 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
         """Return a hash of the names, one fingerprint of this stage's slices, and at the start the shards."""
-        if not is_replicated(trainer):
+        if not replicas.is_replicated(trainer):
             return []
         is_step = stage == CheckStage.AFTER_STEP
         # looked up once per batch. At other stages they may be others
-        parameters = self.runner.replicated_parameters() if is_step else replicated_parameters(trainer, module)
+        parameters = self.runner.replicated_parameters() if is_step else replicas.replicated_parameters(trainer, module)
         if stage == CheckStage.BEFORE_WRAP:
             self._parameters = parameters
             return [hash_lines(_descriptions(module, parameters, buffers=True))]
@@ -136,12 +113,12 @@ class ParameterSyncCheck(RankCheck, default=True):
         shards: list[int] = []
         if stage == CheckStage.TRAIN_START:
             self._find_parts(trainer, module)
-            for shard in class_shards(module).values():
+            for shard in replicas.class_shards(module).values():
                 shards += (shard.start, shard.stop, shard.num_classes)
         number, is_full = self.runner.step // self.every_n_steps, self._is_full(stage)
         slices = self._slices.turn(number, is_full=is_full)
-        sent = SentFingerprints.of(slices, parameters)
-        parts = SentFingerprints.of(self._part_slices.turn(number, is_full=is_full), self._parts)
+        sent = replicas.SentFingerprints(slices, parameters)
+        parts = replicas.SentFingerprints(self._part_slices.turn(number, is_full=is_full), self._parts)
         state = StepState(self.runner, parameters, slices)
 
         def read() -> list[int]:
@@ -152,7 +129,7 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _find_parts(self, trainer: Trainer, module: LightningModule) -> None:
         """Find the parts of divided parameters that other ranks hold too, while no parameter is gathered."""
-        divided = divided_parameters(trainer)
+        divided = replicas.divided_parameters(trainer)
         named = {name: p for name, p in module.named_parameters() if name in divided and replicated_dim(p) is not None}
         # the objects and their memory stay, also while fully_shard has others in their place
         self._parts = {name: local_part(p.detach()) for name, p in named.items()}
@@ -173,7 +150,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         if not table[0]:
             return []
         # different names or shapes: values cannot be lined up
-        found = differing([row[0] for row in table], "F12", "unnamed", name="parameters")
+        found = findings.differing([row[0] for row in table], "F12", "unnamed", name="parameters")
         if found or stage == CheckStage.BEFORE_WRAP:
             return found
         own = len(ParameterRow._fields)
@@ -181,7 +158,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         fault = "SYNC"
         if stage == CheckStage.TRAIN_START:
             fault = "F04"
-            found += _judge_shards([row[own:] for row in table], list(class_shards(module)))
+            found += _judge_shards([row[own:] for row in table], list(replicas.class_shards(module)))
         # the same names with other values
         values = [row.values for row in rows]
         if len(set(values)) > 1:
@@ -221,7 +198,7 @@ class ParameterSyncCheck(RankCheck, default=True):
                 found.append(replace(difference, values=holders))
             elif odd:
                 found.append(ddp_state.explain_desync(difference, texts))
-        return found[:MOST_NAMES] or [finding]
+        return found[: findings.MOST_NAMES] or [finding]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the parameter itself."""
@@ -236,7 +213,7 @@ def _descriptions(module: LightningModule, parameters: Mapping[str, Tensor], *, 
         if not parameter.requires_grad:
             line += " frozen"
         lines.append(line)
-    for name, shard in class_shards(module).items():
+    for name, shard in replicas.class_shards(module).items():
         lines.append(f"{name} shard of {shard.num_classes} classes")
     if buffers:
         for name, buffer in module.named_buffers():
@@ -249,7 +226,8 @@ def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]])
     """Name the differences of the ranks' descriptions, by position."""
     columns = differing_columns([dict(enumerate(lines)) for lines in lines_by_rank])
     # a rank with fewer lines has "nothing" there
-    shown = [(position, [line or "nothing" for line in column]) for position, column in columns.items()][:MOST_NAMES]
+    shown = [(position, [line or "nothing" for line in column]) for position, column in columns.items()]
+    shown = shown[: findings.MOST_NAMES]
     values = [_lines_of(rank, shown) for rank in range(len(lines_by_rank))]
     first_names = dict.fromkeys(line.split(" ")[0] for line in shown[0][1])
     numbers: dict[str, Any] = {"number": len(columns), "longest": max(map(len, lines_by_rank))}

@@ -13,9 +13,9 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, TypeAlias
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
@@ -68,45 +68,29 @@ def validated_actions(action: Action, title: str) -> dict[str, str]:
     return dict(given)
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Settings:
     """Holds the options that decide what happens with findings.
 
-    Attributes:
-        action: ``raise``, ``warn`` or ``log``, by severity.
+    Args:
+        action: ``raise``, ``warn`` or ``log``, by severity, or one of them for errors and warnings.
         file: Write new findings to ``ddp_checks.jsonl`` in the log folder.
         summary: Print a table at the end of the fit.
         log_figures: Send the figures of the checks to the loggers, in addition to the numbers of findings.
         stall_seconds: Seconds without progress after which a rank is reported.
+
+    Attributes:
+        actions: ``raise``, ``warn`` or ``log`` for each severity.
     """
 
-    action: Mapping[str, str] = field(default_factory=lambda: dict(DEFAULT_ACTION))
+    action: Action = None
     file: bool = True
     summary: bool = True
     log_figures: bool = True
     stall_seconds: float = 120.0
 
-
-class CheckSummary(NamedTuple):
-    """Figures and remarks of one check at the end of a fit.
-
-    Attributes:
-        title: Name of the check.
-        figures: Figures by name.
-        remarks: Lines for the table.
-    """
-
-    title: str
-    figures: Mapping[str, float]
-    remarks: Sequence[str]
-
-    def seen(self) -> str:
-        """Return the text for the table: the remarks, or else the figures if they are few."""
-        if self.remarks or not self.figures:
-            return "\n".join(self.remarks)
-        if len(self.figures) > _MOST_FIGURES:
-            return f"{len(self.figures)} figures"
-        return ", ".join(f"{name} {value:.4g}" for name, value in self.figures.items())
+    def __post_init__(self) -> None:
+        self.actions = DEFAULT_ACTION | validated_actions(self.action, type(self).__name__)
 
 
 class Report:
@@ -148,7 +132,7 @@ class Report:
             severity, is_new = finding.severity, self.is_new(finding)
             self._seen.add(finding.key)
             # the check's action, else that of DDPChecks, else the default. A fault of our own does not end the training
-            action = check_action.get(severity) or self._settings.action.get(severity, DEFAULT_ACTION[severity])
+            action = check_action.get(severity) or self._settings.actions[severity]
             if finding.fault == FAILED and finding.graded and action == "raise":
                 action = "warn"
             if action == "raise":
@@ -208,11 +192,13 @@ class Report:
         if self._settings.log_figures:
             _send_to_loggers(trainer, figures, step)
 
-    def summary(self, checks: Sequence[CheckSummary], steps: int, share: float) -> None:
+    def summary(
+        self, checks: Sequence[tuple[str, Mapping[str, float], Sequence[str]]], steps: int, share: float
+    ) -> None:
         """Print a line of totals, a row for each check with findings or measurements, and the names of the others, on rank 0.
 
         Args:
-            checks: Figures and remarks of each check.
+            checks: Name, figures and remarks of each check.
             steps: Optimizer steps of the fit.
             share: Share of the time that the checks took.
         """
@@ -226,14 +212,14 @@ class Report:
         totals.append(f"{share:.1%} of the time")
         # without findings the table needs no column for them
         rows, silent = [], []
-        for check in checks:
-            counts = self._count(check.title)
+        for title, figures, remarks in checks:
+            counts = self._count(title)
             texts = [counted(counts[severity], severity) for severity in DEFAULT_ACTION if counts[severity]]
-            row = (check.title, ", ".join(texts), escape(check.seen()))
+            row = (title, ", ".join(texts), escape(_measured(figures, remarks)))
             if any(row[1:]):
                 rows.append(row)
             else:
-                silent.append(check.title)
+                silent.append(title)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         columns = [0, 1, 2] if any(found.values()) else [0, 2]
         for column in columns:
@@ -303,6 +289,15 @@ def run_folder(trainer: Trainer) -> Path | None:
         version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
         folder = folder / str(logger.name) / version
     return folder
+
+
+def _measured(figures: Mapping[str, float], remarks: Sequence[str]) -> str:
+    """Return the text about a check for the table: its remarks, or else its figures if they are few."""
+    if remarks or not figures:
+        return "\n".join(remarks)
+    if len(figures) > _MOST_FIGURES:
+        return f"{len(figures)} figures"
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 def counted(number: int, noun: str) -> str:

@@ -15,7 +15,6 @@ ranks and leaves one warning: its fault must not end a healthy fit. A failing ch
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import struct
@@ -151,7 +150,7 @@ class Check:
     faults: ClassVar[tuple[str, ...]] = ()
     needs_peers: ClassVar[bool] = True
     every_n_steps: int
-    action: dict[str, str]
+    action: Any  # by severity
     _found: list[Finding]  # of this rank alone, since ``measure`` began
 
     # ------------------------------------------------------------------ written by a check
@@ -241,23 +240,24 @@ class Check:
         return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def join(self, runner: Any) -> None:
-        """Become part of a run, or leave it."""
-        raise NotImplementedError
+        """Join a run with a fresh state, or leave it."""
+        vars(self).pop("runner", None)
+        if runner is not None:
+            self.runner = runner
+            self._forget()
+
+    def _forget(self) -> None:
+        """Reset the state of one fit. Called by the constructor and at the start of a fit."""
 
     def overrides(self, method: str) -> bool:
         """Return whether this check overrides a method with an empty default."""
-        return _class_overrides(type(self), method)  # type: ignore[arg-type] # mypy takes a class for unhashable
+        return getattr(type(self), method) is not getattr(Check, method)
 
     def options(self) -> dict[str, object]:
         """Return the options that must be equal on all ranks: its plain attributes."""
         plain = (bool, int, float, str, tuple, list, dict, type(None))
         own = vars(self).items()
         return {name: value for name, value in own if not name.startswith("_") and isinstance(value, plain)}
-
-
-@functools.cache
-def _class_overrides(cls: type[Check], method: str) -> bool:
-    return getattr(cls, method) is not getattr(Check, method)
 
 
 # ---------------------------------------------------------------------- rows between ranks
@@ -447,7 +447,7 @@ class RowExchange:
                 judged = self._combine_local(check, stage, hashes) + self._judge(check, table, stage)
                 found += placed(check, judged, self._steps[id(check), stage], stage.value)
         if found:
-            self.report_findings(self._add_differences(self._explain(found)))
+            self.report_findings(self._complete(found))
 
     def _combine_local(self, check: Check, stage: CheckStage, hashes: Sequence[int]) -> list[Finding]:
         """Return the findings that ranks made by themselves.
@@ -486,25 +486,36 @@ class RowExchange:
 
     # ------------------------------------------------------------------ new findings
 
-    def _explain(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
-        """Let every rank add its texts to new findings. A finding seen again keeps its first explanation.
+    def _complete(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
+        """Add the texts of all ranks to findings, and the largest differences of their tensors.
 
-        Communication: one gather for each new finding of a check that describes its findings.
+        Communication: for each new finding one gather, if its check describes findings, and one with the tensor's, if the check names a
+            tensor, at most ``_MAX_TENSORS`` of them.
         """
-        explained: list[tuple[Check, Finding]] = []
+        completed: list[tuple[Check, Finding]] = []
+        measured = 0
         for check, finding in found:
-            better = [finding]
-            if check.overrides("describe") and finding.fault != FAILED:
-                # findings are new on every rank or on none, so every rank takes part
-                if finding.key not in self._explained:
-                    self._explained[finding.key] = self._explain_one(check, finding)
-                better = self._explained[finding.key]
-            for each in better:
-                there = replace(each, check=finding.check, step=finding.step, moment=finding.moment)
-                explained.append((check, there))
-        return explained
+            if finding.fault == FAILED:
+                completed.append((check, finding))
+                continue
+            for explained in self._explain(check, finding):
+                each = replace(explained, check=finding.check, step=finding.step, moment=finding.moment)
+                if check.overrides("tensor") and self.report.is_new(each) and measured < _MAX_TENSORS:
+                    measured += 1
+                    each = replace(each, max_difference=self.max_difference(self._ask(check.tensor, each)))
+                completed.append((check, each))
+        return completed
 
-    def _explain_one(self, check: Check, finding: Finding) -> list[Finding]:
+    def _explain(self, check: Check, finding: Finding) -> list[Finding]:
+        """Let every rank add its text to a finding. A finding seen again keeps its first explanation."""
+        if not check.overrides("describe"):
+            return [finding]
+        # findings are new on every rank or on none, so every rank takes part
+        if finding.key not in self._explained:
+            self._explained[finding.key] = self._explain_first(check, finding)
+        return self._explained[finding.key]
+
+    def _explain_first(self, check: Check, finding: Finding) -> list[Finding]:
         texts = self.gather_json("texts about findings", self._ask(check.describe, finding))
         if all(text is not None for text in texts):
             try:
@@ -512,22 +523,6 @@ class RowExchange:
             except Exception as error:  # the finding itself stands
                 self.note_failure(check, "explain", error)
         return [finding]
-
-    def _add_differences(self, found: Sequence[tuple[Check, Finding]]) -> list[tuple[Check, Finding]]:
-        """Measure the largest difference between ranks of the tensors that belong to new findings.
-
-        Communication: one gather and the tensor's, for each of at most ``_MAX_TENSORS`` findings.
-        """
-        completed: list[tuple[Check, Finding]] = []
-        measured = 0
-        for check, finding in found:
-            is_shown = check.overrides("tensor") and finding.fault != FAILED
-            if is_shown and self.report.is_new(finding) and measured < _MAX_TENSORS:
-                measured += 1
-                difference = self.max_difference(self._ask(check.tensor, finding))
-                finding = replace(finding, max_difference=difference)  # noqa: PLW2901 - the same, completed
-            completed.append((check, finding))
-        return completed
 
     def _ask(self, method: Callable[..., T | None], finding: Finding) -> T | None:
         with contextlib.suppress(Exception):  # the finding itself stands

@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
-from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
-from lightning_ddp_losses.callbacks.report import CheckSummary, Report, Settings, run_folder
+from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
+from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import Check, RowExchange, placed
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Batch:
+class Batch:
     """Events since the last batch ended.
 
     Attributes:
@@ -87,6 +87,7 @@ class CheckRunner(Callback):
         rows_in_strategy_handshake: True if the rows before backward travel in the strategy's handshake.
         row_exchange: Measures, exchanges and judges rows.
         own_time: Time that checks take, including their gathers.
+        batch: Events since the last batch ended.
     """
 
     def __init__(self, checks: Sequence[Check], settings: Settings, trainer: Trainer, module: LightningModule) -> None:
@@ -100,7 +101,7 @@ class CheckRunner(Callback):
         watch = liveness.watch_run(process_groups.rank(), world_size, settings.stall_seconds)
         folder: Path | None = run_folder(trainer) if settings.file else None
         self.row_exchange = RowExchange(trainer, module, watch, Report(settings, folder), self._blind)
-        self._batch, self.rows_in_strategy_handshake = _Batch(), False
+        self.batch, self.rows_in_strategy_handshake = Batch(), False
         self._shared: dict[Callable[..., Any], Any] = {}
         self._parameters = ReplicatedParameters(trainer, module)
         # checks by the observation that they override, and ids of our checks that failed on this rank
@@ -119,24 +120,14 @@ class CheckRunner(Callback):
         return compat.steps_as_logged(self.trainer)
 
     @property
-    def report(self) -> Report:
-        """The report of the fit."""
-        return self.row_exchange.report
-
-    @property
     def stepping(self) -> list[Optimizer]:
         """Optimizers that were about to step since the last batch ended."""
-        return self._batch.stepping
-
-    @property
-    def stepped(self) -> int:
-        """The number of optimizer steps since the last batch ended (a gradient scaler may have skipped one)."""
-        return self._batch.stepped
+        return self.batch.stepping
 
     @property
     def backwards(self) -> int:
         """Backward passes through Lightning since the last batch ended."""
-        return self._batch.backwards
+        return self.batch.backwards
 
     @property
     def synchronising(self) -> bool:
@@ -153,9 +144,9 @@ class CheckRunner(Callback):
 
     def replicated_parameters(self) -> dict[str, Tensor]:
         """Return the parameters that must be equal on all ranks. The lookup happens once per batch."""
-        if self._batch.parameters is None:
-            self._batch.parameters = self._parameters.current()
-        return self._batch.parameters
+        if self.batch.parameters is None:
+            self.batch.parameters = self._parameters.current()
+        return self.batch.parameters
 
     def before_forward(self, check: Check, module: nn.Module, see: Callable[..., None]) -> None:
         """Let a check see the arguments of each forward of a module, ``see(args, kwargs)``, until the fit ends.
@@ -195,8 +186,8 @@ class CheckRunner(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the steps of the optimizers, and judge the state of every rank at the start."""
+        self._observe("start")
         with self.own_time:
-            self._observe("start")
             for optimizer in self.trainer.optimizers:
                 self._watch_optimizer(optimizer)
             # under our strategy the rows before backward travel in its handshake
@@ -211,12 +202,12 @@ class CheckRunner(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Let the checks see a training batch. Before the first step they may try it out."""
-        self._batch.parameters = None
+        self.batch.parameters = None
         self._enter(f"training_step of step {self.step}")
-        with self.own_time:
-            self._observe("see_batch", batch, batch_idx)
-            if not self._ran_dry:
-                self._ran_dry = True
+        self._observe("see_batch", batch, batch_idx)
+        if not self._ran_dry:
+            self._ran_dry = True
+            with self.own_time:
                 self._dry_run(batch, batch_idx)
 
     def _dry_run(self, batch: Any, batch_idx: int) -> None:
@@ -237,22 +228,21 @@ class CheckRunner(Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Let the checks see a loss, and judge it unless the strategy's handshake did."""
         self._enter(f"backward of step {self.step}")
-        if self._batch.is_row_sent:  # the loss was seen and judged there
-            self._batch.is_row_sent = False
+        if self.batch.is_row_sent:  # the loss was seen and judged there
+            self.batch.is_row_sent = False
             return
         self._see_loss(loss)
         if self.synchronising and not self.rows_in_strategy_handshake:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
 
     def _see_loss(self, loss: Tensor | None) -> None:
-        with self.own_time:
-            self._batch.backwards += 1
-            self._batch.has_synchronised |= self.synchronising
-            self._observe("see_loss", loss)
+        self.batch.backwards += 1
+        self.batch.has_synchronised |= self.synchronising
+        self._observe("see_loss", loss)
 
     def _payload(self) -> bytes:
         """Measure this rank's row, as the strategy's handshake leaves."""
-        self._batch.is_row_sent = True
+        self.batch.is_row_sent = True
         self._see_loss(getattr(self.trainer.strategy, "closure_loss", None))
         with self.own_time:
             stage = CheckStage.BEFORE_BACKWARD
@@ -268,17 +258,15 @@ class CheckRunner(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the checks see the gradients of a backward, before the module's own hook."""
-        with self.own_time:
-            self._observe("see_backward")
+        self._observe("see_backward")
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Let the checks see the reduced gradients of an optimizer that is about to step, before clipping."""
         self._enter(f"the optimizer of step {self.step}")
-        with self.own_time:
-            # a user may have put another one in its place
-            self._watch_optimizer(getattr(optimizer, "optimizer", optimizer))
-            self._batch.stepping.append(optimizer)
-            self._observe("see_gradients", optimizer)
+        # a user may have put another one in its place
+        self._watch_optimizer(getattr(optimizer, "optimizer", optimizer))
+        self.batch.stepping.append(optimizer)
+        self._observe("see_gradients", optimizer)
 
     def _watch_optimizer(self, optimizer: Optimizer) -> None:
         """Learn of an optimizer's steps, once for each optimizer."""
@@ -286,9 +274,8 @@ class CheckRunner(Callback):
             self._handles[optimizer] = optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        with self.own_time:
-            self._batch.stepped += 1
-            self._observe("see_step", optimizer)
+        self.batch.stepped += 1
+        self._observe("see_step", optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -296,16 +283,15 @@ class CheckRunner(Callback):
         """Judge a batch that made a step, and start the next one."""
         self._enter(f"end of step {self.step}")
         # a hook may skip a step on some ranks, but a backward that synchronises runs on all of them
-        is_step_due = self._batch.has_synchronised and self.module.automatic_optimization
-        has_stepped = bool(self._batch.stepping or self._batch.stepped)
+        is_step_due = self.batch.has_synchronised and self.module.automatic_optimization
+        has_stepped = bool(self.batch.stepping or self.batch.stepped)
         if has_stepped or is_step_due:
             self.run_stage(CheckStage.AFTER_STEP)
             self.steps += has_stepped
-        self._batch = _Batch()
+        self.batch = Batch()
         for shared in self._shared.values():
             shared.batch_end()
-        with self.own_time:
-            self._observe("see_batch_end")
+        self._observe("see_batch_end")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge metrics before they are computed."""
@@ -320,8 +306,7 @@ class CheckRunner(Callback):
     ) -> None:
         """Let the checks see the module after a validation batch, before its own hook."""
         if not trainer.sanity_checking:
-            with self.own_time:
-                self._observe("see_batch_end")
+            self._observe("see_batch_end")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge metrics before they are computed."""
@@ -352,12 +337,12 @@ class CheckRunner(Callback):
             checks = [check for check in self.checks if self.row_exchange.is_on(check)]
             self.row_exchange.exchange(checks, CheckStage.TRAIN_END, self.step, place=_THE_END)
         # figures and remarks of the checks, and the time that they took
-        summaries = [CheckSummary(check.title, *_last_words(check)) for check in self.checks]
+        summaries = [(check.title, *_last_words(check)) for check in self.checks]
         figures: dict[str, float] = {}
-        for summary in summaries:
-            figures |= summary.figures
-        self.report.log(self.trainer, figures)
-        self.report.summary(summaries, self.steps, self.own_time.share())
+        for _, of_check, _ in summaries:
+            figures |= of_check
+        self.row_exchange.report.log(self.trainer, figures)
+        self.row_exchange.report.summary(summaries, self.steps, self.own_time.share())
 
     def fail(self, exception: BaseException) -> None:
         """Report to the peers that this rank's fit ends with an exception, or raise the error of the peer that failed first.
@@ -459,17 +444,18 @@ class CheckRunner(Callback):
             self.row_exchange.watch.enter(place)
 
     def _observe(self, observation: str, *args: Any) -> None:
-        """Call an observation of each check that overrides it. An error is reported when the check is due next."""
+        """Call an observation of each check that overrides it, on the checks' time. An error is reported when the check is due next."""
         if observation not in self._observers:
             # a check that failed must remove its hooks too
             blinded = set() if observation == "stop" else self._blinded
             observers = [check for check in self.checks if check.overrides(observation) and id(check) not in blinded]
             self._observers[observation] = observers
-        for check in self._observers[observation]:
-            try:
-                getattr(check, observation)(self.trainer, self.module, *args)
-            except Exception as error:  # noqa: PERF203 - a rank must not leave its peers alone
-                self.row_exchange.note_failure(check, observation, error)
+        with self.own_time:
+            for check in self._observers[observation]:
+                try:
+                    getattr(check, observation)(self.trainer, self.module, *args)
+                except Exception as error:  # noqa: PERF203 - a rank must not leave its peers alone
+                    self.row_exchange.note_failure(check, observation, error)
 
     def _blind(self, check: Check) -> None:
         """Pass no more observations of this fit to a check that failed."""

@@ -12,7 +12,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,61 @@ def accumulation_node(parameter: Tensor) -> Any:
     measured 2026). The hook stays with the old one, which no backward reaches any more. The node has to be held to be known again.
     """
     return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+class WrappedParameter(NamedTuple):
+    """Describes a parameter as DDP found it when it was built.
+
+    Attributes:
+        parameter: The parameter.
+        dtype: Its dtype.
+        device: Its device.
+        trains: Its ``requires_grad``.
+        node: Graph node with DDP's hook. None without one.
+    """
+
+    parameter: Tensor
+    dtype: torch.dtype
+    device: torch.device
+    trains: bool
+    node: Any
+
+    @classmethod
+    def of(cls, parameter: Tensor, *, is_hooked: bool) -> WrappedParameter:
+        """Describe a parameter. DDP has a hook on it, if it trains, when ``is_hooked``."""
+        node = accumulation_node(parameter) if is_hooked and parameter.requires_grad else None
+        return cls(parameter, parameter.dtype, parameter.device, parameter.requires_grad, node)
+
+
+FAULTS_AFTER_WRAP = {"created": "F05", "replaced": "F06", "changed": "F07", "unfrozen": "F08"}
+"""Faults that keep DDP from reducing a gradient, by the first word of the event that leads to them."""
+
+
+def event_after_wrap(wrapped: WrappedParameter | None, now: Tensor) -> str:
+    """Return the first event of a parameter since DDP was built. Empty without one.
+
+    Args:
+        wrapped: Parameter of this name at that time. None if there was none.
+        now: Parameter of this name today.
+    """
+    if wrapped is None:
+        return "created after the wrap"
+    if now is not wrapped.parameter:
+        return "replaced after the wrap"
+    if now.dtype != wrapped.dtype:
+        return f"changed from {wrapped.dtype} to {now.dtype}"
+    # a cast there and back leaves no other trace. Gradients no longer pass DDP's hook
+    has_lost_hook = wrapped.node is not None and now.requires_grad and accumulation_node(now) is not wrapped.node
+    if has_lost_hook or now.device != wrapped.device:
+        return "changed its dtype or device and back after the wrap"
+    if now.requires_grad == wrapped.trains:
+        return ""
+    return "unfrozen after the wrap" if now.requires_grad else "frozen after the wrap"
+
+
+def fault_of_event(event: str) -> str:
+    """Return the fault that keeps DDP from reducing a gradient after an event. Empty for none."""
+    return FAULTS_AFTER_WRAP.get(event.partition(" ")[0], "")
 
 
 _TOP = 64  # nodes by which a graph is recognised

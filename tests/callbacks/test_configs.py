@@ -6,7 +6,7 @@ import inspect
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from unittest import mock
 
 import pytest
@@ -65,3 +65,5 @@ def test_one_config_names_every_check_and_every_option_at_its_default() -> None:
         defaults = {name: p.default for name, p in inspect.signature(check).parameters.items()}
         assert checks[check.__name__].items() <= defaults.items()
         assert set(defaults) - set(checks[check.__name__]) <= {"action", "every_n_steps"}
+        # LightningCLI checks types by them
+        assert set(get_type_hints(check.__init__)) == {*defaults, "return"}

@@ -103,7 +103,8 @@ def many_ranks(every: int) -> list[tuple[int, dict[str, float]]]:
     """What the check sends of 9 ranks, of which it looks at every third step."""
     sent: list[tuple[int, dict[str, float]]] = []
     report = SimpleNamespace(log_step=lambda trainer, figures, step: sent.append((step, figures)))
-    runner: Any = SimpleNamespace(trainer=SimpleNamespace(log_every_n_steps=every), report=report)
+    trainer, row_exchange = SimpleNamespace(log_every_n_steps=every), SimpleNamespace(report=report)
+    runner: Any = SimpleNamespace(trainer=trainer, row_exchange=row_exchange)
     history = LossHistory(file=False)
     for step in range(0, 12, 3):
         history.add(runner, step, [float(step + rank) for rank in range(9)])

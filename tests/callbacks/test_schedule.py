@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPLossError, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
-from lightning_ddp_losses.callbacks.replicated_parameters import split_by_bytes
+from lightning_ddp_losses.callbacks.replicas import split_by_bytes
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Subject, fit

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks import row_exchange
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
-from lightning_ddp_losses.callbacks.replicated_parameters import ReplicatedParameters
+from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
 

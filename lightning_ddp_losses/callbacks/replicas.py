@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import combine, start_fingerprints
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
@@ -146,16 +145,12 @@ class SentFingerprints:
 
     Args:
         slices: Slices of tensors.
-        numbers: Fingerprint of each slice.
+        tensors: Those tensors by name.
     """
 
-    def __init__(self, slices: Sequence[TensorSlice], numbers: HostNumbers) -> None:
-        self._slices, self._numbers = slices, numbers
-
-    @classmethod
-    def of(cls, slices: Sequence[TensorSlice], tensors: Mapping[str, Tensor]) -> SentFingerprints:
-        """Start to compute the fingerprints of slices of these tensors."""
-        return cls(slices, start_fingerprints(each.of(tensors[each.name]) for each in slices))
+    def __init__(self, slices: Sequence[TensorSlice], tensors: Mapping[str, Tensor]) -> None:
+        self._slices = slices
+        self._numbers = start_fingerprints(each.of(tensors[each.name]) for each in slices)
 
     def combined(self) -> int:
         """Return one number for all fingerprints, by their order."""
