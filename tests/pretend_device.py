@@ -270,7 +270,7 @@ def _run(func: Any, *args: Any, **kwargs: Any) -> Any:
         _count_wait(name)
     if not name.startswith(_FREE):
         _counts["launches"] += 1
-        _count_pass(name, inputs, result)
+        _count_pass(name, _read_by(name, args, kwargs), result)
     if name.startswith(("_local_scalar_dense", "equal.", "is_nonzero", "is_same_size")):
         return result
     # what is written into keeps its tensor
@@ -289,16 +289,20 @@ def _bf16_product(*args: Any, out: Tensor | None = None, **factors: Any) -> Tens
     return torch.mm(left.float(), right.float(), out=out)
 
 
-def _count_pass(name: str, inputs: list[Tensor], result: Any) -> None:
+def _read_by(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """Returns the tensors that an operator reads: all that it is given but for memory that it only writes."""
+    read = (args[1:] if name.startswith("copy_") else args, {**kwargs, "out": None})
+    return [value for value in _pytree.tree_leaves(read) if isinstance(value, Tensor)]
+
+
+def _count_pass(name: str, read: list[Tensor], result: Any) -> None:
     """Counts a product, or a pass over large tensors and its bytes."""
     if name.startswith(("mm.", "addmm", "bmm.")):
         _counts["products"] += 1
         return
     made = [value for value in _pytree.tree_leaves(result) if isinstance(value, Tensor)]
-    if max((value.numel() for value in (*inputs, *made)), default=0) >= _large[0]:
+    if max((value.numel() for value in (*read, *made)), default=0) >= _large[0]:
         _counts["passes"] += 1
-        # what is written into is among the inputs too; it is read unless the operator is a copy
-        read = inputs[1:] if name.startswith("copy_") else [value for value in inputs if value is not None]
         _counts["bytes"] += sum(value.numel() * value.element_size() for value in (*read, *made))
 
 
@@ -347,6 +351,7 @@ def _copied(args: Any, kwargs: Any, on_device: list[Tensor]) -> Tensor:
     non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
     if isinstance(target, PretendTensor):
         _counts["launches" if isinstance(source, PretendTensor) else "uploads"] += 1
+        _count_pass("copy_", [source], target)
     elif on_device:
         _sent_to_host(target, non_blocking=non_blocking)
     return target  # type: ignore[no-any-return]

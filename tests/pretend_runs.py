@@ -83,6 +83,7 @@ class Bound:
         waits: Of the host for the device.
         uploads: From the host to the device.
         own_waits: Of the waits, those that a line of ours asks for; the others are PML's and torchmetrics' own.
+        messages: Handshakes, from host to host, of ranks whose collectives carry the device's tensors.
     """
 
     make: Callable[[], nn.Module]
@@ -91,6 +92,7 @@ class Bound:
     waits: int
     uploads: int
     own_waits: int = 0
+    messages: int = 99
 
 
 class NormOfTheGroup(nn.Module):

@@ -6,9 +6,11 @@ as NCCL does, where no line of ours waits. Each rank is a fork of one process wi
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.core.nests import map_tensors
 from tests import pretend_device, pretend_ranks
-from tests.devices import Device
+from tests.devices import Counting, Device
+from tests.pretend_fits import handshakes
 from tests.pretend_forks import on_forked_ranks
 from tests.pretend_runs import (
     ROWS,
@@ -140,7 +143,7 @@ def contrastive(**options: bool) -> nn.Module:
 # tiles whether all ranks have enough; once a micro-batch how many targets a cross entropy counts, which the host divides by; and what
 # `collect_stats` records, which is numbers of the host. All others are PML's and torchmetrics' own.
 WORLDS: dict[str, tuple[Bound, int]] = {
-    "SupCon, tiles": (Bound(by_rows(pml.SupConLoss), pairs_of_rows, 71, 0, 0), 4),
+    "SupCon, tiles": (Bound(by_rows(pml.SupConLoss), pairs_of_rows, 71, 0, 0, messages=2), 4),
     "NTXent, tiles": (Bound(by_rows(pml.NTXentLoss), pairs_of_rows, 89, 0, 0), 4),
     "MultiSimilarity, tiles": (Bound(by_rows(pml.MultiSimilarityLoss), pairs_of_rows, 82, 0, 0), 4),
     "Contrastive, tiles": (Bound(by_rows(pml.ContrastiveLoss), pairs_of_rows, 85, 0, 0), 4),
@@ -166,9 +169,9 @@ WORLDS: dict[str, tuple[Bound, int]] = {
     "ArcFace, elements": (Bound(elements(arcface), pairs_of_rows, 115, 2, 1), 3),
     "cross entropy, elements": (Bound(elements(nn.CrossEntropyLoss), classes_of_rows, 23, 0, 0), 1),
     "NCA, replicated": (Bound(elements(pml.NCALoss), pairs_of_rows, 92, 4, 0), 5),
-    "ArcFace, class-sharded": (Bound(class_sharded, pairs_of_rows, 120, 0, 0), 3),
-    "CLIP": (Bound(ClipLoss, two_towers, 95, 0, 0), 3),
-    "SigLIP": (Bound(SigLipLoss, two_towers, 57, 0, 0), 3),
+    "ArcFace, class-sharded": (Bound(class_sharded, pairs_of_rows, 120, 0, 0, messages=2), 3),
+    "CLIP": (Bound(ClipLoss, two_towers, 95, 0, 0, messages=2), 3),
+    "SigLIP": (Bound(SigLipLoss, two_towers, 57, 0, 0, messages=2), 3),
     "CLIP, ring": (Bound(lambda: ClipLoss(gather="ring"), two_towers, 135, 0, 0), 5),
     "SigLIP, ring": (Bound(lambda: SigLipLoss(gather="ring"), two_towers, 74, 0, 0), 4),
     "batch norm": (Bound(batch_norm, lambda: (rows(),), 51, 0, 0), 2),
@@ -191,6 +194,15 @@ WORLDS: dict[str, tuple[Bound, int]] = {
 }
 
 
+@contextlib.contextmanager
+def _with_messages(counting: Counting) -> Iterator[Counter[str]]:
+    """Counts the handshakes of a block too."""
+    before = handshakes()
+    with counting() as counts:
+        yield counts
+    counts["messages"] = handshakes() - before
+
+
 def _measured(device: Device, name: str) -> Found:
     """Runs one row of ``WORLDS`` with this rank's part of the rows; what it found was counted at the third call."""
     bound, _ = WORLDS[name]
@@ -200,7 +212,8 @@ def _measured(device: Device, name: str) -> Found:
         part = tensor[start : start + ROWS // WORLD].clone()
         return part.requires_grad_(part.is_floating_point())
 
-    return measure(device, bound.make, map_tensors(own_part, bound.inputs()), calls=3)
+    counted = replace(device, counting=partial(_with_messages, device.counting))
+    return measure(counted, bound.make, map_tensors(own_part, bound.inputs()), calls=3)
 
 
 def _refusal(device: Device) -> str:

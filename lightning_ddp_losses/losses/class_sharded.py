@@ -50,6 +50,7 @@ from lightning_ddp_losses.losses.products import (
 )
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeight
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tuples import GlobalTuples, miner_counts, miner_weights
 
 _NAMED = "rows named by the miner"  # how often
@@ -96,6 +97,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             bfloat16 are rounded by 2^-9, the targets' own logits are not. ``"auto"``: that where both are bfloat16, else float32.
             In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64. ``get_logits`` and
             ``predict`` are float32.
+        compile_tiles: Let ``torch.compile`` fuse the elementwise part of a chunk of classes, if logits are cosines times numbers, with one
+            center a class. All ranks compile at the first call, which takes seconds. If it fails on any, all compute eagerly, with a
+            warning.
         name: Name among losses of its kind, as in ``GlobalBatchLoss``.
         group: Process group over which the classes are sharded. None is the world. If it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.
@@ -143,6 +147,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sample_rate: float = 1.0,
         unbiased: bool = False,
         products: ProductChoice = "float32",
+        compile_tiles: bool = False,
         name: str | None = None,
         group: Group = None,
     ) -> None:
@@ -175,6 +180,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             got=repr(products),
         )
         self.products, self.chunk_size = products, chunk_size
+        self._compiler = TileCompiler() if compile_tiles else None
         self.set_group(group, self._title, name)
         self._replica_group: Group = None
         # sampled negatives
@@ -200,6 +206,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         sample_rate: float = 1.0,
         unbiased: bool = False,
         products: ProductChoice = "float32",
+        compile_tiles: bool = False,
         seed: int | None = None,
         name: str | None = None,
         group: Group = None,
@@ -215,6 +222,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             sample_rate: Option of the constructor.
             unbiased: Option of the constructor.
             products: Option of the constructor.
+            compile_tiles: Option of the constructor.
             seed: Seed of the initial weight, which is the same for any number of ranks. None: drawn from torch's generator on
                 rank 0.
             name: Option of the constructor.
@@ -245,6 +253,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             sample_rate=sample_rate,
             unbiased=unbiased,
             products=products,
+            compile_tiles=compile_tiles,
             name=name,
             group=group,
         )
@@ -322,6 +331,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # 2. each row's loss over the classes of all ranks
         rows = self._head.prepare(global_embeddings)
         softmax = self._softmax(global_labels, global_embeddings, form)
+        softmax.rehearse(self._title, rows)
         found = softmax.row_losses(rows, self._sharded.rows(self.weight))
         if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
@@ -364,6 +374,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             "coefficient of the last backward": self._upstream_grads.take(),
             **micro_batch_to_match(),
         }
+        if self._compiler is not None:
+            must_match["compile_tiles"] = True
         shard = self._sharded.fingerprint(self.weight)
         narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, self._given_dtype)}
         batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
@@ -415,7 +427,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if form == "bf16":
             rows = Operand.prepare(embeddings, form, normalize=self.loss.distance.normalize_embeddings)
         penalty = self._penalty if sampler is None else None
-        return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, note)
+        compiler = self._compiler if self._head.is_cosine else None
+        return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, compiler, note)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class

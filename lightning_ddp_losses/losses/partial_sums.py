@@ -359,15 +359,14 @@ def global_quotient(
     Args:
         total: This rank's, 0-dim.
         divisor: The same on all ranks.
-        handshake: Exchanges payloads. Ranks that disagree learn it there.
+        handshake: Exchanges payloads.
         group: Process group.
 
-    Communication: one handshake, and one gather on the device.
+    Communication: one handshake, on the device one gather in its place. The ranks must have agreed on the call before.
     """
     share = for_mean_over_ranks(total / divisor, group)
     own = total.detach().to(wide_float(total.device))
     if travels_on_device(total, group):
-        handshake(b"")
         if process_groups.world_size(group) == 1:
             return share
         totals = gather_stacked(own, group)

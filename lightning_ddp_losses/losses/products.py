@@ -2,8 +2,8 @@
 
 A product of two bf16 numbers is exact in float32, so bf16 rows multiplied into float32 differ from the float32 product of the same values
 by the order of summation only. Anything that would lose digits stays out of the product: rows are multiplied as they came, not at unit
-length, and their lengths and the scale are row and column factors of the tile. A gradient of products is no bf16 number. It is the sum of
-two, ``high + low``, which keep 16 of its 24 bits, and each is multiplied with the rows.
+length, and their lengths and the scale are row and column factors of the tile. A gradient of products is no bf16 number. It is made of
+two, ``high - low``, which keep 16 of its 24 bits, and each is multiplied with the rows.
 
 | form | a product | rounding of an operand |
 |---|---|---|
@@ -264,32 +264,48 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(left, right.t(), out_dtype=torch.float32, out=out)
 
 
-def add_factors_(products: Tensor, of_rows: Tensor | None, of_columns: Tensor | None) -> Tensor:
-    """Multiply products by factors of their rows (n,) and columns (m,). None: 1."""
+def add_factors_(
+    products: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, plus: Tensor | None = None
+) -> Tensor:
+    """Multiply products by factors of their rows (n,) and columns (m,), None: 1, and add a number, or one of each row (n, 1).
+
+    The result is in the memory of the products, unless this is compiled.
+    """
+    if torch.compiler.is_compiling():
+        products = products.clone()
     if of_rows is not None:
         products.mul_(of_rows.unsqueeze(1))
-    return products if of_columns is None else products.mul_(of_columns)
+    if of_columns is None:
+        return products if plus is None else products.add_(plus)
+    return products.mul_(of_columns) if plus is None else torch.addcmul(plus, products, of_columns, out=products)
 
 
-def split(grad: Tensor, device_splits: bool) -> Tensor:
-    """Return the gradient of products in the form for a product with rows.
+def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, device_splits: bool) -> Tensor:
+    """Return a gradient times factors of its rows and columns (``add_factors_``) in the form for a product with rows.
 
     Args:
-        grad: (n, m).
-        device_splits: True if it is the sum of two bf16 numbers.
+        grad: (n, m). Overwritten.
+        of_rows: (n,). None: 1.
+        of_columns: (m,). None: 1.
+        device_splits: True if it is the difference of two bf16 numbers.
 
     Returns:
-        ``grad`` itself, or (n, 2, m), the larger numbers, then the smaller ones.
+        (n, m), or (n, 2, m), the larger numbers, then the smaller ones, which are subtracted.
     """
     if not device_splits:
-        return grad
+        return add_factors_(grad, of_rows, of_columns)
     if torch.compiler.is_compiling():
+        grad = add_factors_(grad, of_rows, of_columns)
         # in bits: the compiler takes a conversion there and back for none, and the smaller numbers would be 0
         high = ((grad.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-        return torch.stack([high.to(torch.bfloat16), (grad - high).to(torch.bfloat16)], 1)
+        return torch.stack([high.to(torch.bfloat16), (high - grad).to(torch.bfloat16)], 1)
+    grad = add_factors_(grad, of_rows, None)
+    of_columns = grad.new_ones(1) if of_columns is None else of_columns
     terms = grad.new_empty((len(grad), 2, grad.shape[1]), dtype=torch.bfloat16)
-    terms[:, 0].copy_(grad)
-    torch.sub(grad, terms[:, 0], out=terms[:, 1])
+    high, low = terms.unbind(1)
+    # both with the factors of the columns: a pass less than a product of its own
+    torch.mul(grad, of_columns, out=high)
+    torch.addcmul(high, grad, of_columns, value=-1, out=low)
     return terms
 
 
@@ -298,20 +314,20 @@ def add_to_left_(sums: Tensor, terms: Tensor, right: Tensor, *, scale: float = 1
 
     Args:
         sums: Sums of the left rows.
-        terms: From ``split``. Both numbers of an entry are one product: along the inner dimension the rows come twice.
+        terms: From ``split``. Both numbers of an entry are one product: along the inner dimension the rows come twice, then negative.
         right: Rows, in the form of products.
         scale: Factor.
         overwrite: The sums are overwritten instead.
     """
     if terms.ndim == 3:
-        terms, right = terms.flatten(1), right.repeat(2, 1)
+        terms, right = terms.flatten(1), torch.cat([right, -right])
     _addmm_(sums, terms, right, scale, overwrite=overwrite)
 
 
 def add_to_right_(sums: Tensor, terms: Tensor, left: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
     """Add the same of the left rows (n, D) to the sums (m, D) of the right ones."""
     if terms.ndim == 3:
-        terms, left = terms.flatten(0, 1), left.unsqueeze(1).expand(-1, 2, -1).flatten(0, 1)
+        terms, left = terms.flatten(0, 1), torch.stack([left, -left], 1).flatten(0, 1)
     _addmm_(sums, terms.t(), left, scale, overwrite=overwrite)
 
 
@@ -403,19 +419,8 @@ class RunningLogSumExp:
         """(n,), the sum of ``exp(entry - maximum)``."""
         return self._merged()[1]
 
-    def accumulate_(self, values: Tensor, *, start: int = 0, keep: bool = False) -> None:
-        """Add a piece to some of the rows.
-
-        Args:
-            values: (T, C), all finite. Overwritten unless ``keep``.
-            start: The first of the T rows. Pieces of different rows do not overlap.
-            keep: Leave the values as they are, at the price of a copy.
-        """
-        if values.shape[1]:
-            self.add_piece(max_and_sum_exp(values, keep=keep), start)
-
     def add_piece(self, numbers: tuple[Tensor, Tensor], start: int = 0) -> None:
-        """Add the numbers of a piece, (T,) each."""
+        """Add the numbers of a piece (``max_and_sum_exp``), (T,) each. ``start``: the first of its rows. Different ones do not overlap."""
         pieces = self._pieces.setdefault(start, [])
         pieces.append(numbers)
         if len(pieces) == _MOST_PIECES:

@@ -31,14 +31,18 @@ from lightning_ddp_losses.losses.products import (
     add_to_left_,
     add_to_right_,
     lengths_of,
+    max_and_sum_exp,
     product,
     split,
     splits,
 )
-from lightning_ddp_losses.losses.sharded_weight import LocalClasses, LocalTargets, ShardedWeight
+from lightning_ddp_losses.losses.sharded_weight import LocalClasses, LocalTargets, ShardedWeight, Targets
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 
 Number = float | Tensor
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]
+Factors = tuple[Tensor | None, Tensor | None]
+NO_FACTORS: Factors = (None, None)
 
 
 class RowLosses(NamedTuple):
@@ -68,6 +72,7 @@ class ShardedSoftmax:
         group: Process group over which the classes are sharded.
         replica_group: Ranks that have the same classes in other parts of the world. None: there are none.
         embeddings: G rows as they are multiplied in bf16. None: they are multiplied in float32, as ``Head.prepare`` gives them.
+        compiler: Compiles the functions of chunks. None: they are not compiled.
         on_backward: Called in backward with the sampled classes, which get a gradient, and the gradient (c * K, D) of the weight rows.
     """
 
@@ -77,7 +82,40 @@ class ShardedSoftmax:
     group: Group = None
     replica_group: Group = None
     embeddings: Operand | None = None
+    compiler: TileCompiler | None = None
     on_backward: Callable[[Tensor, Tensor], None] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function of a chunk, compiled if that is wanted."""
+        return function(*args) if self.compiler is None else self.compiler(function, *args)
+
+    def chunk(self, targets: LocalTargets, start: int, stop: int, factors: Factors = NO_FACTORS) -> Chunk:
+        """Return how the products of some of the classes looked at become logits."""
+        log_weight = self.classes.log_weight
+        return Chunk(*factors, targets.in_chunk(start, stop), None if log_weight is None else log_weight[start:stop])
+
+    @torch.no_grad()
+    def rehearse(self, title: str, like: Tensor) -> None:
+        """Let the ranks compile together the functions of forward and backward. ``like``: a tensor of the call's dtype and device."""
+        if self.compiler is None:
+            return
+        classes, device, is_bf16 = self.classes, like.device, self.embeddings is not None
+        kind = (str(like.dtype), device.type, is_bf16, classes.log_weight is None, classes.has_all)
+
+        def rehearsal(run: Callable[..., Any]) -> None:
+            # a chunk of a few rows and classes, which takes the same branches
+            products = torch.linspace(-1, 1, 15, dtype=like.dtype, device=device).view(3, 5)
+            of_rows, of_columns = products.new_ones(3), products.new_ones(5)
+            factors = (of_rows, of_columns) if is_bf16 else NO_FACTORS
+            targets = Targets(None if classes.has_all else of_rows > 0, torch.arange(3, device=device).unsqueeze(1))
+            chunk = Chunk(*factors, targets, None if classes.log_weight is None else of_columns)
+            has_margin, keeps = self.head.has_margin, classes.number <= classes.chunk
+            run(class_stats, products, chunk, of_rows, has_margin, keeps)
+            chunk, at_targets = chunk.of_logits() if keeps else chunk, of_rows if has_margin else None
+            device_splits = is_bf16 and splits("bf16", device)
+            run(class_terms, products, chunk, of_rows.unsqueeze(1), at_targets, factors, device_splits)
+
+        self.compiler.rehearse(title, kind, rehearsal, self.group)
 
     def row_losses(self, rows: Tensor, weight: Tensor) -> RowLosses:
         """Return ``logsumexp_j z_ij - z_iy`` of every row, over the classes of all ranks.
@@ -134,6 +172,8 @@ class _Cosines:
         lengths: (c * K,), their lengths.
         left: The rows in the form of products.
         scale: Factor of the products.
+        row_factors: Factors of the rows. None: 1.
+        scaled_row_factors: The same times the scale. None: products of float32 are scaled already.
     """
 
     def __init__(
@@ -145,19 +185,86 @@ class _Cosines:
             kept = weight.to(torch.bfloat16) if self.is_bf16 else weight, lengths_of(weight)
         self.weight, self.lengths = kept
         self.scale, self.row_factors = call.head.scale, self.left.factors
+        self.scaled_row_factors = None
+        if self.is_bf16:
+            self.scaled_row_factors = (rows.new_ones(1) if self.row_factors is None else self.row_factors) * self.scale
 
     def operand(self, place: Any, block: Tensor) -> Operand:
         """Prepare the weight rows of a chunk, which have this place in the weight."""
         lengths = self.lengths[place]
         return Operand(block if self.is_bf16 else block / lengths.unsqueeze(1), lengths)
 
-    def logits(self, block: Operand) -> Tensor:
-        """Return the logits (G, C) of a prepared chunk."""
-        if not self.is_bf16:
-            found = block.rows.new_empty(len(self.left.rows), len(block.rows))
-            return torch.addmm(found, self.left.rows, block.rows.t(), beta=0, alpha=self.scale, out=found)
-        found = product(self.left.rows, block.rows).mul_(self.scale)
-        return add_factors_(found, self.row_factors, block.factors)
+    def products(self, block: Operand) -> tuple[Tensor, Factors]:
+        """Return the products (G, C) of a prepared chunk, and the factors that make them logits."""
+        factors = self.scaled_row_factors, block.factors
+        if self.is_bf16:
+            return product(self.left.rows, block.rows), factors
+        found = block.rows.new_empty(len(self.left.rows), len(block.rows))
+        return torch.addmm(found, self.left.rows, block.rows.t(), beta=0, alpha=self.scale, out=found), factors
+
+
+class Chunk(NamedTuple):
+    """How products become logits.
+
+    Attributes:
+        of_rows: (G,), factors of the rows. None: 1.
+        of_columns: (C,), factors of the classes. None: 1.
+        targets: Places of the targets.
+        log_weight: (C,), added to the logits. None: nothing is.
+    """
+
+    of_rows: Tensor | None
+    of_columns: Tensor | None
+    targets: Targets
+    log_weight: Tensor | None
+
+    def of_logits(self) -> Chunk:
+        """Return the same for products that are logits already."""
+        return Chunk(None, None, self.targets, None)
+
+    def logits(self, products: Tensor, plus: Tensor | None = None) -> Tensor:
+        """Return the logits, plus (G, 1) numbers, in the memory of the products unless they are compiled."""
+        logits = add_factors_(products, self.of_rows, self.of_columns, plus)
+        return logits if self.log_weight is None else logits.add_(self.log_weight)
+
+
+def class_stats(products: Tensor, chunk: Chunk, target: Tensor, has_margin: bool, keep: bool) -> Any:
+    """Return the targets' logits, the maximum and the sum of exponentials of a chunk's rows, (G,) each, and the logits if they are kept.
+
+    Args:
+        products: (G, C). Overwritten.
+        chunk: What makes them logits.
+        target: (G,), the logits of targets so far.
+        has_margin: True if these are known, margin included. False: those of this chunk are found here.
+        keep: True if the logits are needed again.
+    """
+    logits = chunk.logits(products)
+    if has_margin:
+        chunk.targets.put_(logits, target)
+    else:
+        target = chunk.targets.entries_or(target, logits)
+    return target, max_and_sum_exp(logits, keep=keep), logits if keep else None
+
+
+def class_terms(
+    products: Tensor, chunk: Chunk, minus_lse: Tensor, at_targets: Tensor | None, factors: Factors, device_splits: bool
+) -> Tensor:
+    """Return the gradient of a chunk's logits (``products.split``): the softmax, less 1 at the targets.
+
+    Args:
+        products: (G, C). Overwritten.
+        chunk: What makes them logits.
+        minus_lse: (G, 1), less the log-sum-exp of the rows over the classes of all ranks.
+        at_targets: (G,), the gradient at the targets in place of the softmax less 1.
+        factors: Factors of the gradient's rows and columns.
+        device_splits: Same as for ``split``.
+    """
+    softmax = chunk.logits(products, minus_lse).exp_()
+    if at_targets is None:
+        chunk.targets.add_(softmax, -1.0)
+    else:
+        chunk.targets.put_(softmax, at_targets)
+    return split(softmax, *factors, device_splits)
 
 
 class _SoftmaxFunction(torch.autograd.Function):
@@ -181,20 +288,17 @@ class _SoftmaxFunction(torch.autograd.Function):
         cosines = _Cosines(call, rows, weight) if head.is_cosine else None
         ctx.kept_logits = None
         for start, stop, block in classes.chunks(weight if cosines is None else cosines.weight):
-            place, inside = classes.weight_rows(start, stop), targets.in_chunk(start, stop)
-            logits = head.logits(rows, block) if cosines is None else cosines.logits(cosines.operand(place, block))
-            if head.has_margin:
-                inside.put_(logits, target)
+            place, factors = classes.weight_rows(start, stop), NO_FACTORS
+            if cosines is None:
+                products = head.logits(rows, block)
+                targets.in_chunk(start, stop).add_(products, head.target_offset)
             else:
-                inside.add_(logits, head.target_offset)
-                target = inside.entries_or(target, logits)
-            if classes.log_weight is not None:
-                logits += classes.log_weight[start:stop]
+                products, factors = cosines.products(cosines.operand(place, block))
             # so few classes are not computed twice
             keeps = cosines is not None and stop - start == classes.number and any(ctx.needs_input_grad)
-            if keeps:
-                ctx.kept_logits = logits
-            local_lse.accumulate_(logits, keep=keeps)
+            chunk = call.chunk(targets, start, stop, factors)
+            target, piece, ctx.kept_logits = call.run(class_stats, products, chunk, target, head.has_margin, keeps)
+            local_lse.add_piece(piece)
             if call.penalty is not None:
                 terms, number = call.penalty(weight[place])
                 penalty, divisor = penalty + terms, divisor + number
@@ -228,7 +332,8 @@ class _SoftmaxFunction(torch.autograd.Function):
         rows, weight, lse, losses = ctx.saved_tensors
         _, wants_rows, wants_weight = ctx.needs_input_grad
         # 1. the targets' own part, through their margin: the probability less 1
-        at_targets = grad_target = None
+        at_targets = torch.zeros_like(lse) if head.has_margin else None
+        grad_target = None
         if head.has_margin and not targets.are_none:
             target_share = torch.expm1(-losses)
             if ctx.slope is None:
@@ -241,7 +346,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         # 2. chunks write their rows of the weight's gradient, all of them without sampling. The first chunk of cosines overwrites the rows'
         grad_rows = (torch.empty_like if head.is_cosine and classes.number else torch.zeros_like)(rows)
         grad_weight = (torch.empty_like if classes.sampled is None else torch.zeros_like)(weight)
-        step = _Backward(call, rows, weight, targets, lse, at_targets, grad, grad_penalty, grad_rows, grad_weight)
+        step = _Backward(
+            call, rows, weight, targets, -lse.unsqueeze(1), at_targets, grad, grad_penalty, grad_rows, grad_weight
+        )
         # 3. through the logits of all classes
         if head.is_cosine:
             kept, ctx.kept_logits = ctx.kept_logits, None
@@ -270,8 +377,9 @@ class _Backward:
         rows: (G, D).
         weight: (c * K, D).
         targets: The rows with a class on this rank.
-        lse: (G,), each row's log-sum-exp over the classes of all ranks.
-        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. None: it takes a separate way.
+        minus_lse: (G, 1), less each row's log-sum-exp over the classes of all ranks.
+        at_targets: (G,), the targets' share of the gradient of the logits, through their margin. 0: it takes a separate way. None: they
+            have no margin.
         grad: (G,), of the losses.
         grad_penalty: 0-dim, of the regulariser's terms. None: there is no regulariser.
         grad_rows: (G, D), the result.
@@ -282,7 +390,7 @@ class _Backward:
     rows: Tensor
     weight: Tensor
     targets: LocalTargets
-    lse: Tensor
+    minus_lse: Tensor
     at_targets: Tensor | None
     grad: Tensor
     grad_penalty: Tensor | None
@@ -296,7 +404,9 @@ class _Backward:
 
             def grad_of(logits: Tensor, start: int = start, stop: int = stop) -> Tensor:
                 # in the logits' memory, which is free: no step of a head keeps its result for backward
-                return self._softmax_(logits, start, stop).mul_(self.grad.unsqueeze(1))
+                chunk = self.call.chunk(self.targets, start, stop)
+                chunk.targets.add_(logits, self.call.head.target_offset)
+                return class_terms(logits, chunk, self.minus_lse, self.at_targets, (self.grad, None), False)
 
             found_rows, found_block = _vjp(self.call.head.logits, self.rows, block, grad_of)
             self.grad_rows.add_(found_rows)
@@ -309,7 +419,8 @@ class _Backward:
             cosines: Computes the logits.
             kept: Logits of the only chunk, from forward. Overwritten. None: they are computed again.
         """
-        classes, factors, is_bf16, left = self.call.classes, self.grad, cosines.is_bf16, cosines.left
+        call, factors, is_bf16, left = self.call, self.grad, cosines.is_bf16, cosines.left
+        classes = call.classes
         if cosines.row_factors is not None:
             factors = factors * cosines.row_factors
         # the gradient of the losses is a factor of float32 rows. Rows of bf16 stay as they are, it is one of their products
@@ -318,9 +429,13 @@ class _Backward:
             # logits and softmax of the chunk
             place = classes.weight_rows(start, stop)
             right = cosines.operand(place, block)
-            share = self._softmax_(cosines.logits(right) if kept is None else kept, start, stop, kept is not None)
-            if is_bf16:
-                share = split(add_factors_(share, factors, right.factors), splits("bf16", share.device))
+            products, of_products = cosines.products(right) if kept is None else (kept, NO_FACTORS)
+            chunk = call.chunk(self.targets, start, stop, of_products)
+            if kept is not None:
+                chunk = chunk.of_logits()
+            of_grad = (factors, right.factors) if is_bf16 else NO_FACTORS
+            device_splits = is_bf16 and splits("bf16", products.device)
+            share = call.run(class_terms, products, chunk, self.minus_lse, self.at_targets, of_grad, device_splits)
             # to the rows
             add_to_left_(self.grad_rows, share, right.rows, scale=cosines.scale, overwrite=not start)
             # to the weight rows, in the memory that they keep if no term is added to them
@@ -343,31 +458,6 @@ class _Backward:
         found_rows, found_weight = _vjp(head.targets, targets.of(self.rows), picked, lambda _: grad)
         targets.add_to_(self.grad_rows, found_rows)
         self.grad_weight.index_add_(0, index, targets.silence(found_weight).reshape(-1, self.rows.shape[1]))
-
-    def _softmax_(self, logits: Tensor, start: int, stop: int, are_complete: bool = False) -> Tensor:
-        """Turn the logits of a chunk into the loss's gradient of them: the softmax, less 1 at the targets.
-
-        A target with a margin counts what goes through that: 0 if its gradient takes a separate way.
-
-        Args:
-            logits: (G, C). Overwritten.
-            start: First class of the chunk.
-            stop: Its end.
-            are_complete: True if the targets' offset and the weights of sampled classes are in the logits already.
-        """
-        head, inside, log_weight = self.call.head, self.targets.in_chunk(start, stop), self.call.classes.log_weight
-        if not head.has_margin and not are_complete:
-            inside.add_(logits, head.target_offset)
-        if log_weight is not None and not are_complete:
-            logits += log_weight[start:stop]
-        logits.sub_(self.lse.unsqueeze(1)).exp_()
-        if not head.has_margin:
-            inside.add_(logits, -1.0)
-        elif self.at_targets is None:
-            inside.clear_(logits)
-        else:
-            inside.put_(logits, self.at_targets)
-        return logits
 
     def _put_block_(self, place: Any, grad_block: Tensor) -> None:
         """Write the gradient of a block of weight rows, that of the regulariser added."""

@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -355,8 +355,7 @@ class LocalClasses:
         return LocalTargets(self, Targets(is_inside, columns.unsqueeze(1)), rows)
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """The targets among some classes. Each row of their logits has one entry or none.
 
     Attributes:
@@ -378,27 +377,30 @@ class Targets:
 
     def put_(self, logits: Tensor, values: Tensor) -> None:
         """Write (G,) values to the targets."""
+        if torch.compiler.is_compiling():  # a scatter would be a pass of its own
+            logits.copy_(torch.where(self._mask(logits), values.unsqueeze(1), logits))
+            return
         if self.is_inside is not None:
             values = torch.where(self.is_inside, values, self.entries(logits))
         logits.scatter_(1, self.columns, values.unsqueeze(1))
 
-    def clear_(self, logits: Tensor) -> None:
-        """Write 0 to the targets."""
-        if self.is_inside is None:
-            logits.scatter_(1, self.columns, 0.0)
-        else:
-            kept = self.entries(logits).masked_fill_(self.is_inside, 0)
-            logits.scatter_(1, self.columns, kept.unsqueeze(1))
-
     def add_(self, logits: Tensor, value: float) -> None:
         """Add a number to the targets."""
         if not value:
+            return
+        if torch.compiler.is_compiling():
+            logits.add_(self._mask(logits).to(logits.dtype), alpha=value)
             return
         if self.is_inside is None:
             added = logits.new_full(self.columns.shape, value)
         else:
             added = self.is_inside.to(logits.dtype).mul_(value).unsqueeze(1)
         logits.scatter_add_(1, self.columns, added)
+
+    def _mask(self, logits: Tensor) -> Tensor:
+        """Return which logits are targets', (G, C)."""
+        mask = torch.arange(logits.shape[1], device=logits.device) == self.columns
+        return mask if self.is_inside is None else mask & self.is_inside.unsqueeze(1)
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,9 @@ class SigLipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum. In backward a handshake and one exchange of G x D.
-        A ring: 2 handshakes, and W - 1 times a
-        message of a rank's texts. In backward W - 1 times its texts and their gradient, of float32.
+        Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum (on an accelerator a gather of it, for which the
+        host does not wait). In backward a handshake and one exchange of G x D. A ring: the same two handshakes, and W - 1 times a message
+        of a rank's texts. In backward W - 1 times its texts and their gradient, of float32.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -131,7 +131,7 @@ def siglip_tile(
         device_splits: Same as for ``Factors.terms``.
     """
     # -logsigmoid(t z) = softplus(-t z), where t is -1 but at own pairs
-    opposed_logits = factors.negate_own_(factors.logits(products).add_(bias))
+    opposed_logits = factors.negate_own_(factors.logits(products, bias))
     losses = nn.functional.softplus(opposed_logits).sum(1)
     if not with_grads:
         return losses, None, None

@@ -99,18 +99,16 @@ class Factors(NamedTuple):
     of_columns: Tensor | None
     own: OwnPairs | Tensor
 
-    def logits(self, products: Tensor) -> Tensor:
-        """Return products times their factors, in the same memory unless they are compiled."""
-        if torch.compiler.is_compiling():
-            products = products.clone()
+    def logits(self, products: Tensor, plus: Tensor | None = None) -> Tensor:
+        """Return products times their factors, plus a number, in the same memory unless they are compiled."""
         of_rows = self.of_rows
         if self.scale is not None:
             of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
-        return add_factors_(products, of_rows, self.of_columns)
+        return add_factors_(products, of_rows, self.of_columns, plus)
 
     def terms(self, grad: Tensor, device_splits: bool) -> Tensor:
         """Return the gradient of logits in the form for a product with rows (``products.split``), but for the scale."""
-        return split(add_factors_(grad, self.of_rows, self.of_columns), device_splits)
+        return split(grad, self.of_rows, self.of_columns, device_splits)
 
     def negate_own_(self, matrix: Tensor) -> Tensor:
         """Negate the entries of own pairs."""
@@ -243,7 +241,7 @@ class TowerCall:
 
     @property
     def splits(self) -> bool:
-        """Whether gradients of tiles are the sums of two bf16 numbers."""
+        """Whether gradients of tiles are split into two bf16 numbers."""
         return splits(self.form, self.images.rows.device)
 
     @property
@@ -393,7 +391,7 @@ class TowerCall:
     def mean_over_images(self, title: str, share: Tensor) -> Tensor:
         """Return the sum of all ranks' shares, divided by the number of images of all ranks.
 
-        Communication: one handshake.
+        Communication: as ``global_quotient``.
         """
 
         def agree(payload: bytes) -> list[bytes]:

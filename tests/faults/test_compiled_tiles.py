@@ -1,14 +1,34 @@
-"""``compile_tiles=True`` with the compiler of this machine: value and gradient of one process, in one graph for all sizes."""
+"""``compile_tiles=True`` with the compiler of this machine: value and gradient of one process, in one graph for all sizes.
+
+And the kernels that it makes of a tile's functions, with the bytes that these read and write, as the compiler counts them.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config, metrics
+from torch.utils._pytree import tree_leaves
+
+from lightning_ddp_losses.losses import tile_compiler
+from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
+from lightning_ddp_losses.losses.sharded_softmax import Chunk, class_stats, class_terms
+from lightning_ddp_losses.losses.sharded_weight import Targets
+from lightning_ddp_losses.losses.siglip import siglip_tile
+from lightning_ddp_losses.losses.two_towers import Factors
 from lightning_ddp_losses.testing import RankPool
+from tests.losses import sharded_cases
 from tests.losses.test_tiled import TILE_BYTES, judged, on_ranks, truth_of
 
 NAMES = ["SupCon, ", "Contrastive, "]
+CLASS_NAMES = ["ArcFaceLoss", "ArcFaceLoss, chunks of 2", "NormalizedSoftmaxLoss, chunks of 2"]
+SIZE = 512  # rows and columns of a tile
 
 
 def compiled(names: list[str]) -> dict[str, Any]:
@@ -21,3 +41,106 @@ def test_compiled_tiles_are_one_process(pool: RankPool) -> None:
     results = pool.run(1, compiled, NAMES, seconds=240)
     problems = [p for name in NAMES if (p := judged(name, results, truth_of(name), statistics=False))]
     assert not problems, "\n".join(problems)
+
+
+def compiled_classes(names: list[str]) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return sharded_cases.measure(names, compile_tiles=True)
+
+
+def test_compiled_classes_are_one_process(pool: RankPool) -> None:
+    results = pool.run(1, compiled_classes, CLASS_NAMES, seconds=240)
+    problems = sharded_cases.problems_of(CLASS_NAMES, results)
+    assert not problems, "\n".join(problems)
+
+
+# ---------------------------------------------------------------------- kernels of a tile of bf16 rows, forward and backward
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The most that a loss may cost, as compiled.
+
+    Attributes:
+        functions: Each with its arguments behind the products.
+        entry_bytes: Bytes that all kernels read and write, per entry of a tile.
+        kernels: Their number.
+    """
+
+    functions: Callable[[], list[tuple[Callable[..., Any], Any]]]
+    entry_bytes: float
+    kernels: int
+
+
+def _numbers() -> Tensor:
+    return torch.rand(SIZE) + 0.5
+
+
+def _factors() -> Factors:
+    return Factors(torch.tensor(2.0), _numbers(), _numbers(), torch.arange(SIZE).unsqueeze(1))
+
+
+def siglip() -> list[tuple[Callable[..., Any], Any]]:
+    return [(siglip_tile, (_factors(), torch.tensor(-1.0), True, True))]
+
+
+def clip() -> list[tuple[Callable[..., Any], Any]]:
+    lse = _numbers() + 9
+    terms = _factors(), lse, _numbers() + 9, lse, True, False
+    return [(clip_stats, (_factors(), SIZE, False)), (clip_terms, terms)]
+
+
+def classes(*, keeps: bool, is_inside: Tensor | None = None) -> list[tuple[Callable[..., Any], Any]]:
+    chunk = Chunk(_numbers(), _numbers(), Targets(is_inside, torch.arange(SIZE).unsqueeze(1)), None)
+    lse, of_grad = -_numbers().unsqueeze(1) - 9, (_numbers(), _numbers())
+    terms = chunk.of_logits() if keeps else chunk, lse, _numbers(), of_grad, True
+    return [(class_stats, (chunk, _numbers(), True, keeps)), (class_terms, terms)]
+
+
+# aims: 16 bytes of SigLIP, 24 of CLIP and of ArcFace
+KERNELS: dict[str, Kernels] = {
+    "SigLIP": Kernels(siglip, 16, 3),
+    "CLIP": Kernels(clip, 24, 13),
+    "ArcFace": Kernels(lambda: classes(keeps=False), 24, 4),
+    "ArcFace, one chunk": Kernels(lambda: classes(keeps=True), 24, 4),
+    "ArcFace, of two ranks": Kernels(lambda: classes(keeps=False, is_inside=_numbers() > 1), 24, 4),
+}
+
+
+@pytest.fixture
+def counted_kernels() -> Iterator[None]:
+    """Inductor counts bytes if it reports them, and only what it has not compiled before."""
+    torch._logging.set_logs(inductor_metrics=True)
+    with config.patch(fx_graph_cache=False):
+        yield
+    torch._logging.set_logs()
+
+
+def _of_terms(tensor: Tensor) -> Tensor:
+    """High and low number of the slope together, which may be rounded another way one by one."""
+    return tensor[:, 0].float() - tensor[:, 1].float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own inductor
+@pytest.mark.usefixtures("counted_kernels")
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(name: str) -> None:
+    torch.manual_seed(0)
+    most, kernels, entry_bytes = KERNELS[name], 0, 0.0
+    for function, options in most.functions():
+        products = torch.randn(SIZE, SIZE)
+        torch._dynamo.reset()
+        metrics.reset()
+        with torch.no_grad():
+            expected = tree_leaves(function(products.clone(), *options))
+            found = tree_leaves(tile_compiler.compiled(function)(products, *options))
+        kernels += metrics.generated_kernel_count
+        entry_bytes += metrics.num_bytes_accessed / SIZE**2
+        for theirs, ours in zip(expected, found, strict=True):
+            if theirs is None:  # logits that are not kept
+                continue
+            torch.testing.assert_close(_of_terms(ours), _of_terms(theirs), rtol=2e-5, atol=1e-6)
+    print(f"{name}: {kernels} kernels, {entry_bytes:.1f} bytes an entry")
+    assert 0 < kernels <= most.kernels
+    assert 0 < entry_bytes <= most.entry_bytes

@@ -5,7 +5,7 @@ Classes are 7: no number of ranks divides them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss
 from tests.losses.harness import SPLITS, Net, own_rows
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import CLASS_LOSSES
+from tests.oracle import CLASS_LOSSES, assert_close
 
 __all__ = [
     "CASES",
@@ -31,6 +31,7 @@ __all__ = [
     "judge",
     "make",
     "measure",
+    "problems_of",
     "whole",
 ]
 
@@ -176,15 +177,35 @@ def whole(parts: list[Tensor], name: str) -> Tensor:
     return torch.cat(parts, 0 if name == "ProxyNCALoss" else 1)
 
 
-def measure(names: list[str]) -> dict[str, dict[str, Tensor]]:
-    """Value and gradients on this rank, by case and split."""
+def problems_of(names: Iterable[str], results: list[dict[str, dict[str, Tensor]]]) -> list[str]:
+    """In what the ranks' numbers (``measure``) differ from those of one process."""
+    problems = []
+    for name in names:
+        case = CASES[name]
+        for split, sizes in SPLITS[len(results)].items():
+            key = f"{name}; {split}"
+            ranks = [result[key] for result in results]
+            truth = judge(case, sizes)
+            assert truth["weight"].norm() > 0
+            assert len({float(rank["value"]) for rank in ranks}) == 1, f"{key}: the ranks return different numbers"
+            ours = {n: torch.stack([rank[n] for rank in ranks]).mean(0) for n in truth if n != "weight"}
+            ours["weight"] = whole([rank["weight"] for rank in ranks], case.name)
+            try:
+                assert_close(ours, truth)
+            except AssertionError as error:
+                problems.append(f"{key}: {error}")
+    return problems
+
+
+def measure(names: list[str], **options: Any) -> dict[str, dict[str, Tensor]]:
+    """Value and gradients on this rank, by case and split. ``options``: of ``ClassShardedLoss``, for all cases."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {}
     for name in names:
         case = CASES[name]
         for split, sizes in SPLITS[world].items():
             encoder, rows = net(), global_rows(sizes, rank)
-            loss = ClassShardedLoss(make(case), **case.sharded)
+            loss = ClassShardedLoss(make(case), **case.sharded, **options)
             embeddings = encoder(rows["features"])
             tuples = None if case.mine is None else case.mine(embeddings, rows["labels"])
             value = loss(embeddings, rows["labels"], tuples)

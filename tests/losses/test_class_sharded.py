@@ -15,7 +15,6 @@ from pytorch_metric_learning import reducers
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
-from tests.losses.harness import SPLITS
 from tests.losses.sharded_cases import (
     CASES,
     CLASSES,
@@ -27,6 +26,7 @@ from tests.losses.sharded_cases import (
     make,
     measure,
     net,
+    problems_of,
     whole,
 )
 from tests.oracle import CLASS_LOSSES, assert_close
@@ -36,20 +36,7 @@ from tests.slow_parameters import slow_parameters
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 def test_ranks_are_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, measure, list(CASES))
-    problems = []
-    for name, case in CASES.items():
-        for split, sizes in SPLITS[world_size].items():
-            key = f"{name}; {split}"
-            ranks = [result[key] for result in results]
-            truth = judge(case, sizes)
-            assert truth["weight"].norm() > 0
-            assert len({float(rank["value"]) for rank in ranks}) == 1, f"{key}: the ranks return different numbers"
-            ours = {n: torch.stack([rank[n] for rank in ranks]).mean(0) for n in truth if n != "weight"}
-            ours["weight"] = whole([rank["weight"] for rank in ranks], case.name)
-            try:
-                assert_close(ours, truth)
-            except AssertionError as error:
-                problems.append(f"{key}: {error}")
+    problems = problems_of(CASES, results)
     assert not problems, "\n".join(problems)
 
 

@@ -17,13 +17,10 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
-from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
-from lightning_ddp_losses.losses.siglip import siglip_tile
-from lightning_ddp_losses.losses.two_towers import Factors
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
 from lightning_ddp_losses.testing import RankPool
+from tests.losses import sharded_cases
 from tests.losses.test_tiled import CASES, TILE_BYTES, judged, on_ranks, truth_of
 from tests.slow_parameters import slow_parameters
 
@@ -150,26 +147,88 @@ def test_towers_with_masks(pool: RankPool, name: str) -> None:
         assert all(float(difference.abs().max()) < 1e-12 for difference in differences)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch's own inductor
-def test_compiled_tiles_of_towers() -> None:
-    """By Inductor: high and low number of the slope together, which may be rounded another way one by one."""
-    rows, columns = 48, 64
-    generator = torch.Generator().manual_seed(0)
-    products = torch.randn(rows, columns, generator=generator)
-    own = torch.arange(rows).unsqueeze(1)
-    factors = Factors(torch.tensor(2.0), torch.rand(rows) + 0.5, torch.rand(columns) + 0.5, own)
-    of_rows = torch.rand(rows) + 9
-    for function, options in (
-        (siglip_tile, (torch.tensor(-1.0), True, True)),
-        (clip_stats, (columns, False)),
-        (clip_terms, (of_rows, torch.rand(columns) + 9, of_rows, True, False)),
-    ):
-        expected, found = (
-            tree_leaves(run(products.clone(), factors, *options))
-            for run in (function, tile_compiler.compiled(function))
+def as_if_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function as the compiler sees it, whose masks stand in place of scattered targets."""
+
+    def run(*args: Any) -> Any:
+        with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+            return function(*args)
+
+    return run
+
+
+def classes_with_masks(names: list[str]) -> dict[str, dict[str, Tensor]]:
+    calls = mock.Mock(side_effect=as_if_compiled)
+    with mock.patch.object(tile_compiler, "compiled", calls):
+        found = sharded_cases.measure(names, compile_tiles=True)
+    assert calls.call_count >= 2
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_classes_with_masks_are_one_process(pool: RankPool, world_size: int) -> None:
+    names = [name for name in sharded_cases.CASES if "mined" not in name]
+    results = pool.run(world_size, classes_with_masks, names)
+    problems = sharded_cases.problems_of(names, results)
+    assert not problems, "\n".join(problems)
+
+
+def sampled_classes_with_masks(products: Any) -> list[Tensor]:
+    """Sampled classes, and products of bf16: what one rank gets, less what it gets uncompiled."""
+    found, count = [], 12
+    rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    labels = torch.arange(count) * 3 + dist.get_rank()
+    for compile_tiles in (True, False):
+        torch.manual_seed(0)
+        loss = ClassShardedLoss(
+            pml.NormalizedSoftmaxLoss(40, 6),
+            chunk_size=4,
+            sample_rate=0.5,
+            unbiased=True,
+            products=products,
+            compile_tiles=compile_tiles,
         )
-        for theirs, ours in zip(expected, found, strict=True):
-            if theirs.dtype == torch.bfloat16:
-                theirs, ours = theirs.float().sum(1), ours.float().sum(1)
-            torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+        loss.attach(torch.optim.SGD(loss.parameters(), lr=0.1))
+        leaf = rows.clone().requires_grad_()
+        with mock.patch.object(tile_compiler, "compiled", as_if_compiled):
+            value = loss(leaf, labels)
+            value.backward()
+        assert leaf.grad is not None
+        assert loss.weight.grad is not None
+        found.append([value.detach(), leaf.grad, loss.weight.grad.to_dense()])
+    return [ours - expected for ours, expected in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("products", ["float32", "bf16"])
+def test_sampled_classes_with_masks(pool: RankPool, products: str) -> None:
+    for differences in pool.run(2, sampled_classes_with_masks, products):
+        assert all(float(difference.abs().max()) < 1e-6 for difference in differences)
+
+
+def classes_without_a_compiler() -> tuple[float, list[str]]:
+    loss = ClassShardedLoss(pml.ArcFaceLoss(8, 4), compile_tiles=True)
+    broken = mock.Mock(side_effect=RuntimeError("no compiler here") if dist.get_rank() else as_it_is)
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_compiler, "compiled", broken):
+        warnings.simplefilter("always")
+        value = loss(rows, torch.arange(6))
+    return value.item(), [str(one.message) for one in said]
+
+
+def test_where_one_rank_cannot_compile_no_classes_are(pool: RankPool) -> None:
+    (value, (said,)), (other_value, nothing) = pool.run(2, classes_without_a_compiler)
+    assert value == other_value
+    assert not nothing
+    assert "compile_tiles: torch.compile failed on rank 1 (RuntimeError: no compiler here)" in said
+
+
+def one_rank_compiles_classes() -> None:
+    loss = ClassShardedLoss(pml.ArcFaceLoss(8, 3), compile_tiles=dist.get_rank() == 0)
+    with mock.patch.object(tile_compiler, "compiled", as_it_is):
+        loss(torch.randn(4, 3), torch.tensor([0, 0, 1, 1]))
+
+
+def test_classes_compiled_by_one_rank_are_an_error_on_all(pool: RankPool) -> None:
+    first, second = pool.errors(2, one_rank_compiles_classes)
+    assert first.message == second.message
+    assert "compile_tiles" in first.message

@@ -23,7 +23,7 @@ from torch.nn import functional
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
-from lightning_ddp_losses.losses.products import RunningLogSumExp, unit_rows
+from lightning_ddp_losses.losses.products import RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.slow_parameters import slow_parameters
 
@@ -410,10 +410,9 @@ def log_sum_exp(running: RunningLogSumExp) -> Tensor:
 @pytest.mark.parametrize("width", [1, 5, COLUMNS])
 def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int) -> None:
     values, running = entries(dtype, size), RunningLogSumExp(FEW, torch.zeros((), dtype=dtype))
-    running.accumulate_(values[:, :0].clone())
     for piece in values.split(width, 1):
         for start, stop in ((0, 2), (2, FEW)):
-            running.accumulate_(piece[start:stop].clone(), start=start)
+            running.add_piece(max_and_sum_exp(piece[start:stop].clone()), start)
     torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1))
     assert (running.sum_exp > 0).all()
 
@@ -428,7 +427,7 @@ def test_merged_parts_are_the_whole() -> None:
     values, parts = entries(torch.float64), []
     for piece in values.split(5, 1):
         parts.append(RunningLogSumExp(FEW, values))
-        parts[-1].accumulate_(piece.clone())
+        parts[-1].add_piece(max_and_sum_exp(piece.clone()))
     merged = RunningLogSumExp.merged(
         torch.stack([part.maximum for part in parts]), torch.stack([part.sum_exp for part in parts])
     )
@@ -437,8 +436,8 @@ def test_merged_parts_are_the_whole() -> None:
 
 def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -> None:
     running = RunningLogSumExp(1, torch.zeros(()))
-    running.accumulate_(torch.tensor([[0.0, -1000.0]]))
-    running.accumulate_(torch.tensor([[500.0, 100.0]]))
+    running.add_piece(max_and_sum_exp(torch.tensor([[0.0, -1000.0]])))
+    running.add_piece(max_and_sum_exp(torch.tensor([[500.0, 100.0]])))
     assert running.above_maximum().item() == 0.0
 
 
@@ -447,7 +446,7 @@ def test_pieces_that_are_kept(pieces: int) -> None:
     values = entries(torch.float64)
     before, running = values.clone(), RunningLogSumExp(FEW, values)
     for piece in values.chunk(pieces, 1):
-        running.accumulate_(piece, keep=True)
+        running.add_piece(max_and_sum_exp(piece, keep=True))
     torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1), rtol=1e-12, atol=0)
     assert torch.equal(values, before)
 
@@ -455,5 +454,5 @@ def test_pieces_that_are_kept(pieces: int) -> None:
 def test_relative_to_an_entry_that_outweighs_all() -> None:
     """What is added to the difference does not round it."""
     running = RunningLogSumExp(1, torch.zeros(()))
-    running.accumulate_(torch.tensor([[100.0, 80.0]]))
+    running.add_piece(max_and_sum_exp(torch.tensor([[100.0, 80.0]])))
     assert float(running.relative_to(torch.tensor([99.5]))) == 0.5

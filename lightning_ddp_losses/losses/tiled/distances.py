@@ -153,8 +153,8 @@ class TensorCoreProduct(TileDistance):
         return add_factors_(product(rows.rows, columns.rows, out=out), factors, columns.factors)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        grad = add_factors_(matrix_grad, rows.kept.factors, columns.kept.factors)
-        terms = split(grad, splits("bf16", grad.device))
+        factors = rows.kept.factors, columns.kept.factors
+        terms = split(matrix_grad, *factors, splits("bf16", matrix_grad.device))
         if rows.sums is not None:
             add_to_left_(rows.sums, terms, columns.kept.rows, scale=scale)
         if columns.sums is not None:
