@@ -102,8 +102,8 @@ def with_links(text: str, module: str, topics: Mapping[str, str], names: Mapping
         return f"[{shown}]({os.path.relpath(address, os.path.dirname(own))})"
 
     def link_line(line: re.Match[str]) -> str:
-        title = line[2][:1].upper() + line[2][1:]
-        return f"* {link(title, topics[line[1]])}" if line[1] in topics and "`" not in title else line[0]
+        title = line[2][:1].upper() + line[2][1:] if module == START else line[2]
+        return f"* {link(title, topics.get(line[1], names.get(line[1])))}"
 
     def link_piece(piece: re.Match[str]) -> str:
         code = " ".join((piece["code"] or "").split())

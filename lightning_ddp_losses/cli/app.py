@@ -116,7 +116,7 @@ class LossCLI(LightningCLI):
         if subcommand != "audit":
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser = self.init_parser(**kwargs)
-        parser.usage = "ddp-losses audit --config CONFIG [--audit.OPTION VALUE] [--trainer.OPTION VALUE] [--model.OPTION VALUE] ..."
+        parser.usage = "ddp-losses audit --config CONFIG [--audit.OPTION VALUE] [--OPTION VALUE] ..."
         parser.add_class_arguments(AuditOptions, "audit")  # first in the help
         self._add_arguments(parser)
         for option in ("ckpt_path", "weights_only"):  # a config saved by fit also holds these

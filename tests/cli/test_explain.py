@@ -323,7 +323,7 @@ def test_commands_that_messages_name_have_a_page() -> None:
             re.findall(r"""ddp-losses explain ((?:migrate )?[\w-]+)|explained_by\("(\w+)"\)""", path.read_text())
         )
     topics = {topic for pair in named for topic in pair if topic and topic not in ("TOPIC", "loss")}
-    assert {"sentence_transformers", "torchrun", "migrate fabric-fsdp2"} <= topics
+    assert {"sentence_transformers", "torchrun", "migrate fabric"} <= topics
     assert [topic for topic in topics if not find_page(topic.split())] == []
 
 
