@@ -212,58 +212,6 @@ def gpu(session: nox.Session) -> None:
     session.run(sys.executable, "-m", "benchmarks", "gpu", *session.posargs)
 
 
-# where public names lie (below a package that lists its names pdoc looks no further), and the pages that belong to no name
-PLACES = (
-    *(
-        "",
-        ".collectives",
-        ".sharding",
-        ".errors",
-        ".losses",
-        ".metrics",
-        ".layers",
-        ".samplers",
-        ".strategies",
-        ".ssl",
-        ".callbacks",
-        ".testing",
-    ),
-    *(".audit", ".cli", ".cli.pages.faults", ".cli.pages.recipes", ".cli.pages.numbers", ".cli.pages.release"),
-)
-
-# What pdoc shows of a class: what this package says of it, also where a class without a page of its own says it, but there no hooks of
-# other libraries; of other libraries' classes nothing; attributes without a text stand in the text of their class.
-TEMPLATE = """
-{% extends "default/module.html.jinja2" %}
-{% macro is_hook(doc) %}
-    {% set owner = module.get(doc.qualname.rpartition(".")[0]) %}
-    {% if doc.is_inherited and owner and doc.name != "forward" %}
-        {% for base in owner.obj.__mro__ if doc.name in base.__dict__ and not base.__module__.startswith("lightning_ddp_losses") %}
-            true
-        {% endfor %}
-    {% endif %}
-{% endmacro %}
-{% macro is_public(doc) %}
-    {% if doc.kind == "module" or (doc.taken_from[0].startswith("lightning_ddp_losses") and not is_hook(doc) | trim) %}
-        {% if doc.docstring or doc.name == "__init__" or doc.is_enum_member or "." not in doc.qualname %}
-            {{ default_is_public(doc) }}
-        {% endif %}
-    {% endif %}
-{% endmacro %}
-{% macro inherited(cls) %}
-    {% for base, members in cls.inherited_members.items() if base[0] not in all_modules %}
-        {% for m in members if m.name != "__init__" and is_public(m) | trim %}
-            <div id="{{ m.qualname }}" class="classattr">{{ member(m) }}</div>
-        {% endfor %}
-    {% endfor %}
-    {{ default_inherited(cls) }}
-{% endmacro %}
-"""
-
-# pictures as wide as the text: else they push the page's menu over it
-STYLE = ".pdoc img { max-width: 100%; }"
-
-
 def broken_links(site: Path) -> list[str]:
     """Return the links of HTML pages to other pages, and to places in pages, that are not there."""
     texts = {page.resolve(): page.read_text() for page in site.rglob("*.html")}
@@ -284,13 +232,7 @@ def broken_links(site: Path) -> list[str]:
 def docs(session: nox.Session) -> None:
     """Build the manual as HTML, with a search: site/index.html; a link to nowhere is an error."""
     install(session, "docs", extras="[demo]")
-    templates = Path(session.create_tmp()) / "templates"
-    templates.mkdir(exist_ok=True)
-    (templates / "module.html.jinja2").write_text(TEMPLATE)
-    (templates / "custom.css").write_text(STYLE)
-    modules = [f"lightning_ddp_losses{place}" for place in PLACES]
-    options = ("--docformat", "google", "--no-show-source", "--template-directory", str(templates), "-o", "site")
-    session.run("pdoc", *options, *modules, *session.posargs)
+    session.run("python", "docs/build.py", "site")
     if broken := broken_links(Path("site")):
         session.error("The manual has links to nowhere:\n" + "\n".join(broken))
     session.log("The manual is site/index.html.")

@@ -34,13 +34,11 @@ Layout. Imports go down only (``tests/test_layers.py``):
 | ``testing`` | a plugin for pytest: ranks that live for a whole test run, and parity as an assertion |
 | ``cli`` | the ``ddp-losses`` command: training, audits, the manual, the doctor |
 
-The manual's pages: ``lightning_ddp_losses.cli.pages.faults``, the known faults, ``lightning_ddp_losses.cli.pages.recipes``, the way here
-from other libraries, ``lightning_ddp_losses.cli.pages.numbers``, times and memory with pictures, and
-``lightning_ddp_losses.cli.pages.release``, the changelog and how to cite. In a terminal it is ``ddp-losses explain``. Names below the top
-level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``, ``lightning_ddp_losses.sharding``,
-``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``, ``lightning_ddp_losses.samplers``,
-``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``, ``lightning_ddp_losses.audit``,
-``lightning_ddp_losses.testing`` and ``lightning_ddp_losses.cli``.
+The manual is ``ddp-losses explain`` in a terminal, and HTML after ``nox -s docs``: a page for each fault, host, peer and kind of reader,
+and the numbers. Names below the top level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``,
+``lightning_ddp_losses.sharding``, ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``,
+``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``,
+``lightning_ddp_losses.audit``, ``lightning_ddp_losses.testing`` and ``lightning_ddp_losses.cli``.
 
 ``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.
 

@@ -168,6 +168,8 @@ class AuditError(DDPLossError):
         rank 1 of the audit: expected a result, got exit status 1
     """
 
+    page = "loop"
+
 
 _BY_NAME: dict[str, type[DDPLossError]] = {}
 

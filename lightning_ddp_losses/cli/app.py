@@ -116,8 +116,9 @@ class LossCLI(LightningCLI):
         if subcommand != "audit":
             return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
         parser = self.init_parser(**kwargs)
+        parser.usage = "ddp-losses audit --config CONFIG [--audit.OPTION VALUE] [--OPTION VALUE] ..."
+        parser.add_class_arguments(AuditOptions, "audit")  # first in the help
         self._add_arguments(parser)
-        parser.add_class_arguments(AuditOptions, "audit")
         for option in ("ckpt_path", "weights_only"):  # a config saved by fit also holds these
             parser.add_argument(f"--{option}", type=Union[str, bool, None], default=None)  # noqa: UP007 - as above
         return parser

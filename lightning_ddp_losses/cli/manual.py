@@ -1,10 +1,13 @@
 """The manual: its pages as Markdown, and ``ddp-losses explain TOPIC``, which shows them in the terminal.
 
-A topic is a known fault (``F24``), a public name (``GlobalBatchLoss``), or ``migrate`` with a peer's name. ``--all`` is the table of
-faults by how they show. Any other word is searched for: similar names, and faults that mention it.
+A topic is a known fault (``F24``), a symptom (``hang``), a kind of reader (``tokens``), a public name (``GlobalBatchLoss``), or a host or
+peer (``torchrun``, also ``migrate torchrun``). ``--all`` lists the faults by how they show. Any other word is searched for: similar names,
+and faults that mention it.
 
 One text of each page serves the terminal and the HTML manual (``nox -s docs``). Faults come from ``faults.yaml``, names from their
-docstrings, recipes from the files in ``pages/``: a recipe is one file there, ``<peer>.md``. Its first line is its title.
+docstrings, all other pages from Markdown files: ``pages/<peer>.md`` is a recipe, ``pages/readers`` has a page for each kind of reader,
+and ``pages/about`` the rest. The first line of a file is its title. A line ``{faults: F20, F24}``, ``{recipes: pml}`` or
+``{losses: SupCon}`` of a reader's page stands for the lines of these faults, recipes and losses.
 """
 
 from __future__ import annotations
@@ -13,9 +16,8 @@ import argparse
 import difflib
 import importlib
 import inspect
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +45,22 @@ PLACES = (
     f"{PACKAGE}.testing",
     f"{PACKAGE}.cli",
 )
-RECIPES = Path(__file__).parent / "pages"
+PAGES = Path(__file__).parent / "pages"
+HOSTS = (
+    *(
+        "accelerate",
+        "fabric",
+        "fabric_fsdp2",
+        "fsdp2",
+        "hf_trainer",
+        "hydra",
+        "kubernetes",
+        "lightning_cli",
+        "notebook",
+    ),
+    *("sentence_transformers", "slurm", "torchrun", "wandb"),
+)
+"""Recipes of the programs that a loop runs in. The others start from a library of losses or metrics, or from a formula."""
 
 # ---------------------------------------------------------------------- faults
 
@@ -71,39 +88,23 @@ def fault_page(fault: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def fault_table() -> str:
-    """Return the table of all faults, by how they show first."""
+def fault_list(*shown: str) -> str:
+    """Return the list of faults, by how they show first.
+
+    Args:
+        *shown: Keys of ``SYMPTOMS``. Default: all of them, and the numbers that no fault has.
+    """
     parts = ["# Known faults, by how they show", "`ddp-losses explain F24` shows one of them."]
-    for key, heading in SYMPTOMS.items():
-        lines = ["| id | it shows as | it is | found by |", "|---|---|---|---|"]
-        for fault, row in FAULTS.items():
-            if row.seen_as == key:
-                cells = (fault, row.symptom, row.title, row.found_by)
-                lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-        parts += [f"## {heading}", "\n".join(lines)]
-    parts.append(f"{', '.join(UNUSED)}: {next(iter(UNUSED.values()))}")
+    for key in shown or SYMPTOMS:
+        parts += [f"## {SYMPTOMS[key]}", fault_lines([fault for fault, row in FAULTS.items() if row.seen_as == key])]
+    if not shown:
+        parts.append(f"{', '.join(UNUSED)}: {next(iter(UNUSED.values()))}")
     return "\n\n".join(parts) + "\n"
 
 
-def all_faults() -> str:
-    """Return one page with the table and every fault, for the HTML manual."""
-    table = _one_deeper(fault_table()).removeprefix("#")
-    parts = [re.sub(r"^\| ([A-Z]\w+) \|", r"| [\1](#\1) |", table, flags=re.MULTILINE)]
-    # each with a separate anchor, the target of the table's links
-    for fault in FAULTS:
-        parts += [f'<a id="{fault}"></a>', _one_deeper(fault_page(fault))]
-    return "\n\n".join(parts)
-
-
-def _one_deeper(page: str) -> str:
-    """Return a page with its headings one level deeper, except in code."""
-    lines = []
-    in_code = False
-    for line in page.splitlines():
-        in_code ^= line.startswith("```")
-        is_heading = line.startswith("#") and not in_code
-        lines.append("#" * is_heading + line)
-    return "\n".join(lines)
+def fault_lines(faults: Iterable[str]) -> str:
+    """Return a list of faults: how each shows, and what it is."""
+    return "\n".join(f"* `{fault}`: {FAULTS[fault].symptom} *{sentence(FAULTS[fault].title)}*" for fault in faults)
 
 
 def sentence(text: str) -> str:
@@ -123,20 +124,41 @@ def linked(evidence: str) -> str:
     return sentence(evidence)
 
 
-# ---------------------------------------------------------------------- recipes
+# ---------------------------------------------------------------------- recipes, readers, the package itself
 
 
 def recipes() -> dict[str, str]:
-    """Return the text of every recipe by the peer it starts from."""
-    return {path.stem: path.read_text() for path in sorted(RECIPES.glob("*.md"))}
+    """Return the text of every recipe by the host or peer it starts from."""
+    return _texts(PAGES)
 
 
 def about() -> dict[str, str]:
-    """Return the pages about the package itself by name: "Is my loop right?", the changelog, and how to cite it."""
+    """Return the pages about the package itself by name: losses, parts, "Is my loop right?", security, changelog, citation."""
     version = importlib.import_module(PACKAGE).__version__
-    return {
-        path.stem: path.read_text().replace("VERSION", version) for path in sorted((RECIPES / "about").glob("*.md"))
-    }
+    return {name: text.replace("VERSION", version) for name, text in _texts(PAGES / "about").items()}
+
+
+def readers() -> dict[str, str]:
+    """Return a page for each kind of reader by name: the calls, their cost, and the recipes and faults that matter to them."""
+    return {name: _MADE.sub(_made_rows, text) for name, text in _texts(PAGES / "readers").items()}
+
+
+_MADE = re.compile(r"^\{(faults|recipes|losses): (.+)\}$", re.MULTILINE)
+
+
+def _made_rows(line: re.Match[str]) -> str:
+    """Return the rows that a line of a reader's page stands for."""
+    names = line[2].split(", ")
+    if line[1] == "faults":
+        return fault_lines(names)
+    if line[1] == "recipes":
+        return commands({name: title_of(recipes()[name]) for name in names})
+    head, rule, *rows = [row for row in about()["losses"].splitlines() if row.startswith("|")]
+    return "\n".join([head, rule, *(row for row in rows if row.startswith(tuple(f"| {name}" for name in names)))])
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.md"))}
 
 
 def title_of(page: str) -> str:
@@ -144,32 +166,31 @@ def title_of(page: str) -> str:
     return page.partition("\n")[0].removeprefix("# ")
 
 
+def commands(titles: Mapping[str, str]) -> str:
+    """Return a list of commands that show pages.
+
+    Args:
+        titles: Title of each page by its topic.
+    """
+    return "\n".join(f"* `ddp-losses explain {topic}`: {title}" for topic, title in titles.items())
+
+
+def reader_list() -> str:
+    """Return the list of readers' pages."""
+    titles = {name: title_of(text) for name, text in readers().items()}
+    return f"# What do you train?\n\n{commands(titles)}\n"
+
+
 def recipe_list() -> str:
     """Return the list of recipes."""
-    lines = [
-        "# Coming from a peer",
-        "`ddp-losses explain migrate pml` shows one recipe: the peer's own way, ours, and the difference.",
+    titles = {name: title_of(text) for name, text in recipes().items()}
+    parts = [
+        "# Coming from a host or a peer",
+        "A recipe has the peer's own way, ours, and the difference.",
+        *("## Hosts: where the loop runs", commands({name: titles.pop(name) for name in HOSTS})),
+        *("## Peers: where the loss comes from", commands(titles)),
     ]
-    rows = [f"| `{name}` | {title_of(text)} |" for name, text in recipes().items()]
-    return "\n\n".join([*lines, "\n".join(["| name | coming from |", "|---|---|", *rows])]) + "\n"
-
-
-def all_recipes() -> str:
-    """Return one page with the list and every recipe, for the HTML manual."""
-    return "\n\n".join([recipe_list(), *(_one_deeper(text) for text in recipes().values())])
-
-
-# ---------------------------------------------------------------------- numbers
-
-
-def numbers() -> str:
-    """Return the figures of the benchmarks for the HTML manual. Paths of pictures start at the folder of the pages."""
-    folder = RECIPES.parents[2] / "benchmarks"
-    if not folder.is_dir():
-        return "The numbers stand in the repository: `benchmarks/README.md`."
-    # the manual embeds a picture that it finds relative to the page's file
-    text = (folder / "README.md").read_text()
-    return re.sub(r"\]\((results/[\w./]+\.png)\)", rf"]({os.path.relpath(folder, RECIPES)}/\1)", text)
+    return "\n\n".join(parts) + "\n"
 
 
 # ---------------------------------------------------------------------- names
@@ -275,18 +296,28 @@ def _with_code(text: str) -> str:
 
 _WIDEST = 110  # characters, as longer lines are hard to read
 _MOST_MATCHES = 8
-_SECURITY = "security"
 _OVERVIEW = """# The manual
 
-* `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
+## What do you see?
+
+SYMPTOMS
+
+## What do you train?
+
+READERS
+
+## What do you look for?
+
 * `ddp-losses explain losses`: every loss by its usual name, with the call and its cost
+* `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
 * `ddp-losses explain parts`: a tour of what the package does, with code
-* `ddp-losses explain --all`: the known faults, by how they show
-* `ddp-losses explain F24`: one fault; checks, audits and errors name it
+* `ddp-losses explain migrate`: recipes for those who come from another host or library
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example
-* `ddp-losses explain migrate`: recipes for those who come from another library, `ddp-losses explain migrate pml` one of them
-* `ddp-losses explain changelog`, `ddp-losses explain citation`
+* `ddp-losses explain F24`: one fault; checks, audits and errors name it
+* `ddp-losses explain --all`: all known faults, by how they show
 * `ddp-losses explain security`: what is trusted, and what is not
+* `ddp-losses explain changelog`: what has changed
+* `ddp-losses explain citation`: how to cite
 
 Any other words are searched for: `ddp-losses explain loss is nan`.
 """
@@ -330,14 +361,16 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
         console: Console of the page. Default: standard output.
     """
     parser = argparse.ArgumentParser(prog="ddp-losses explain", description="The manual in the terminal.")
-    topics = "a fault (F24), a public name (GlobalBatchLoss), migrate, migrate PEER"
+    topics = (
+        "a fault (F24), a symptom (hang), a public name (GlobalBatchLoss), a host or peer (torchrun), readers, migrate"
+    )
     parser.add_argument("topic", nargs="*", help=topics)
     parser.add_argument("--all", action="store_true", help="all known faults, by how they show")
     given = parser.parse_args(arguments)
     # which page
-    found = find_page(given.topic) if given.topic else _OVERVIEW
+    found = find_page(given.topic) if given.topic else overview()
     if given.all:
-        found = fault_table()
+        found = fault_list()
     page = found or not_found(" ".join(given.topic))
     # on the terminal, no wider than can be read
     console = console or Console()
@@ -352,17 +385,26 @@ def find_page(topic: Sequence[str]) -> str | None:
         topic: The words of the command line.
     """
     first, *peer = topic
+    wanted = {_letters(name): text for name, text in recipes().items()}
     if first.lower() == "migrate":
-        peers = {_letters(name): text for name, text in recipes().items()}
-        return peers.get(_letters(" ".join(peer))) if peer else recipe_list()
+        return wanted.get(_letters(" ".join(peer))) if peer else recipe_list()
     if peer:
         return None
-    pages = about() | {_SECURITY: recipes()[_SECURITY]}
-    if first.lower() in pages:
-        return pages[first.lower()]
+    pages = {_letters(name): text for name, text in (about() | readers()).items()} | {"readers": reader_list()}
+    if _letters(first) in pages:
+        return pages[_letters(first)]
+    if first.lower() in SYMPTOMS:
+        return fault_list(first.lower())
     if first.upper() in FAULTS or first.upper() in UNUSED:
         return fault_page(first.upper())
-    return _name_page(first)
+    return _name_page(first) or wanted.get(_letters(first))
+
+
+def overview() -> str:
+    """Return the first page: what the others are about."""
+    return _OVERVIEW.replace("SYMPTOMS", commands(SYMPTOMS)).replace(
+        "READERS", reader_list().partition("\n\n")[2].strip()
+    )
 
 
 def _name_page(name: str) -> str | None:
@@ -387,9 +429,9 @@ def not_found(text: str) -> str:
         text: The words, as the user typed them.
     """
     values = {dotted.rpartition(".")[2]: value for dotted, value in public_names().items()}
-    of_peers = {f"migrate {name}": page for name, page in recipes().items()}
-    peers = {name.removeprefix("migrate "): name for name in of_peers}
-    topics = {topic.lower(): topic for topic in (*FAULTS, *values, *of_peers)} | peers
+    of_files = {f"migrate {name}": page for name, page in recipes().items()} | readers()
+    topics = {topic.lower(): topic for topic in (*FAULTS, *values, *of_files)}
+    topics |= {name.removeprefix("migrate "): name for name in of_files}
     # other words for it
     words = _words(text)
     meant = {stem: found for word, found in _MEANT.items() for stem in _words(word)}
@@ -397,22 +439,22 @@ def not_found(text: str) -> str:
     near += [topics[match] for match in difflib.get_close_matches(text.lower(), topics, n=_MOST_MATCHES, cutoff=0.7)]
     # by whole words, also if a letter is missing
     pages = {fault: f"{row.title} {row.symptom} {row.effect} {row.fix}" for fault, row in FAULTS.items()}
-    pages |= {name: f"{name} {inspect.getdoc(value)}" for name, value in values.items()} | of_peers
+    pages |= {name: f"{name} {inspect.getdoc(value)}" for name, value in values.items()} | of_files
     indexed = {topic: set(_words(page)) for topic, page in pages.items()}
     vocabulary = set().union(*indexed.values())
     spelt = [difflib.get_close_matches(word, vocabulary, n=1, cutoff=0.8) for word in words]
     if words and not near:
         words = [word if word in vocabulary else (match or [word])[0] for word, match in zip(words, spelt, strict=True)]
     speaking = [topic for topic, found in indexed.items() if words and found.issuperset(words)]
-    for kind in (FAULTS, of_peers, values):
+    for kind in (FAULTS, of_files, values):
         near += [topic for topic in speaking if topic in kind][:_MOST_MATCHES]
     if not near:
-        return f"# No page for “{text}”\n\n{_OVERVIEW.partition(chr(10))[2]}"
+        return f"# No page for “{text}”\n\n{overview().partition(chr(10))[2]}"
     titles = {fault: row.title for fault, row in FAULTS.items()}
     titles |= {name: (inspect.getdoc(value) or "").partition("\n")[0] for name, value in values.items()}
-    titles |= {name: title_of(page) for name, page in of_peers.items()}
-    lines = [f"* `ddp-losses explain {topic}`: {titles[topic]}" for topic in dict.fromkeys(near)]
-    return "\n".join([f"# No page for “{text}”", "", "Near to it:", "", *lines])
+    titles |= {name: title_of(page) for name, page in of_files.items()}
+    found = commands({topic: titles[topic] for topic in near})
+    return f"# No page for “{text}”\n\nNear to it:\n\n{found}"
 
 
 def _words(text: str) -> list[str]:

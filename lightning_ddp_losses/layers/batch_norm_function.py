@@ -37,6 +37,8 @@ _PENALTY = "Put this layer into evaluation mode for the penalty, or use a norm w
 class TooFewValuesError(InputError, ValueError):
     """One value per channel over the whole group, which one process refuses with the same words."""
 
+    page = "F62"
+
 
 @dataclass(frozen=True)
 class Scope:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import pkgutil
 import re
 import sys
 from io import StringIO
@@ -17,9 +20,16 @@ from lightning_ddp_losses.callbacks import Finding
 from lightning_ddp_losses.callbacks.findings import Cause
 from lightning_ddp_losses.cli import main, manual
 from lightning_ddp_losses.cli.manual import find_page, run_explain
-from lightning_ddp_losses.cli.pages import faults, numbers, recipes, release
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
+from lightning_ddp_losses.errors import DDPLossError
 from tests.processes import ROOT, run_python
+
+# the builder of the HTML manual is no module of a package
+_SPEC = importlib.util.spec_from_file_location("build_manual", ROOT / "docs" / "build.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+build = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(build)
 
 
 def shown(*arguments: str, width: int = 80, status: int = 0) -> str:
@@ -70,11 +80,11 @@ def test_the_page_of_a_fault_on_a_terminal() -> None:
     assert places == sorted(places)
 
 
-def test_the_table_is_by_symptom_and_whole() -> None:
+def test_the_list_is_by_symptom_and_whole() -> None:
     text = shown("--all", width=110)
     places = [text.index(heading[:60]) for heading in SYMPTOMS.values()]
     assert places == sorted(places)
-    assert all(f" {fault} " in text for fault in FAULTS)
+    assert all(f" {fault}: " in text for fault in FAULTS)
 
 
 def test_a_number_without_a_fault_says_so() -> None:
@@ -131,7 +141,7 @@ def test_sections_of_a_docstring() -> None:
         ("hang backward", "ddp-losses explain F32"),
         ("qqqqq", "ddp-losses explain --all"),
         ("barlow", "ddp-losses explain barlow_twins"),
-        ("moe", "ddp-losses explain global_mean"),
+        ("experts", "ddp-losses explain global_mean"),
         ("iou", "ddp-losses explain GlobalBatchLoss"),
         ("dice", "ddp-losses explain DifferentiableMetric"),
         ("lovasz", "ddp-losses explain DifferentiableMetric"),
@@ -182,47 +192,139 @@ def test_diagnoses_end_with_the_command_that_explains_them(tmp_path: Path) -> No
 # ---------------------------------------------------------------------- the HTML manual
 
 
-def test_one_page_has_every_fault_and_the_table_leads_to_it() -> None:
-    text = faults.__doc__
-    assert text is not None
-    linked, anchors = re.findall(r"^\| \[\w+\]\(#(\w+)\)", text, re.MULTILINE), re.findall(r'<a id="(\w+)"></a>', text)
-    assert sorted(linked) == sorted(anchors) == sorted(FAULTS)
-    headings = re.findall(r"^## (\w+): ", text, re.MULTILINE)
-    assert headings == list(FAULTS)
+def test_every_topic_has_a_page_with_a_stable_address() -> None:
+    texts = build.page_texts()
+    assert all(f"manual.faults.{fault}" in texts for fault in FAULTS)
+    assert all(f"manual.recipes.{name}" in texts for name in (*manual.recipes(), "fabric", "torchrun", "pml"))
+    assert all(f"manual.readers.{name}" in texts for name in ("metric_learning", "tokens", "self_supervised"))
+    assert {"manual", "manual.faults", "manual.recipes", "manual.readers", "manual.numbers", "manual.losses"} <= {
+        *texts
+    }
 
 
-def test_one_page_has_every_recipe() -> None:
-    text = recipes.__doc__
-    assert text is not None
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [manual.title_of(page) for page in manual.recipes().values()]
-    # a comment in code is no heading
-    assert "\n#SBATCH --nodes=2" in text
+def test_the_indexes_lead_to_every_page(tmp_path: Path) -> None:
+    build.write_modules(tmp_path)
+
+    def links(index: str) -> list[str]:
+        return re.findall(rf"\]\({index}/(\w+)\.html\)", (tmp_path / "manual" / index / "__init__.py").read_text())
+
+    assert sorted({*links("faults")}) == sorted(FAULTS)
+    assert sorted(links("recipes")) == sorted(manual.recipes())
+    assert links("readers") == [*manual.readers()]
+    # symptoms lead to their part of the index
+    start, faults = ((tmp_path / "manual" / name).read_text() for name in ("__init__.py", "faults/__init__.py"))
+    for key in SYMPTOMS:
+        assert f"(manual/faults.html#{key})" in start
+        assert f'<a id="{key}"></a>' in faults
 
 
-def test_the_changelog_and_the_citation_are_in_the_manual() -> None:
+def test_pages_link_faults_commands_and_names() -> None:
+    topics, names = {"--all": "manual/faults.html"}, {name: f"{name}.html" for name in ("F24", "audit")}
+    text = "F24, `audit`, `ddp-losses\n  explain --all`, [F24](there), ```F24```"
+    linked = build.with_links(text, "manual.faults.F02", topics, names)
+    assert linked == (
+        "[F24](../../F24.html), [`audit`](../../audit.html), [`ddp-losses\n  explain --all`](../faults.html), [F24](there), ```F24```"
+    )
+    assert build.with_links("F24", "F24", topics, names) == "F24"
+
+
+def test_the_package_itself_is_in_the_manual() -> None:
     version = lightning_ddp_losses.__version__
     assert f"\n## {version}\n" in manual.about()["changelog"]
     assert f"version = {{{version}}}" in manual.about()["citation"]
-    for name, page in manual.about().items():
-        assert page in str(release.__doc__)
+    for name, page in (manual.about() | manual.readers()).items():
+        assert build.page_texts()[f"manual.{'readers.' * (name in manual.readers())}{name}"] == page
         assert find_page([name]) == page
 
 
 def test_the_pictures_of_the_numbers_are_in_the_manual() -> None:
-    text = str(numbers.__doc__)
-    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-    drawn = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.png")}
-    assert {Path(path).name for path in pictures} == drawn
-    assert all((Path(str(numbers.__file__)).parent / path).is_file() for path in pictures)
+    pictures = re.findall(r"!\[[^\]]+\]\(pictures/([^)]+)\)", build.numbers())
+    assert sorted(pictures) == sorted(path.name for path in (ROOT / "benchmarks" / "results").glob("*.png"))
 
 
-def test_the_html_manual_has_every_place_of_a_public_name() -> None:
-    code = (ROOT / "noxfile.py").read_text()
-    places = re.findall(r'"(\.[\w.]+|)"', code.partition("PLACES = (")[2].partition("\n)")[0])
-    pages = {page.__name__ for page in (faults, recipes, numbers, release)}
-    assert {f"lightning_ddp_losses{place}" for place in places} == {*manual.PLACES, *pages}
+def test_the_package_names_every_place_of_a_public_name() -> None:
     assert lightning_ddp_losses.__doc__ is not None
-    assert all(f"``lightning_ddp_losses{place}``" in lightning_ddp_losses.__doc__ for place in places if place)
+    assert all(f"``{place}``" in lightning_ddp_losses.__doc__ for place in manual.PLACES[1:])
+
+
+# ---------------------------------------------------------------------- readers, hosts, symptoms
+
+
+@pytest.mark.parametrize("name", manual.readers())
+def test_a_reader_has_the_call_its_cost_recipes_and_faults(name: str) -> None:
+    page = manual.readers()[name]
+    assert "```python\n" in page
+    assert not re.findall(r"^\{", page, re.MULTILINE)
+    assert "| call | communication |" in page
+    for line in re.findall(r"^\{losses: (.+)\}$", (manual.PAGES / "readers" / f"{name}.md").read_text(), re.MULTILINE):
+        assert all(f"\n| {loss}" in page for loss in line.split(", "))
+    commands = re.findall(r"^\* `ddp-losses explain (\w+)`", page, re.MULTILINE)
+    assert len(commands) >= 3
+    assert {*commands} <= {*manual.recipes()}
+    assert len(re.findall(r"^\* `F\d\d`: ", page, re.MULTILINE)) >= 5
+    assert f"explain {name}" in shown("readers")
+    shown(name)
+
+
+def test_the_overview_is_by_symptom_and_by_reader() -> None:
+    text = flat(shown(width=110))
+    for topic in (*SYMPTOMS, *manual.readers()):
+        assert f"ddp-losses explain {topic}: " in text
+        assert find_page([topic])
+    assert all(find_page([topic]) for topic in re.findall(r"^ • ddp-losses explain (\w+)", shown(), re.MULTILINE))
+    assert " F32: " in shown("hang")
+    assert " F24: " not in shown("hang")
+
+
+def test_hosts_and_peers_need_no_further_word() -> None:
+    for name, text in manual.recipes().items():
+        assert find_page([name]) == find_page(["migrate", name]) == text
+    assert {*manual.HOSTS} < {*manual.recipes()}
+
+
+# ---------------------------------------------------------------------- errors and findings
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_finding_of_each_fault_ends_with_its_command(fault: str) -> None:
+    assert Finding(fault, "it").text().splitlines()[-1] == f"More: ddp-losses explain {fault}"
+    assert find_page([fault])
+
+
+def every_error(root: type[DDPLossError] = DDPLossError) -> list[type[DDPLossError]]:
+    for module in pkgutil.walk_packages(lightning_ddp_losses.__path__, "lightning_ddp_losses."):
+        if not module.name.endswith(("__main__", "hf_trainer", "sentence_transformers")):
+            importlib.import_module(module.name)
+    found = [root]
+    for each in found:
+        found += [error for error in each.__subclasses__() if error.__module__.startswith("lightning_ddp_losses")]
+    return found
+
+
+def test_errors_name_a_page_that_exists_and_all_but_the_general_ones_name_one() -> None:
+    errors = every_error()
+    assert len(errors) >= 9
+    for error in errors:
+        if error.page:
+            assert find_page([error.page])
+            assert error("it").__notes__ == [f"More: ddp-losses explain {error.page}"]
+    # of many causes: their text says what to do, and findings inside have commands of their own
+    assert {error.__name__ for error in errors if not error.page} == {
+        "DDPLossError",
+        "ConfigurationError",
+        "InputError",
+    }
+
+
+def test_commands_that_messages_name_have_a_page() -> None:
+    named = set()
+    for path in (ROOT / "lightning_ddp_losses").rglob("*.py"):
+        named |= set(
+            re.findall(r"""ddp-losses explain ((?:migrate )?[\w-]+)|explained_by\("(\w+)"\)""", path.read_text())
+        )
+    topics = {topic for pair in named for topic in pair if topic and topic not in ("TOPIC", "loss", "--all")}
+    assert {"sentence_transformers", "torchrun", "migrate fabric"} <= topics
+    assert [topic for topic in topics if not find_page(topic.split())] == []
 
 
 # loaded where they are used, if at all: each costs some hundredths of what Lightning's import takes
