@@ -21,7 +21,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | file | content |
 |---|---|
 | ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run, and refused options |
-| ``evaluations`` | `by_elements`, `by_moments`, `by_rows`, `replicated`: how a call is evaluated, unless it is ``tiled`` |
+| ``evaluations`` | `by_elements`, `by_moments`, `by_rows`, `replicated`: how a call is evaluated, and `check_separable` |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks: names, shapes, two views as rows with identities, its shared seed |
 | ``tuples`` | pairs and triplets of rows, from labels or a miner |
@@ -29,7 +29,6 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient, `global_mean` |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
 | ``tiled`` | the common losses in tiles of our own |
-| ``separable`` | a numerical check that a loss is a sum over samples or anchors |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank, places of classes and targets, logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
@@ -54,10 +53,10 @@ gathered in rank order: own rows first would make losses that depend on the inde
 
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.clip import ClipLoss
+from lightning_ddp_losses.losses.evaluations import check_separable
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.partial_sums import global_mean
 from lightning_ddp_losses.losses.pml_registry import register_element_wise, register_row_separable
-from lightning_ddp_losses.losses.separable import check_separable
 from lightning_ddp_losses.losses.siglip import SigLipLoss
 
 __all__ = [

@@ -17,20 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.errors import ConfigurationError, expect
+from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
-from lightning_ddp_losses.losses.pml_registry import (
-    CLASS_REGULARIZERS,
-    DISTANCES,
-    can_split,
-    has_per_anchor,
-    head_class_of,
-    losses_with_head,
-    reduction_of,
-)
 from lightning_ddp_losses.losses.products import SMALLEST_LENGTH, unit_rows
 
 # a block of classes must not make a row of D numbers for each pair
-_DISTANCES = [cls for cls, facts in DISTANCES.items() if facts.form != "differences"]
+_DISTANCES = [cls for cls, facts in pml_registry.DISTANCES.items() if facts.form != "differences"]
 
 
 class Head:
@@ -66,7 +58,7 @@ class Head:
         self._loss = loss
         self.per_class = int(getattr(loss, self._centers_option, 1))
         distance = loss.distance
-        is_dot_product = DISTANCES[type(distance)].form == "product" and distance.power == 1
+        is_dot_product = pml_registry.DISTANCES[type(distance)].form == "product" and distance.power == 1
         self._scales_rows = is_dot_product and self._may_scale_rows  # rows are fewer than logits
         has_unit_rows = distance.p == 2 and (distance.normalize_embeddings or self._always_normalizes)
         is_plain = self.per_class == 1 and not self._norm_of_weight_counts
@@ -293,11 +285,11 @@ def head_of(loss: Any) -> Head:
     Raises:
         ConfigurationError: for a class or a distance that has none (a subclass may compute something else).
     """
-    head: type[Head] | None = head_class_of(loss)
+    head: type[Head] | None = pml_registry.head_class_of(loss)
     if head is None:
         raise ConfigurationError(
             "ClassShardedLoss: loss",
-            expected=f"one of {', '.join(losses_with_head())}",
+            expected=f"one of {', '.join(pml_registry.losses_with_head())}",
             got=type(loss).__name__,
             fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
         )
@@ -327,12 +319,12 @@ def penalty_of(loss: Any, per_class: int) -> ClassPenalty | None:
     regularizer = loss.weight_regularizer
     if not regularizer:
         return None
-    reducer = regularizer.reducer
-    is_sum_over_classes = can_split(reducer) and not has_per_anchor(reducer)
+    reducer, allowed = regularizer.reducer, pml_registry.CLASS_REGULARIZERS
+    is_sum_over_classes = pml_registry.can_split(reducer) and not pml_registry.has_per_anchor(reducer)
     expect(
-        is_sum_over_classes and type(regularizer) in CLASS_REGULARIZERS,
+        is_sum_over_classes and type(regularizer) in allowed,
         f"ClassShardedLoss({type(loss).__name__}): weight_regularizer",
-        expected=f"a sum over classes ({', '.join(cls.__name__ for cls in CLASS_REGULARIZERS)}) with a reducer that can be split",
+        expected=f"a sum over classes ({', '.join(cls.__name__ for cls in allowed)}) with a reducer that can be split",
         got=f"{type(regularizer).__name__} with {type(reducer).__name__}",
         fix="A regulariser that compares classes needs them all in one place: GlobalBatchLoss keeps the weight whole.",
     )
@@ -353,7 +345,7 @@ class ClassPenalty:
 
     def __call__(self, block: Tensor) -> tuple[Tensor, float | Tensor]:
         """Return the summed terms of (c * K, D) weight rows, and their part of the divisor."""
-        is_of_centers = CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
+        is_of_centers = pml_registry.CLASS_REGULARIZERS[type(self._regularizer)] == "centers"
         evaluate = self._between_centers if is_of_centers else self._regularizer.compute_loss
         elements = evaluate(block)
         part = partial_sums_of(self._regularizer.reducer, elements, block, None)[0]
@@ -364,7 +356,7 @@ class ClassPenalty:
 
     def value(self, terms: Tensor, divisor: Tensor) -> Tensor:
         """Return the sub-loss, from the terms and divisors of all blocks of all ranks."""
-        reduction = reduction_of(self._regularizer.reducer)
+        reduction = pml_registry.reduction_of(self._regularizer.reducer)
         if reduction is not None and reduction.plain_sum:
             return terms * self._weight
         return terms / divisor.clamp(min=1) * self._weight

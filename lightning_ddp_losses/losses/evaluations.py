@@ -19,6 +19,7 @@ Legend: ``B`` rows on this rank, ``G`` references over all ranks.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,30 +28,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, precision
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.element_losses import (
-    collects_counts,
-    element_losses,
-    embedding_term,
-    partial_sums_of,
-    record_counts,
-    record_norms,
-    regularizes_embeddings,
-    torch_partial_sum,
-)
+from lightning_ddp_losses.losses import element_losses, partial_sums, pml_registry
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.moments import barlow_twins, vicreg
-from lightning_ddp_losses.losses.partial_sums import (
-    ONE_ELEMENT,
-    GlobalSums,
-    PartialSum,
-    SumExchange,
-    global_loss,
-    sum_of,
-    value_with_grad,
-)
-from lightning_ddp_losses.losses.pml_registry import facts_of, is_pml_loss, name_in_lightly
-from lightning_ddp_losses.losses.tuples import enough_pairs
+from lightning_ddp_losses.losses.partial_sums import GlobalSums, PartialSum, SumExchange
+from lightning_ddp_losses.losses.pml_registry import Mode, facts_of, is_pml_loss, name_in_lightly
+from lightning_ddp_losses.losses.tuples import anchor_tuples, enough_pairs
 
 
 def by_elements(loss: Any, exchange: SumExchange, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -60,15 +45,15 @@ def by_elements(loss: Any, exchange: SumExchange, args: tuple[Any, ...], kwargs:
         rows, labels, empty, losses = kwargs["embeddings"], kwargs.get("labels"), 0.0, {}
         # without rows, the terms that do not depend on them still count, once
         if rows.shape[0] or labels is not None:
-            losses = element_losses(loss, rows, labels)
-        partials = partial_sums_of(loss.reducer, losses, rows, labels)
+            losses = element_losses.element_losses(loss, rows, labels)
+        partials = element_losses.partial_sums_of(loss.reducer, losses, rows, labels)
     else:
         rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         empty = math.nan  # torch's mean over nothing
-        partials = [torch_partial_sum(loss, args, kwargs)]
+        partials = [element_losses.torch_partial_sum(loss, args, kwargs)]
     # the global loss, from those of all ranks
     sums = _gather_sums(loss, exchange, partials, rows)
-    value = global_loss(sums, empty=empty, window_source=(loss, exchange.title))
+    value = partial_sums.global_loss(sums, empty=empty, window_source=(loss, exchange.title))
     # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
     return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
 
@@ -93,23 +78,23 @@ def by_rows(loss: Any, exchange: SumExchange, call: PMLCall, chunk_bytes: int | 
     """
     # sums and divisors of this rank's anchors
     chunks = RowChunks(loss, call, chunks_of(loss, call, chunk_bytes))
-    partials = chunks.partial_sums()
-    record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
+    partials = chunks.local_sums()
+    element_losses.record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
     # the embedding regulariser, which every rank computes in full
     regularizer = None
-    if regularizes_embeddings(loss):
-        regularizer = embedding_term(loss, call.arguments["embeddings"])
-        full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=ONE_ELEMENT)
+    if element_losses.regularizes_embeddings(loss):
+        regularizer = element_losses.embedding_term(loss, call.arguments["embeddings"])
+        full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=partial_sums.ONE_ELEMENT)
         partials = [*partials, full]
     # sums and divisors of all ranks
     sums = _gather_sums(loss, exchange, partials, call.given["embeddings"])
     if not chunks.recomputes:
-        return global_loss(sums)
+        return partial_sums.global_loss(sums)
     # the number now, the gradient chunk by chunk in backward
     value, factors = sums.reduce()
     if regularizer is None:
         return chunks.value(factors, value)
-    return value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
+    return partial_sums.value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
 
 
 def replicated(loss: nn.Module, call: PMLCall | TensorCall) -> Any:
@@ -134,10 +119,10 @@ def _copied_distances(loss: nn.Module) -> Iterator[None]:
 
 def _gather_sums(loss: Any, exchange: SumExchange, partials: list[PartialSum], like: Tensor) -> GlobalSums:
     """Return the sums of all ranks, and record their counts on a loss that collects statistics."""
-    with_counts = collects_counts(loss)
+    with_counts = element_losses.collects_counts(loss)
     sums, _ = exchange.gather(partials, like, with_counts=with_counts)
     if with_counts:
-        record_counts(loss, sums)
+        element_losses.record_counts(loss, sums)
     return sums
 
 
@@ -210,7 +195,7 @@ class RowChunks:
         """Whether backward computes the chunks once more. Else the one chunk has kept its graph."""
         return len(self._chunks) > 1
 
-    def partial_sums(self) -> list[PartialSum]:
+    def local_sums(self) -> list[PartialSum]:
         """Return this rank's partial sums, without a graph if backward recomputes them."""
         embeddings, references = self._call.given["embeddings"], self._call.references
         if not self.recomputes:
@@ -224,7 +209,7 @@ class RowChunks:
             owners = (number for number, partial in enumerate(partials) if partial.full)
             self._owner_of_full.append(next(owners, None))
         found = zip(by_sub_loss, self._owner_of_full, strict=True)
-        return [sum_of(partials) if owner is None else partials[owner] for partials, owner in found]
+        return [partial_sums.sum_of(partials) if owner is None else partials[owner] for partials, owner in found]
 
     def value(self, factors: list[Tensor], value: Tensor) -> Tensor:
         """Return the loss. Its gradient is computed chunk by chunk in backward.
@@ -235,35 +220,26 @@ class RowChunks:
         """
         parameters = [p for p in self._loss.parameters() if p.requires_grad]
         inputs = (self._call.given["embeddings"], self._call.references, *parameters)
-        return value_with_grad(value, *inputs, vjp=lambda wanted: self._gradients(factors, references=wanted[1]))
+        return partial_sums.value_with_grad(value, *inputs, vjp=lambda wanted: self._gradients(factors, wanted))
 
-    def _gradients(self, factors: list[Tensor], *, references: bool) -> list[Tensor]:
+    def _gradients(self, factors: list[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
         """Return the gradients of embeddings, references (zeros where not wanted) and parameters."""
-        embeddings, all_references = self._call.given["embeddings"].detach(), self._call.references.detach()
+        embeddings, references = self._call.given["embeddings"], self._call.references
         dtype, devices = embeddings.dtype, {embeddings.device.type}
         with precision.full_precision(dtype, devices), precision.cast_module(self._loss, dtype):
-            parameters = [p for p in self._loss.parameters() if p.requires_grad]
-            gradients = [torch.zeros_like(t) for t in (embeddings, all_references, *parameters)]
-            of_anchors, *of_others = gradients
-            if not references:
-                del of_others[0]  # stays zeros
+            anchors, columns = embeddings.detach().requires_grad_(), references.detach().requires_grad_(wanted[1])
+            leaves = [anchors, columns, *(p for p in self._loss.parameters() if p.requires_grad)]
+            gradients = {leaf: torch.zeros_like(leaf) for leaf in leaves}
+            leaves = [leaf for leaf in leaves if leaf.requires_grad]
             for number, chunk in enumerate(self._chunks):
                 # the chunk once more, now with a graph
-                anchors = embeddings[chunk].requires_grad_()
-                columns = all_references.detach().requires_grad_(references)
                 with autograd_graph.own_graph():
-                    total = self._weighted_total(number, anchors, columns, factors)
-                leaves = [anchors, *parameters]
-                if references:
-                    leaves.insert(1, columns)
+                    total = self._weighted_total(number, anchors[chunk], columns, factors)
                 found = torch.autograd.grad(total, leaves, allow_unused=True)
-                # rows of the chunk have their gradient from it alone, all else adds up
-                if found[0] is not None:
-                    of_anchors[chunk] += found[0]
-                for gradient, added in zip(of_others, found[1:], strict=True):
+                for leaf, added in zip(leaves, found, strict=True):
                     if added is not None:
-                        gradient.add_(added)
-        return gradients
+                        gradients[leaf].add_(added)
+        return [*gradients.values()]
 
     def _weighted_total(self, number: int, anchors: Tensor, references: Tensor, factors: list[Tensor]) -> Tensor:
         """Return one chunk's share of the global loss, with its graph."""
@@ -280,5 +256,98 @@ class RowChunks:
         if labels is not None and chunk is not None:
             labels = labels[chunk]
         others = references, call.ref_labels
-        losses = element_losses(self._loss, anchors, labels, call.local_tuples(chunk), others)
-        return partial_sums_of(self._loss.reducer, losses, anchors, labels)
+        losses = element_losses.element_losses(self._loss, anchors, labels, call.local_tuples(chunk), others)
+        return element_losses.partial_sums_of(self._loss.reducer, losses, anchors, labels)
+
+
+# ---------------------------------------------------------------------- is a loss a sum over samples or over anchors?
+
+
+_HALVES = ((0, 5), (5, 12))  # unequal on purpose
+# errors of a loss that cannot run on a part
+_CANNOT = (RuntimeError, ValueError, TypeError, AssertionError, IndexError, AttributeError, KeyError)
+
+
+def check_separable(
+    loss: nn.Module, *, embedding_size: int = 8, num_classes: int = 4, seed: int = 0, rtol: float = 1e-9
+) -> tuple[Mode, ...]:
+    """Measure which modes of ``GlobalBatchLoss`` are exact for a loss, in float64 on two unequal parts of a batch.
+
+    Args:
+        loss: An instance. A copy of it is run.
+        embedding_size: D of the embeddings it takes.
+        num_classes: Labels are 0 ... num_classes - 1.
+        seed: Seed of the random batch of 12 rows.
+        rtol: Relative tolerance of value and gradient.
+
+    Returns:
+        Those of ``"elements"``, ``"rows"`` that hold, and ``"replicated"``, which always does for a deterministic loss. A claim
+        made with ``register_element_wise`` or ``register_row_separable`` is right when its mode is among them.
+
+    Example:
+        >>> from pytorch_metric_learning.losses import SupConLoss
+        >>> check_separable(SupConLoss())
+        ('rows', 'replicated')
+    """
+    # a loss of two views compares by the loss inside it
+    loss = pml_registry.labelled_loss(copy.deepcopy(loss).double())
+    generator = torch.Generator().manual_seed(seed)
+    rows = _HALVES[-1][1]
+    embeddings = torch.randn(rows, embedding_size, generator=generator, dtype=torch.float64)
+    labels = torch.randint(num_classes, (rows,), generator=generator)
+    exact: list[Mode] = [mode for mode in ("elements", "rows") if _is_exact(loss, embeddings, labels, mode, rtol)]
+    return (*exact, "replicated")
+
+
+def _is_exact(loss: nn.Module, embeddings: Tensor, labels: Tensor, mode: Mode, rtol: float) -> bool:
+    """Return whether the two halves together give the value and the gradients of the full batch."""
+    leaf = embeddings.clone().requires_grad_()
+    parameters = [leaf, *(p for p in loss.parameters() if p.requires_grad)]
+    try:
+        # the full batch in one go
+        expected_value = loss(leaf, _targets(loss, leaf, labels))
+        expected = torch.autograd.grad(expected_value, parameters, allow_unused=True)
+        # and in two halves
+        halves = [_half(loss, leaf, labels, bounds, mode) for bounds in _HALVES]
+    except _CANNOT:
+        return False
+    partials = [parts[0] if parts[0].full else partial_sums.sum_of(parts) for parts in zip(*halves, strict=True)]
+    value = partial_sums.global_loss(partial_sums.sums_of_all_rows(partials, leaf))
+    found = torch.autograd.grad(value, parameters, allow_unused=True)
+    pairs = [(expected_value, value), *zip(expected, found, strict=True)]
+    return all(_is_close(a, b, rtol) for a, b in pairs)
+
+
+def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int], mode: Mode) -> list[PartialSum]:
+    start, stop = bounds
+    rows, own_labels = leaf[start:stop], labels[start:stop]
+    if isinstance(loss, TORCH_LOSS_TYPES):
+        if mode == "rows":
+            raise ValueError("torch.nn losses have no anchors")
+        targets = _targets(loss, leaf, labels)[start:stop]
+        return [element_losses.torch_partial_sum(loss, (rows, targets), {})]
+    if not pml_registry.can_split(getattr(loss, "reducer", None)):
+        raise ValueError("the reducer cannot be split")
+    if mode == "elements":
+        losses = element_losses.element_losses(loss, rows, own_labels)
+    else:
+        triplets = facts_of(loss).compares_triplets
+        tuples = anchor_tuples(labels, labels, bounds, None, triplets=triplets, same=True)
+        losses = element_losses.element_losses(loss, rows, own_labels, tuples, (leaf, labels))
+    return element_losses.partial_sums_of(loss.reducer, losses, rows, own_labels)
+
+
+def _targets(loss: nn.Module, leaf: Tensor, labels: Tensor) -> Tensor:
+    """Return labels, or values like the input's if a loss of torch.nn compares with those."""
+    by_class = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+    if isinstance(loss, TORCH_LOSS_TYPES) and not isinstance(loss, by_class):
+        return leaf.detach().flip(0)
+    return labels
+
+
+def _is_close(a: Tensor | None, b: Tensor | None, rtol: float) -> bool:
+    """Compare two gradients by their norms. None is a gradient of zeros."""
+    if a is None:
+        return b is None or not bool(b.any())
+    difference = a if b is None else a - b
+    return bool(difference.norm() <= rtol * a.norm().clamp(min=1e-300))

@@ -33,16 +33,8 @@ from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses import tuples as row_tuples
-from lightning_ddp_losses.losses.pml_registry import (
-    compares_named_rows,
-    facts_of,
-    is_of_pml,
-    may_draw,
-    stacks_views,
-    takes_class_labels,
-    two_views_loss,
-)
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
@@ -84,9 +76,9 @@ def by_name(
         raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: value for name, value in given.items() if value is not None}
-    if takes_class_labels(inner):
+    if pml_registry.takes_class_labels(inner):
         _refuse_labels(title, inner, given)
-    if is_of_pml(inner):
+    if pml_registry.is_of_pml(inner):
         _refuse_odd_shapes(title, given)
     return given
 
@@ -144,10 +136,10 @@ def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> di
     Raises:
         InputError: for a view that is missing, no tensor, or of another shape than the other.
     """
-    if two_views_loss(loss) is None:
+    if pml_registry.two_views_loss(loss) is None:
         return given
     _refuse_views(title, given)
-    if not stacks_views(loss):
+    if not pml_registry.stacks_views(loss):
         return given
     return {"embeddings": torch.cat([given[name] for name in _TWO_VIEWS])}
 
@@ -231,7 +223,7 @@ class PMLCall:
         self._inner, self._rank, self._two_views = inner, rank, two_views
         self._matching_counts: Tensor | None = None
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
-        self._identities_wanted = without_labels and not facts_of(inner).pairs_views
+        self._identities_wanted = without_labels and not pml_registry.facts_of(inner).pairs_views
         expect(
             not (self._identities_wanted and "ref_labels" in given),
             f"{type(inner).__name__}: labels",
@@ -247,7 +239,7 @@ class PMLCall:
         own_tuples: Sequence[Tensor] = ()
         if tuples is not None and not isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
             own_tuples = tuples
-        if compares_named_rows(inner):
+        if pml_registry.compares_named_rows(inner):
             row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", own_tuples)
         indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(own_tuples)}
         gathered = gather(batches | indices)
@@ -258,7 +250,7 @@ class PMLCall:
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         if isinstance(tuples, row_tuples.GlobalTuples):
-            references = None if facts_of(inner).own_references else self.total_references
+            references = None if pml_registry.facts_of(inner).own_references else self.total_references
             tuples.check(type(inner).__name__, self.total_rows, references)
         # the loss gets the rows of all ranks, with tuples that count them
         arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
@@ -366,7 +358,7 @@ class PMLCall:
         mined, bounds = self.arguments.get("indices_tuple"), self.bound
         if part is not None:
             bounds = (bounds[0] + part.start, bounds[0] + part.stop)
-        triplets, same, positives = facts_of(self._inner).compares_triplets, ref_labels is labels, None
+        triplets, same, positives = pml_registry.facts_of(self._inner).compares_triplets, ref_labels is labels, None
         if mined is None and labels.device.type != "cpu":
             positives = self._matching()[slice(*bounds)] - int(same)
         return row_tuples.anchor_tuples(
@@ -380,7 +372,7 @@ class PMLCall:
 
     def moves_pairs(self) -> bool:
         """Return whether rows are paired by their place, and a rank's other number of references moves those of the ranks after it."""
-        if not facts_of(self._inner).pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
+        if not pml_registry.facts_of(self._inner).pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
             return False
         starts = [start for start, _ in self.bounds()]
         return starts != [start for start, _ in self.bounds("ref_emb")]
@@ -444,7 +436,7 @@ class PMLCall:
             are_of_others.append(((index < 0) | (index >= limit)).any())
             renumbered.append(index + start)
         # out-of-range indices would address another rank's rows: one wait for an accelerator, as the miner has forced one already
-        if not facts_of(self._inner).own_references and bool(torch.stack(are_of_others).any()):
+        if not pml_registry.facts_of(self._inner).own_references and bool(torch.stack(are_of_others).any()):
             for are_wrong, index, times, of in zip(are_of_others, indices, counts, names, strict=True):
                 if are_wrong:
                     self._refuse_indices(index, times, of)
@@ -588,7 +580,7 @@ def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterat
         seed: The same on every rank.
         tensors: Inputs of the call. Generators of their devices are seeded too.
     """
-    if not may_draw(inner):
+    if not pml_registry.may_draw(inner):
         yield
         return
     generators = torch_generators(t.device for t in tensors if isinstance(t, Tensor))

@@ -9,14 +9,7 @@ from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, torchmetrics_states
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_count, expect_option, explained_by
-from lightning_ddp_losses.losses.pml_registry import (
-    MODES,
-    allowed_modes,
-    gathering_option,
-    gathers_by_itself,
-    labelled_loss,
-    returns_no_number,
-)
+from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses.products import ProductChoice, refuse_products
 from lightning_ddp_losses.losses.tiled import tiled_plan
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
@@ -32,9 +25,9 @@ def refuse_options(
     """
     refuse_unfit(loss)
     title = f"GlobalBatchLoss({type(loss).__name__})"
-    expect_option("GlobalBatchLoss: mode", mode, ("auto", *MODES))
+    expect_option("GlobalBatchLoss: mode", mode, ("auto", *pml_registry.MODES))
     expect_option("GlobalBatchLoss: backward", backward, ("own_slice", "sum"))
-    allowed = allowed_modes(labelled_loss(loss))
+    allowed = pml_registry.allowed_modes(pml_registry.labelled_loss(loss))
     if mode != "auto" and mode not in allowed:
         raise not_exact(title, mode, allowed)
     # tiles
@@ -50,7 +43,7 @@ def refuse_options(
     )
     refuse_products(title, products)
     expect(
-        products in ("float32", "auto") or _has_tiles_of_products(labelled_loss(loss), mode),
+        products in ("float32", "auto") or _has_tiles_of_products(pml_registry.labelled_loss(loss), mode),
         f"{title}: products",
         expected="'float32' or 'auto' for a loss that is not evaluated in tiles of products (cosine similarity or dot product)",
         got=repr(products),
@@ -63,7 +56,7 @@ def refuse_unfit(loss: nn.Module) -> None:
     title = f"GlobalBatchLoss({type(loss).__name__})"
     # a loss that is reduced later cannot be made global here
     expect(
-        not any(returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()),
+        not any(pml_registry.returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()),
         f"{title}: reducer",
         expected="one that returns a number",
         got="DoNothingReducer, which returns a dict",
@@ -73,13 +66,13 @@ def refuse_unfit(loss: nn.Module) -> None:
     for name, module in loss.named_modules():
         place = f" in {name}" if name else ""
         expect(
-            not gathers_by_itself(module),
+            not pml_registry.gathers_by_itself(module),
             title,
             expected="losses and miners that look at the rows they are given",
             got=f"{type(module).__name__}{place}, which gathers the rows of all ranks by itself",
             fix="Leave out one of the two wrappers.",
         )
-        option = gathering_option(module)
+        option = pml_registry.gathering_option(module)
         expect(
             not option,
             f"{title}: {option}{place}",

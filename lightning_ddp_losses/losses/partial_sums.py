@@ -45,16 +45,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_ddp_losses.core import autograd_graph, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import forbid_second_derivative, once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.raw_collectives import (
-    all_gather_rows,
-    gather_stacked,
-    host_bytes,
-    travels_on_device,
-)
+from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.distributed.reduction import chosen_reduction
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
@@ -140,21 +135,25 @@ def wide_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _table(partials: Sequence[PartialSum], like: Tensor, world: int, *, with_counts: bool) -> Tensor:
-    """Return totals and divisors of the sub-losses, (s, 2), or (s, 6) with their counts, on the device of ``like``."""
-    wide = wide_float(like.device)
-    numbers = []
-    for each in partials:
-        numbers += [each.total, each.share_of(world)]
-        if with_counts:
-            numbers += each.counts
-    parts = []
+def stack_numbers(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    """Return numbers, (n,), on the device of ``like`` in its widest dtype. Those that lie there stay there."""
+    wide, parts = wide_float(like.device), []
     for number in numbers:
         if isinstance(number, Tensor) and number.device == like.device:
             parts.append(number.detach().to(wide))
         else:
             parts.append(like.new_full((), float(number), dtype=wide))
-    return torch.stack(parts).view(len(partials), -1)
+    return torch.stack(parts)
+
+
+def _table(partials: Sequence[PartialSum], like: Tensor, world: int, *, with_counts: bool) -> Tensor:
+    """Return totals and divisors of the sub-losses, (s, 2), or (s, 6) with their counts, on the device of ``like``."""
+    numbers = []
+    for each in partials:
+        numbers += [each.total, each.share_of(world)]
+        if with_counts:
+            numbers += each.counts
+    return stack_numbers(numbers, like).view(len(partials), -1)
 
 
 # ---------------------------------------------------------------------- numbers of all ranks
@@ -273,9 +272,9 @@ class SumExchange:
             table.mul_(present)
         may_be_empty = present is not None or any(each.may_count_nothing for each in partials)
         if with_counts or not travels_on_device(like, self.group):
-            payload = host_bytes(table.cpu())
+            payload = raw_collectives.host_bytes(table.cpu())
             if row_stats is not None:
-                payload += host_bytes(row_stats.cpu())
+                payload += raw_collectives.host_bytes(row_stats.cpu())
             payloads = self._handshake(like, payload, handshake_bytes)
             everyone = _from_bytes([sent[: table.nbytes] for sent in payloads], table).view(-1, *table.shape)
             if row_stats is not None:
@@ -291,11 +290,13 @@ class SumExchange:
             own = torch.tensor(
                 HostNumbers([each.share_of(self.world) for each in partials]).read(), dtype=torch.float64
             )
-            payloads = self._handshake(like, host_bytes(own), handshake_bytes)
+            payloads = self._handshake(like, raw_collectives.host_bytes(own), handshake_bytes)
             divisors = tuple(_from_bytes(payloads, own).view(-1, len(own)).sum(0).tolist())
         if row_stats is not None and self.world > 1:
-            row_stats = all_gather_rows(row_stats, list(rows_by_rank), self.group)
-        return GlobalSums(partials, gather_stacked(table, self.group), may_be_empty, divisors), row_stats
+            row_stats = raw_collectives.all_gather_rows(row_stats, list(rows_by_rank), self.group)
+        return GlobalSums(
+            partials, raw_collectives.gather_stacked(table, self.group), may_be_empty, divisors
+        ), row_stats
 
     def _handshake(self, like: Tensor, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
         must_match = self.must_match(like)
@@ -369,10 +370,10 @@ def global_quotient(
     if travels_on_device(total, group):
         if process_groups.world_size(group) == 1:
             return share
-        totals = gather_stacked(own, group)
+        totals = raw_collectives.gather_stacked(own, group)
     else:
         own = own.cpu()
-        totals = _from_bytes(handshake(host_bytes(own)), own)
+        totals = _from_bytes(handshake(raw_collectives.host_bytes(own)), own)
     return value_with_grad(totals.sum() / divisor, share)
 
 
@@ -592,7 +593,7 @@ def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts:
 
 def _divided_on_device(totals: Tensor, counts: Sequence[float], empty: float, group: Group) -> Tensor:
     """Return the sums of all ranks over counts of the host, and ``empty`` for a count of 0. No host waits."""
-    wide = gather_stacked(totals.to(wide_float(totals.device)), group).sum(0)
+    wide = raw_collectives.gather_stacked(totals.to(wide_float(totals.device)), group).sum(0)
     quotients = []
     for total, count in zip(wide.reshape(-1), counts, strict=True):
         quotients.append(total / count if count else torch.full_like(total, empty))

@@ -12,18 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import own_graph
+from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.pml_registry import DISTANCES
-from lightning_ddp_losses.losses.products import (
-    Operand,
-    ProductForm,
-    add_factors_,
-    add_to_left_,
-    add_to_right_,
-    product,
-    split,
-    splits,
-    without_tf32,
-)
 
 # torch.cdist subtracts row by row up to so many rows on either side, and multiplies matrices beyond (torch 2.13, measured 2026)
 _DIRECT_ROWS = 25
@@ -37,7 +27,7 @@ class Side(NamedTuple):
         sums: (n, D), sums that ``vjp_`` adds to, zeros at first. None: not wanted.
     """
 
-    kept: Operand
+    kept: products.Operand
     sums: Tensor | None
 
     def addmm_(self, matrix_grad: Tensor, partners: Side, alpha: float) -> None:
@@ -57,20 +47,20 @@ class TileDistance:
     """
 
     needs_matrix_in_vjp: bool = False
-    _form: ProductForm = "float32"
+    _form: products.ProductForm = "float32"
 
     def __init__(self, distance: Any) -> None:
         self._distance = distance
 
     @torch.no_grad()
-    def prepare(self, embeddings: Tensor) -> Operand:
+    def prepare(self, embeddings: Tensor) -> products.Operand:
         """Return (n, D) embeddings as they are compared, without graph. Divided by their lengths if the distance does so."""
         distance = self._distance
         if distance.normalize_embeddings and distance.p != 2:
-            return Operand(distance.normalize(embeddings))
-        return Operand.prepare(embeddings, self._form, normalize=distance.normalize_embeddings)
+            return products.Operand(distance.normalize(embeddings))
+        return products.Operand.prepare(embeddings, self._form, normalize=distance.normalize_embeddings)
 
-    def prepare_vjp(self, embeddings: Tensor, prepared: Operand, grad: Tensor) -> Tensor:
+    def prepare_vjp(self, embeddings: Tensor, prepared: products.Operand, grad: Tensor) -> Tensor:
         """Return the gradient of (n, D) embeddings, from the sums of their prepared rows."""
         if self._distance.normalize_embeddings and prepared.lengths is None:
             with own_graph():
@@ -81,11 +71,11 @@ class TileDistance:
             prepared.vjp(grad, grad)
         return grad
 
-    def kept_rows(self, prepared: Operand) -> Operand:
+    def kept_rows(self, prepared: products.Operand) -> products.Operand:
         """Return the kept form of this rank's rows."""
         return prepared
 
-    def kept_columns(self, prepared: Operand) -> Operand:
+    def kept_columns(self, prepared: products.Operand) -> products.Operand:
         """Return the kept form of the columns."""
         return prepared
 
@@ -96,15 +86,15 @@ class TileDistance:
             entries *= like.shape[1]
         return entries * like.element_size()
 
-    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
         """Compute (T, C), ``scale`` times the distances of kept rows and columns, into ``out``."""
         return torch.mul(self._compute(rows.rows, columns.rows), scale, out=out)
 
-    def rows_grad_(self, rows: Operand, sums: Tensor) -> Tensor:
+    def rows_grad_(self, rows: products.Operand, sums: Tensor) -> Tensor:
         """Return the sums (n, D) of the prepared rows, from those that ``vjp_`` has added up for the kept ones. Overwrite these."""
         return sums
 
-    def columns_grad_(self, columns: Operand, sums: Tensor) -> Tensor:
+    def columns_grad_(self, columns: products.Operand, sums: Tensor) -> Tensor:
         """Return the same for columns."""
         return sums
 
@@ -134,7 +124,7 @@ class TileDistance:
 class DotProduct(TileDistance):
     """Similarity as a product: two matrix products."""
 
-    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
         return torch.addmm(out, rows.rows, columns.rows.T, beta=0, alpha=scale, out=out)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
@@ -147,18 +137,18 @@ class TensorCoreProduct(TileDistance):
 
     _form = "bf16"
 
-    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
+    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
         factors = rows.factors
         factors = out.new_full((1,), scale) if factors is None else factors * scale
-        return add_factors_(product(rows.rows, columns.rows, out=out), factors, columns.factors)
+        return products.add_factors_(products.product(rows.rows, columns.rows, out=out), factors, columns.factors)
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
         factors = rows.kept.factors, columns.kept.factors
-        terms = split(matrix_grad, *factors, splits("bf16", matrix_grad.device))
+        terms = products.split(matrix_grad, *factors, products.splits("bf16", matrix_grad.device))
         if rows.sums is not None:
-            add_to_left_(rows.sums, terms, columns.kept.rows, scale=scale)
+            products.add_to_left_(rows.sums, terms, columns.kept.rows, scale=scale)
         if columns.sums is not None:
-            add_to_right_(columns.sums, terms, rows.kept.rows, scale=scale)
+            products.add_to_right_(columns.sums, terms, rows.kept.rows, scale=scale)
 
 
 class EuclideanDistance(TileDistance):
@@ -170,20 +160,20 @@ class EuclideanDistance(TileDistance):
 
     needs_matrix_in_vjp = True  # the root's derivative divides by the distance
 
-    def kept_rows(self, prepared: Operand) -> Operand:
+    def kept_rows(self, prepared: products.Operand) -> products.Operand:
         rows = prepared.rows
         kept = rows.new_empty(len(rows), rows.shape[1] + 2)
         torch.mul(rows, -2, out=kept[:, :-2])
         kept[:, -2] = 1
         torch.sum(rows.square(), 1, out=kept[:, -1])
-        return Operand(kept)
+        return products.Operand(kept)
 
-    def kept_columns(self, prepared: Operand) -> Operand:
+    def kept_columns(self, prepared: products.Operand) -> products.Operand:
         squares = prepared.rows.square().sum(1, keepdim=True)
-        return Operand(torch.cat([prepared.rows, squares, torch.ones_like(squares)], 1))
+        return products.Operand(torch.cat([prepared.rows, squares, torch.ones_like(squares)], 1))
 
-    def matrix(self, rows: Operand, columns: Operand, scale: float, out: Tensor) -> Tensor:
-        with without_tf32(out.device):  # squares of close points cancel
+    def matrix(self, rows: products.Operand, columns: products.Operand, scale: float, out: Tensor) -> Tensor:
+        with products.without_tf32(out.device):  # squares of close points cancel
             torch.mm(rows.rows, columns.rows.T, out=out)
         out.clamp_min_(0).sqrt_()
         if scale != 1:
@@ -195,15 +185,15 @@ class EuclideanDistance(TileDistance):
         scaled_distance = matrix if scale > 0 else matrix.abs_()
         ratio = matrix_grad.div_(torch.threshold_(scaled_distance, 0, torch.inf))
         factor = scale * abs(scale)
-        with without_tf32(ratio.device):
+        with products.without_tf32(ratio.device):
             rows.addmm_(ratio, columns, -factor)
             columns.addmm_(ratio.T, rows, -factor)
 
-    def rows_grad_(self, rows: Operand, sums: Tensor) -> Tensor:
+    def rows_grad_(self, rows: products.Operand, sums: Tensor) -> Tensor:
         # of r_ij (x_i - y_j): the sum of r_ij y_j is there, and that of r_ij next to it
         return sums[:, :-2].addcmul_(rows.rows[:, :-2], sums[:, -1:], value=0.5)
 
-    def columns_grad_(self, columns: Operand, sums: Tensor) -> Tensor:
+    def columns_grad_(self, columns: products.Operand, sums: Tensor) -> Tensor:
         return sums[:, :-2].mul_(-0.5).addcmul_(columns.rows[:, :-2], sums[:, -2:-1], value=-1)
 
 
@@ -213,16 +203,16 @@ def is_one_product(distance: Any) -> bool:
     return facts is not None and facts.form == "product" and bool(distance.power == 1)
 
 
-def tile_distance(distance: Any, columns: int, products: ProductForm = "float32") -> TileDistance:
+def tile_distance(distance: Any, columns: int, form: products.ProductForm = "float32") -> TileDistance:
     """Chooses how tiles of a distance are computed.
 
     Args:
         distance: One of pytorch-metric-learning's own.
         columns: C. Torch computes Euclidean distances of few rows another way.
-        products: Form of plain products of rows.
+        form: Form of plain products of rows.
     """
     if is_one_product(distance):
-        return DotProduct(distance) if products == "float32" else TensorCoreProduct(distance)
+        return DotProduct(distance) if form == "float32" else TensorCoreProduct(distance)
     is_norm = DISTANCES[type(distance)].form == "norm" and distance.power == 1
     if is_norm and distance.p == 2 and columns > _DIRECT_ROWS:
         return EuclideanDistance(distance)

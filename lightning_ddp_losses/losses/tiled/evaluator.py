@@ -24,25 +24,9 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.losses.element_losses import (
-    collects_counts,
-    embedding_term,
-    no_loss,
-    record_counts,
-    record_norms,
-    record_sub_loss,
-    regularizes_embeddings,
-)
+from lightning_ddp_losses.losses import element_losses, partial_sums
 from lightning_ddp_losses.losses.gathered_call import PMLCall
-from lightning_ddp_losses.losses.partial_sums import (
-    ONE_ELEMENT,
-    SUM_BYTES,
-    GlobalSums,
-    PartialSum,
-    SumExchange,
-    host_number,
-    value_with_grad,
-)
+from lightning_ddp_losses.losses.partial_sums import GlobalSums, PartialSum, SumExchange
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
@@ -166,7 +150,7 @@ class TiledCall:
         handshake_bytes = handshake.HANDSHAKE_BYTES + self._payload_capacity()
         try:
             forward = self._forward()
-            partials, present = forward.partial_sums(), forward.is_no_zero()
+            partials, present = forward.local_sums(), forward.is_no_zero()
         except Exception as error:
             handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
         # those of all ranks: the number now, the gradient tile by tile in backward
@@ -181,14 +165,14 @@ class TiledCall:
         )
         graph, value = forward.value(sums, row_stats)
         if self.records:
-            record_counts(self.loss, sums)
-        record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
+            element_losses.record_counts(self.loss, sums)
+        element_losses.record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
-        if not regularizes_embeddings(self.loss):
+        if not element_losses.regularizes_embeddings(self.loss):
             return graph
-        regularizer = embedding_term(self.loss, self._rows_with_grad())
-        record_sub_loss(self.loss, "embedding_reg_loss", ONE_ELEMENT)
-        return value_with_grad(value + regularizer.detach(), graph + regularizer)
+        regularizer = element_losses.embedding_term(self.loss, self._rows_with_grad())
+        element_losses.record_sub_loss(self.loss, "embedding_reg_loss", partial_sums.ONE_ELEMENT)
+        return partial_sums.value_with_grad(value + regularizer.detach(), graph + regularizer)
 
     def _rows_with_grad(self) -> Tensor:
         """Return all ranks' rows in the graph of this rank's. Symmetric tiles leave the gathered ones without."""
@@ -201,7 +185,7 @@ class TiledCall:
     @cached_property
     def records(self) -> bool:
         """Whether reducers record numbers of elements."""
-        return collects_counts(self.loss)
+        return element_losses.collects_counts(self.loss)
 
     @cached_property
     def on_device(self) -> bool:
@@ -210,7 +194,7 @@ class TiledCall:
 
     def _payload_capacity(self) -> int:
         """Return bytes that any rank's payload fits in. The same on all ranks."""
-        totals = SUM_BYTES * len(self.plan.pair_loss.sub_losses)
+        totals = partial_sums.SUM_BYTES * len(self.plan.pair_loss.sub_losses)
         if not self.symmetric or self.on_device:  # there the statistics travel apart from the handshake
             return totals
         item: int = self.call.given["embeddings"].element_size()
@@ -466,17 +450,20 @@ class TiledForward:
 
     # the exchanged statistics
 
-    def partial_sums(self) -> list[PartialSum]:
+    def local_sums(self) -> list[PartialSum]:
         """Return this rank's sub-losses, without graph."""
         names, embeddings = self._pair_loss.sub_losses, self._tiles.embeddings.detach()
         if not self._is_blind and self._is_zero_loss():
-            return [PartialSum(no_loss(embeddings), host_number(0.0), name=name) for name in names]
+            return [
+                PartialSum(element_losses.no_loss(embeddings), partial_sums.host_number(0.0), name=name)
+                for name in names
+            ]
         found = []
         for name, each in zip(names, self._totals, strict=True):
             total = each.total
             # a NaN passes no limit: if no entry passes it would be lost
             if not self._is_blind and each.may_count_nothing:
-                total = total + no_loss(embeddings)
+                total = total + element_losses.no_loss(embeddings)
             found.append(replace(each, total=total, name=name))
         return found
 
@@ -498,7 +485,7 @@ class TiledForward:
         return lacks_a_kind or max(positive, negative) <= 1
 
     def is_no_zero(self) -> Tensor | None:
-        """Return 0 if PML returns a zero at once, for want of negatives, else 1. None: ``partial_sums`` knows it.
+        """Return 0 if PML returns a zero at once, for want of negatives, else 1. None: ``local_sums`` knows it.
 
         Without positives the loss is 0.
         """
@@ -523,7 +510,7 @@ class TiledForward:
         value, factors = sums.reduce()
         column_stats = None if all_stats is None else _sorted(all_stats, self._tiles.pairs.column_order)
         vjp = partial(self._gradients, column_stats, factors)
-        return value_with_grad(value, *self._tiles.with_graph(), vjp=vjp), value
+        return partial_sums.value_with_grad(value, *self._tiles.with_graph(), vjp=vjp), value
 
     @torch.no_grad()
     def _gradients(

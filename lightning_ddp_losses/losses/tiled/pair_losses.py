@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number, wide_float
+from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number, stack_numbers
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled import tile_functions as formulas
 from lightning_ddp_losses.losses.tiled.distances import is_one_product
 from lightning_ddp_losses.losses.tiled.masks import LabelKeys, Tile, Triplets
 
 _LOG_COLUMNS = 25.0  # logarithm of more columns than fit any memory
+_CLOSE = 0.65  # log-sum-exps are so close, in units of the largest exponent, that products of their exponentials lose nothing
 
 
 # ---------------------------------------------------------------------- pytorch-metric-learning's reducers on numbers of rows
@@ -238,13 +239,13 @@ class SoftmaxPairLoss(PairLoss):
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         self.factor = factors[0]
-        weights = self.reductions[0].weights
+        stats, weights = [each for each in (row_stats, column_stats) if each is not None], self.reductions[0].weights
         if weights is None or not bool((weights < 0).any()):
-            self.terms = self._terms(row_stats, column_stats)
+            self.terms = self.terms_of(stats)
             return
         # a count below 0 has no logarithm: the gradient is that of the rows above 0, less that of the others with the opposite counts
-        self.terms = self._terms(_counts_above_0(row_stats, 1), _counts_above_0(column_stats, 1))
-        self.opposite_terms = self._terms(_counts_above_0(row_stats, -1), _counts_above_0(column_stats, -1))
+        self.terms = self.terms_of([_counts_above_0(each, 1) for each in stats])
+        self.opposite_terms = self.terms_of([_counts_above_0(each, -1) for each in stats])
 
     def grad(self, tile: Tile) -> Tensor:
         if not self.opposite_terms:
@@ -253,31 +254,35 @@ class SoftmaxPairLoss(PairLoss):
         grad = self.grad_by(self.terms, tile)
         return grad.sub_(self.grad_by(self.opposite_terms, tile._replace(matrix=matrix)))
 
-    def _terms(self, row_stats: Tensor, column_stats: Tensor | None) -> list[formulas.Term]:
-        numbers = [self.terms_of(row_stats)]
-        if column_stats is not None:
-            numbers.append(numbers[0] if column_stats is row_stats else self.terms_of(column_stats))
-        return [*zip(*numbers, strict=True)]
-
-    def terms_of(self, stats: Tensor) -> formulas.Numbers:
-        """Return numbers of rows, (n,) each, that the gradient needs, of their (n, k) statistics: offsets of the softmax first."""
+    def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
+        """Return what the gradient needs of the (n, k) statistics of rows, and of columns if there are any. The softmax comes first."""
         raise NotImplementedError
 
+    def softmax_of(self, stats: Sequence[Tensor], lse: int) -> formulas.Term:
+        """Return the term of ``softmax_grad``.
 
-def _counts_above_0(stats: Any, sign: int) -> Any:
+        Args:
+            stats: (n, k) statistics of rows, and of columns if there are any. A row's count is the second.
+            lse: Index of the log-sum-exp among them.
+        """
+        lses, counts = _column(stats, lse), _column(stats, 1)
+        if len(stats) == 2 and self.like.device.type == "cpu" and self.run is _call:
+            # No entry is larger than the log-sum-exps of its row and of its column
+            lowest, highest = torch.cat(lses).aminmax()
+            if highest - lowest < _CLOSE * math.log(torch.finfo(lowest.dtype).max):
+                factors = [count * (highest - each).exp_() for each, count in zip(lses, counts, strict=True)]
+                return *factors, -highest.expand(len(lses[1]))
+        return [count.log() - each for each, count in zip(lses, counts, strict=True)]
+
+
+def _column(stats: Sequence[Tensor], index: int) -> list[Tensor]:
+    """Return one of the statistics of rows, and of columns if there are any."""
+    return [each[:, index] for each in stats]
+
+
+def _counts_above_0(stats: Tensor, sign: int) -> Tensor:
     """Return statistics, (n, 3): a log-sum-exp, and numbers in proportion to the count of the row, times the sign and 0 if below."""
-    return stats if stats is None else torch.cat([stats[:, :1], (stats[:, 1:] * sign).clamp_min_(0)], 1)
-
-
-def softmax_offsets(stats: Tensor, lse: int, count: int = 1) -> Tensor:
-    """Return the offsets of ``softmax_grad``, (n,), of (n, k) statistics.
-
-    Args:
-        stats: Statistics of rows or columns.
-        lse: Index of the log-sum-exp among them.
-        count: Index of the count.
-    """
-    return stats[:, count].log() - stats[:, lse]
+    return torch.cat([stats[:, :1], (stats[:, 1:] * sign).clamp_min_(0)], 1)
 
 
 class NTXent(SoftmaxPairLoss):
@@ -305,11 +310,11 @@ class NTXent(SoftmaxPairLoss):
             pull = pull * counts
         return [total], torch.stack([lse, pull, counts], 1)
 
-    def terms_of(self, stats: Tensor) -> formulas.Numbers:
-        found = softmax_offsets(stats, 0), stats[:, 0]
+    def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
+        found = [self.softmax_of(stats, 0), _column(stats, 0)]
         # pairs of all rows count the same, unless ...
         is_uniform = self.reductions[0].weights is None and not self.reductions[0].per_anchor
-        return found if is_uniform else (*found, stats[:, 2])
+        return found if is_uniform else [*found, _column(stats, 2)]
 
     def _tiny_that_counts(self) -> float:
         """Return the number that PML adds to each ratio, or 0: between rows of unit length a ratio may never be so small that it counts."""
@@ -347,8 +352,8 @@ class SupCon(SoftmaxPairLoss):
         counts = counts.masked_fill(has_none, 0)
         return [total], torch.stack([maximum + above, counts, counts / number], 1)
 
-    def terms_of(self, stats: Tensor) -> formulas.Numbers:
-        return softmax_offsets(stats, 0), stats[:, 2]
+    def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
+        return [self.softmax_of(stats, 0), _column(stats, 2)]
 
 
 class MultiSimilarity(SoftmaxPairLoss):
@@ -386,8 +391,8 @@ class MultiSimilarity(SoftmaxPairLoss):
         super().prepare_backward(row_stats, column_stats, factors)
         self.factor = factors[0] / self.loss.beta
 
-    def terms_of(self, stats: Tensor) -> formulas.Numbers:
-        return softmax_offsets(stats, 0), softmax_offsets(stats, 2)
+    def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
+        return [self.softmax_of(stats, 0), self.softmax_of(stats, 2)]
 
 
 class Contrastive(PairLoss):
@@ -423,7 +428,7 @@ class Contrastive(PairLoss):
         return [positives, negatives], torch.stack(stats, 1)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
-        both = as_row(factors, row_stats)
+        both = stack_numbers(factors, row_stats).to(row_stats.dtype)
         if self.grad_in_forward:
             counts = [both.expand(len(row_stats), 2)]
         else:
@@ -467,7 +472,7 @@ class TripletMargin(PairLoss):
         if self._counts is not None:
             self._row_counts = self._counts * factors[0]
         else:
-            self._row_counts = as_row(factors[:1], self.like)[0].expand(len(row_stats))
+            self._row_counts = stack_numbers(factors, self.like).to(self.like.dtype).expand(len(row_stats))
 
     def grad(self, tile: Tile) -> Tensor:
         _, grad = self._triplets(tile)
@@ -486,15 +491,3 @@ class TripletMargin(PairLoss):
 def _can_sort(loss: Any, reductions: Sequence[Reduction]) -> bool:
     """Return whether sorted rows are enough: they give the sum of the losses above 0, and their number."""
     return not loss.smooth_loss and (not reductions[0].selects or reductions[0].selects_positive)
-
-
-def as_row(numbers: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return 0-dim numbers as (1, n). Those of a device stay there."""
-    parts = []
-    for number in numbers:
-        # stacked in the widest dtype of them
-        if number.device == like.device:
-            parts.append(number)
-        else:
-            parts.append(like.new_full((), number.item(), dtype=wide_float(like.device)))
-    return torch.stack(parts).unsqueeze(0).to(like.dtype)

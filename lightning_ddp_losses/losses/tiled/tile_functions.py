@@ -56,16 +56,20 @@ Term = Sequence[Tensor]
 """Numbers of a tile's rows, (T, 1), and of its columns, (C,). Without the second the transposed entries have no gradient here."""
 
 
-def softmax_grad(values: Tensor, offsets: Term, ratio: float = 1.0) -> Tensor:
+def softmax_grad(values: Tensor, softmaxes: Term, ratio: float = 1.0) -> Tensor:
     """Return the softmax of ``ratio * values`` in rows, plus that in columns, (T, C), each times the count of the row or column.
 
     Args:
         values: (T, C).
-        offsets: Logarithms of the counts, less the log-sum-exps.
+        softmaxes: Logarithms of the counts, less the log-sum-exps. If these are close (on the CPU, where a logarithm is dear): a number is
+            added to all values, (C,) third, and these are what their exponentials are multiplied by.
         ratio: Factor of the values.
     """
     # one exponential for both: fewer passes over memory, which bound the time of an accelerator
-    offset = functools.reduce(torch.logaddexp, offsets)
+    if len(softmaxes) == 3:
+        of_rows, of_columns, shift = softmaxes
+        return torch.add(shift, values, alpha=ratio).exp_().mul_(of_rows + of_columns)
+    offset = functools.reduce(torch.logaddexp, softmaxes)
     return torch.add(offset, values, alpha=ratio).exp_()
 
 
@@ -116,7 +120,7 @@ def supcon_grad(matrix: Tensor, keys: Keys, softmaxes: Term, shares: Term) -> Te
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
-        softmaxes: Offsets of the softmax.
+        softmaxes: Same as for ``softmax_grad``.
         shares: Count over the number of positives.
     """
     masks = masks_of(keys)
@@ -164,7 +168,7 @@ def ntxent_grad(
         keys: Pairs of the tile.
         limits: Limits of the reducer.
         tiny: Number that PML adds to a ratio.
-        softmaxes: Offsets of the softmax.
+        softmaxes: Same as for ``softmax_grad``.
         lses: Log-sum-exp of the negatives.
         counts: Count of a pair, if pairs of different rows count differently.
     """
