@@ -232,7 +232,7 @@ def broken_links(site: Path) -> list[str]:
 def docs(session: nox.Session) -> None:
     """Build the manual as HTML, with a search: site/index.html; a link to nowhere is an error."""
     install(session, "docs", extras="[demo]")
-    session.run("python", "docs/build.py", "site")
+    session.run("python", ".docs/build.py", "site")
     if broken := broken_links(Path("site")):
         session.error("The manual has links to nowhere:\n" + "\n".join(broken))
     session.log("The manual is site/index.html.")

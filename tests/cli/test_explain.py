@@ -25,7 +25,7 @@ from lightning_ddp_losses.errors import DDPLossError
 from tests.processes import ROOT, run_python
 
 # the builder of the HTML manual is no module of a package
-_SPEC = importlib.util.spec_from_file_location("build_manual", ROOT / "docs" / "build.py")
+_SPEC = importlib.util.spec_from_file_location("build_manual", ROOT / ".docs" / "build.py")
 assert _SPEC is not None
 assert _SPEC.loader is not None
 build = importlib.util.module_from_spec(_SPEC)

@@ -1,4 +1,4 @@
-"""Builds the HTML manual: `python docs/build.py FOLDER` (`nox -s docs`).
+"""Builds the HTML manual: `python .docs/build.py FOLDER` (`nox -s docs`).
 
 pdoc makes one page for each module: those with public names, and those of a package `manual` that is written here, one module for each
 page of `ddp-losses explain`. So every fault, host, peer and reader has a page with a stable address, such as `manual/faults/F24.html`.
