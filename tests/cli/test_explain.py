@@ -253,7 +253,9 @@ def test_the_package_names_every_place_of_a_public_name() -> None:
 @pytest.mark.parametrize("name", manual.readers())
 def test_a_reader_has_the_call_its_cost_recipes_and_faults(name: str) -> None:
     page = manual.readers()[name]
-    assert "```python\n" in page
+    # code that tests of the README run
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code in (ROOT / "README.md").read_text()
     assert not re.findall(r"^\{", page, re.MULTILINE)
     assert "| call | communication |" in page
     for line in re.findall(r"^\{losses: (.+)\}$", (manual.PAGES / "readers" / f"{name}.md").read_text(), re.MULTILINE):
