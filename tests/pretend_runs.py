@@ -254,8 +254,8 @@ class Passes:
 
 
 PASSES: dict[str, Passes] = {
-    "SigLIP": Passes(lambda tile_bytes: SigLipLoss(tile_bytes=tile_bytes), 3, 10, 75, 4.5),
-    "CLIP": Passes(lambda tile_bytes: ClipLoss(tile_bytes=tile_bytes), 4, 20, 152, 4.6),
+    "SigLIP": Passes(lambda tile_bytes: SigLipLoss(tile_bytes=tile_bytes), 3, 9, 62.5, 4.5),
+    "CLIP": Passes(lambda tile_bytes: ClipLoss(tile_bytes=tile_bytes), 4, 20, 147, 4.6),
 }
 # of SigLIP's copies 0.67 are sums of each tile's rows, which are 0.04 at full size (3.85 in all)
 # a sixteenth of 65,536 rows x 768 in each direction: 16 x 16 tiles, each a third of both towers in bf16, as 64 MiB are of those

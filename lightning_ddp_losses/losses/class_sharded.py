@@ -137,7 +137,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     loss: Any
     sampler: ClassSampler | None
     products: ProductChoice
-    _given_dtype: torch.dtype | None = None  # of the embeddings of this call, where narrow
 
     def __init__(
         self,
@@ -300,11 +299,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """
         try:
             self._check_embeddings(embeddings)
-            self._given_dtype = precision.narrow_dtype([embeddings])
+            given_dtype = precision.narrow_dtype([embeddings])
             labels = self._checked_labels(embeddings, labels)
             form = self._product_form(embeddings)
             value: Tensor = autograd_graph.run_full_precision(
-                self, self._global_loss, (embeddings, labels, indices_tuple, form), {}
+                self, partial(self._global_loss, given_dtype=given_dtype), (embeddings, labels, indices_tuple, form), {}
             )
         except Exception as error:
             self._raise_on_all_ranks(error)
@@ -319,9 +318,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             return "float32"
         return choose_form(self._title, self.products, [embeddings, self.weight])
 
-    def _global_loss(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm) -> Tensor:
+    def _global_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm, given_dtype: torch.dtype | None
+    ) -> Tensor:
         # 1. rows of all ranks of the group
-        batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple, form)
+        batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple, form, given_dtype)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
             # a miner over all ranks names rows of the other parts of the world too
@@ -357,7 +358,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # 5. one number
         return self._reduce(losses, found, global_embeddings, global_labels)
 
-    def _gather(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm) -> GatheredBatch:
+    def _gather(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm, given_dtype: torch.dtype | None
+    ) -> GatheredBatch:
         """Return the rows of all ranks, after comparing settings, which must be equal, and shards, which must not."""
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
@@ -377,7 +380,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if self._compiler is not None:
             must_match["compile_tiles"] = True
         shard = self._sharded.fingerprint(self.weight)
-        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, self._given_dtype)}
+        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, given_dtype)}
         batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
         if self._replica_group is None:  # else another part of the world may have some
             self._refuse_no_rows(batch.tensors[0])

@@ -101,7 +101,7 @@ def classes(*, keeps: bool, is_inside: Tensor | None = None) -> list[tuple[Calla
 # aims: 16 bytes of SigLIP, 24 of CLIP and of ArcFace
 KERNELS: dict[str, Kernels] = {
     "SigLIP": Kernels(siglip, 16, 3),
-    "CLIP": Kernels(clip, 24, 13),
+    "CLIP": Kernels(clip, 24, 7),
     "ArcFace": Kernels(lambda: classes(keeps=False), 24, 4),
     "ArcFace, one chunk": Kernels(lambda: classes(keeps=True), 24, 4),
     "ArcFace, of two ranks": Kernels(lambda: classes(keeps=False, is_inside=_numbers() > 1), 24, 4),
