@@ -364,7 +364,7 @@ class _Backward:
         if not head.has_margin:
             inside.add_(logits, -1.0)
         elif self.at_targets is None:
-            inside.clear_(logits)
+            inside.put_(logits, 0.0)
         else:
             inside.put_(logits, self.at_targets)
         return logits

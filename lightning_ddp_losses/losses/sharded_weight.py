@@ -346,9 +346,8 @@ class LocalClasses:
         columns = self.labels.clamp(0, max(self.number - 1, 0))
         is_inside = columns == self.labels
         rows = None
-        if (
-            not self.number
-        ):  # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
+        # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
+        if not self.number:
             rows = torch.empty(0, dtype=torch.int64, device=self.labels.device)
         elif listed or not waits_to_list(self.labels):
             rows = is_inside.nonzero().squeeze(1)
@@ -376,19 +375,13 @@ class Targets:
         entries = self.entries(logits)
         return entries if self.is_inside is None else torch.where(self.is_inside, entries, other)
 
-    def put_(self, logits: Tensor, values: Tensor) -> None:
-        """Write (G,) values to the targets."""
+    def put_(self, logits: Tensor, values: Tensor | float) -> None:
+        """Write (G,) values, or a number, to the targets."""
         if self.is_inside is not None:
             values = torch.where(self.is_inside, values, self.entries(logits))
-        logits.scatter_(1, self.columns, values.unsqueeze(1))
-
-    def clear_(self, logits: Tensor) -> None:
-        """Write 0 to the targets."""
-        if self.is_inside is None:
-            logits.scatter_(1, self.columns, 0.0)
-        else:
-            kept = self.entries(logits).masked_fill_(self.is_inside, 0)
-            logits.scatter_(1, self.columns, kept.unsqueeze(1))
+        if isinstance(values, Tensor):
+            values = values.unsqueeze(1)
+        logits.scatter_(1, self.columns, values)
 
     def add_(self, logits: Tensor, value: float) -> None:
         """Add a number to the targets."""

@@ -39,7 +39,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
 )
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect, expect_count, expect_option
-from lightning_ddp_losses.losses.partial_sums import global_quotient
+from lightning_ddp_losses.losses.partial_sums import PartialSum, SumExchange, global_loss
 from lightning_ddp_losses.losses.products import (
     TOWER_BYTES,
     Operand,
@@ -395,11 +395,9 @@ class TowerCall:
 
         Communication: one handshake.
         """
-
-        def agree(payload: bytes) -> list[bytes]:
-            return handshake.all_gather(f"{title}: sum", {}, payload, group=self.group)
-
-        return global_quotient(share, self.total, agree, group=self.group)
+        exchange = SumExchange(f"{title}: sum", lambda like: {}, self.group)
+        sums, _ = exchange.gather([PartialSum(share / self.total)], share)
+        return global_loss(sums)
 
     def _message(self, rows: RowsOfARing, column_stats: Tensor | None) -> tuple[Tensor, list[int]]:
         """Return this rank's columns and their statistics as bytes, and the number of bytes of each rank."""
