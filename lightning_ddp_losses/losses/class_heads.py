@@ -168,15 +168,12 @@ class MarginHead(Head):
 
     def with_margin(self, cosines: Tensor) -> Tensor:
         """Put PML's margin into cosines."""
-        self._cast_constants(cosines)
-        return self._loss.modify_cosine_of_target_classes(cosines)  # type: ignore[no-any-return]
-
-    def _cast_constants(self, like: Tensor) -> None:
         # coefficients of the multiple-angle formula, which PML casts where it casts its weight
         for name in ("n_range", "margin_choose_n", "cos_powers", "alternating"):
             value = getattr(self._loss, name, None)
             if isinstance(value, Tensor):
-                setattr(self._loss, name, value.to(like))
+                setattr(self._loss, name, value.to(cosines))
+        return self._loss.modify_cosine_of_target_classes(cosines)  # type: ignore[no-any-return]
 
 
 class SphereFaceHead(MarginHead):
@@ -215,13 +212,11 @@ class LargeMarginHead(SphereFaceHead):
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
-        norms: Tensor = self._loss.distance.get_norm(weight)
-        return super().logits(rows, weight) * norms.unsqueeze(0)
+        return super().logits(rows, weight) * self._loss.distance.get_norm(weight)  # type: ignore[no-any-return]
 
     def targets(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply by the lengths of the weight rows."""
-        norms: Tensor = self._loss.distance.get_norm(weight[:, 0])
-        return super().targets(rows, weight) * norms
+        return super().targets(rows, weight) * self._loss.distance.get_norm(weight[:, 0])  # type: ignore[no-any-return]
 
 
 class NormalizedSoftmaxHead(Head):

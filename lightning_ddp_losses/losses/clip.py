@@ -282,7 +282,7 @@ def _columns_and_value(
         paired_logits: (t,), of each of these texts with its own image.
         rows_total: This rank's share of the sum of log-probabilities, apart from the texts'.
 
-    Communication: one gather of 2 G + 1 numbers. In a ring as ``global_quotient``.
+    Communication: one gather of 2 G + 1 numbers. In a ring one handshake, and one gather on the device.
     """
     group, world = call.group, process_groups.world_size(call.group)
     column_lse = RunningLogSumExp(len(column_stats), column_stats)

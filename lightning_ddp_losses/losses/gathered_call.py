@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -221,7 +221,6 @@ class PMLCall:
     ) -> None:
         self.given = given
         self._inner, self._rank, self._two_views = inner, rank, two_views
-        self._matching_counts: Tensor | None = None
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
         self._identities_wanted = without_labels and not pml_registry.facts_of(inner).pairs_views
         expect(
@@ -232,8 +231,9 @@ class PMLCall:
             error=InputError,
         )
         # each tensor travels once, and each index tensor of this rank's own tuples
-        aliases = {name: own for name, own in _REFERENCES if _is_same_tensor(given, name, own)}
-        batches = {name: v for name, v in given.items() if isinstance(v, Tensor) and name not in aliases}
+        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        aliases = {name: own for name, own in _REFERENCES if name in tensors and tensors[name] is given.get(own)}
+        batches = {name: tensor for name, tensor in tensors.items() if name not in aliases}
         rows, tuples = given.get("embeddings"), given.get("indices_tuple")
         # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes), and is gathered like any batch
         own_tuples: Sequence[Tensor] = ()
@@ -327,13 +327,13 @@ class PMLCall:
         if labels is None or ref_labels is None:
             return False
         mined = self.arguments.get("indices_tuple")
-        matching = self._matching() if mined is None else None
+        matching = self._matching if mined is None else None
         return row_tuples.are_ordinary(matching, len(ref_labels), self.bounds(), mined, same=ref_labels is labels)
 
     def global_pair_counts(self) -> tuple[int, int]:
         """Return how many positive and negative pairs the labels of all ranks make."""
         labels, ref_labels = self._all_labels()
-        matching = int(self._matching().sum())
+        matching = int(self._matching.sum())
         self_pairs = len(labels) * (ref_labels is labels)
         return matching - self_pairs, len(labels) * len(ref_labels) - matching
 
@@ -349,7 +349,7 @@ class PMLCall:
             # those of pairs are two kinds, a triplet has both
             return on_host[0], on_host[-1]
         # a row has its own label, but is no partner of itself
-        matching = self._matching()[start:stop]
+        matching = self._matching[start:stop]
         return matching - int(ref_labels is labels), len(ref_labels) - matching
 
     def local_tuples(self, part: slice | None = None) -> tuple[Tensor, ...]:
@@ -360,7 +360,7 @@ class PMLCall:
             bounds = (bounds[0] + part.start, bounds[0] + part.stop)
         triplets, same, positives = pml_registry.facts_of(self._inner).compares_triplets, ref_labels is labels, None
         if mined is None and labels.device.type != "cpu":
-            positives = self._matching()[slice(*bounds)] - int(same)
+            positives = self._matching[slice(*bounds)] - int(same)
         return row_tuples.anchor_tuples(
             labels, ref_labels, bounds, mined, triplets=triplets, same=same, positives=positives
         )
@@ -382,11 +382,10 @@ class PMLCall:
         mask = self.arguments.get("enqueue_mask")
         return self.total_rows if mask is None else int(mask.sum())
 
+    @cached_property
     def _matching(self) -> Tensor:
-        """Return ``same_label_counts``, once computed."""
-        if self._matching_counts is None:
-            self._matching_counts = row_tuples.same_label_counts(*self._all_labels())
-        return self._matching_counts
+        """(G,), how many references have each row's label, on the host."""
+        return row_tuples.same_label_counts(*self._all_labels())
 
     def _all_labels(self) -> tuple[Tensor, Tensor]:
         ref_labels = self.ref_labels
@@ -423,7 +422,8 @@ class PMLCall:
     def _renumbered(self, indices: list[Tensor]) -> list[Tensor]:
         """Return local tuples of all ranks as global ones: anchors count rows, the others count references."""
         references = "ref_emb" if "ref_emb" in self.counts else "embeddings"
-        names = _indexed_rows(len(indices), references)
+        # of pairs, of positives and of negatives, or of triplets
+        names = ["embeddings", references] * 2 if len(indices) == 4 else ["embeddings", references, references]
         # of each rank: where its rows begin, their number, and that of its indices
         starts = [[start for start, _ in self.bounds(of)] for of in names]
         rows = [self.counts[of] for of in names]
@@ -457,20 +457,9 @@ class PMLCall:
         )
 
 
-def _is_same_tensor(given: Mapping[str, Any], name: str, other: str) -> bool:
-    return isinstance(given.get(name), Tensor) and given[name] is given.get(other)
-
-
 def _on_device_of(rows: Any, index: Tensor) -> Tensor:
     """Return a miner's indices on the device of the rows: some miners make them on the host, where torch's indexing takes them too."""
     return index.to(rows.device) if isinstance(rows, Tensor) else index
-
-
-def _indexed_rows(number: int, references: str) -> tuple[str, ...]:
-    """Return which rows each index tensor of triplets, or of pairs, counts."""
-    if number == 4:
-        return "embeddings", references, "embeddings", references
-    return ("embeddings", *[references] * (number - 1))
 
 
 def _counts_from_zero(labels: Tensor) -> bool:

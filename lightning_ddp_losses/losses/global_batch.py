@@ -310,12 +310,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(call.given):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
-                symmetric = plan.is_symmetric(call)
                 form = rows.form
                 if self.products == "auto" and not call.is_bf16_on_all_ranks():
                     form = "float32"
                 options = self.tile_bytes, self._tile_compiler, form
-                return TiledCall(loss, plan, call, symmetric, self._exchange(rows), *options).run()
+                return TiledCall(loss, plan, call, self._exchange(rows), *options).run()
             if call.rows_possible():
                 return by_rows(loss, self._exchange(rows), call, self.tile_bytes)
         # the full loss on every rank
@@ -467,25 +466,24 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        title = self._title
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         try:
-            refuse_capture(title)
-            given = gathered_call.by_name(title, self.miner, names, args, kwargs)
-            inputs.check_devices(title, given, precision.parameters_of(self.miner))
-            mine = partial(self._mine, title, precision.narrow_dtype(given.values()))
+            refuse_capture(self._title)
+            given = gathered_call.by_name(self._title, self.miner, names, args, kwargs)
+            inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
+            mine = partial(self._mine, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
         except Exception as error:  # errors that all ranks raise pass through
-            handshake.raise_on_all_ranks(error, title, group=self._group)
+            handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
-    def _mine(self, title: str, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
+    def _mine(self, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
         if not self._fingerprint:
             self._fingerprint = configuration_digest(self.miner)
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
             must_match = {"which": self._instance, "configuration": self._fingerprint}
-            narrow = narrow_batches(batches, narrow_dtype)
-            return gather_batch(title, batches, must_match, extra=self._seeds.next(), narrow=narrow, group=self._group)
+            seed, narrow = self._seeds.next(), narrow_batches(batches, narrow_dtype)
+            return gather_batch(self._title, batches, must_match, extra=seed, narrow=narrow, group=self._group)
 
         call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
         with same_draws(self.miner, call.seed, call.batches):
@@ -518,21 +516,20 @@ class QueuePosition(nn.Module):
     def check(self, rows: int, title: str) -> None:
         """Refuse a global batch that a memory cannot hold."""
         for memory in self.memories:
-            if rows > memory.memory_size:
-                raise InputError(
-                    f"{title}: memory_size",
-                    expected=f"at least the global batch of {rows} rows",
-                    got=memory.memory_size,
-                    fix="The memory takes the rows of all ranks; raise memory_size.",
-                    collective=True,
-                )
+            expect(
+                rows <= memory.memory_size,
+                f"{title}: memory_size",
+                expected=f"at least the global batch of {rows} rows",
+                got=memory.memory_size,
+                fix="The memory takes the rows of all ranks; raise memory_size.",
+                error=InputError,
+                collective=True,
+            )
 
     def update_(self) -> None:
         """Copy the memories' positions into the buffer."""
-        positions = []
-        for memory in self.memories:
-            positions += [memory.queue_idx, int(memory.has_been_filled)]
-        self.position.copy_(torch.tensor(positions))
+        positions = [(memory.queue_idx, int(memory.has_been_filled)) for memory in self.memories]
+        self.position.copy_(torch.tensor(positions).view(-1))
 
 
 def _restore(module: nn.Module, _: Any) -> None:

@@ -125,8 +125,7 @@ def cross_correlation(first: Tensor, second: Tensor, *, eps: float = 1e-5, group
         tensor([1., 1., 1.])
     """
     correlation, watch = _cross_correlation("cross_correlation", first, second, eps, {}, group)
-    watched: Tensor = watch.watch(correlation, group=group)
-    return watched
+    return watch.watch(correlation, group=group)  # type: ignore[no-any-return]
 
 
 @eager_recursive
@@ -275,8 +274,7 @@ def _centre(rows: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
 
 def _finish(value: Tensor, watch: UpstreamGradWatch, group: Group) -> Tensor:
     remember_global_value(value)
-    watched: Tensor = watch.watch(value, group=group)
-    return watched
+    return watch.watch(value, group=group)  # type: ignore[no-any-return]
 
 
 def meet(

@@ -32,6 +32,7 @@ Legend: ``W`` ranks, ``s`` sub-losses of a loss.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -523,11 +524,8 @@ def global_mean(
     watch = UpstreamGradWatch.of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
-    local_totals = [0.0] * len(counts)
-    if not on_device:
-        local_totals = totals.detach().reshape(-1).tolist()
-    form = struct.Struct(f"<?{2 * len(counts)}d")
-    payload = form.pack(has_graph, *local_totals, *counts)
+    numbers = counts if on_device else [*counts, *totals.detach().reshape(-1).tolist()]
+    form = struct.Struct(f"<?{len(numbers)}d")
     must_match = {
         "total": f"{tuple(total.shape)} {dtype} {total.device.type}",
         "empty": empty,
@@ -536,22 +534,23 @@ def global_mean(
         **micro_batch_to_match(),
         **({} if scale == 1.0 else {"gradients end as": reduction}),
     }
-    payloads = handshake.all_gather(title, must_match, payload, group=group)
+    payloads = handshake.all_gather(title, must_match, form.pack(has_graph, *numbers), group=group)
     flags, *columns = zip(*map(form.unpack, payloads), strict=True)
     _refuse_partial_graph(title, flags)
     # 3. the means, and the weight of each rank's sum in them
     sums = list(map(math.fsum, columns))
-    global_totals, global_counts = sums[: len(counts)], sums[len(counts) :]
+    global_counts, known_totals = sums[: len(counts)], sums[len(counts) :]
+    global_totals: Sequence[Any] = known_totals
     if on_device:
-        value = _divided_on_device(totals.detach(), global_counts, empty, group)
-    else:
-        values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
-        value = totals.new_tensor(values).view(totals.shape)
+        wide = totals.detach().reshape(-1).to(wide_float(totals.device))
+        global_totals = raw_collectives.gather_stacked(wide, group).sum(0).unbind()
+    values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
+    value = stack_numbers(values, totals).to(dtype) if on_device else totals.new_tensor(values)
+    value = value.view(totals.shape)
     weights = [1.0 / n if n else 0.0 for n in global_counts]
     # in an accumulation window: as parts of all its micro-batches
     window, call = current_window(), None
-    known_totals: Sequence[float | None] = [None] * len(counts) if on_device else global_totals
-    parts = [WindowPart("mean", n, total) for n, total in zip(global_counts, known_totals, strict=True)]
+    parts = [WindowPart("mean", n, t) for n, t in itertools.zip_longest(global_counts, known_totals)]
     if window is not None and has_graph:
         call = window.enter(name or "", title, parts)
         if call.values is not None:
@@ -565,8 +564,7 @@ def global_mean(
     if call is not None:
         mean = call.mark(mean)
     autograd_graph.remember_global_value(mean)
-    watched: Tensor = watch.watch(mean, group=group, scale=scale)
-    return watched
+    return watch.watch(mean, group=group, scale=scale)  # type: ignore[no-any-return]
 
 
 def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts: Sequence[float], group: Group) -> None:
@@ -589,15 +587,6 @@ def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts:
             fix="Name in copies= only the dimensions of the mesh whose ranks hold the same rows; those whose rows differ go into mesh=.",
         )
         handshake.raise_on_all_ranks(error, title, group=group)
-
-
-def _divided_on_device(totals: Tensor, counts: Sequence[float], empty: float, group: Group) -> Tensor:
-    """Return the sums of all ranks over counts of the host, and ``empty`` for a count of 0. No host waits."""
-    wide = raw_collectives.gather_stacked(totals.to(wide_float(totals.device)), group).sum(0)
-    quotients = []
-    for total, count in zip(wide.reshape(-1), counts, strict=True):
-        quotients.append(total / count if count else torch.full_like(total, empty))
-    return torch.stack(quotients).view(totals.shape).to(totals.dtype)
 
 
 def _checked_counts(title: str, total: Any, count: Any) -> list[float]:

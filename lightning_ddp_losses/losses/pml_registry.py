@@ -2,7 +2,7 @@
 Other files ask here.
 
 A new loss is one row in ``LOSSES``, and a ``PairLoss`` in ``tiled/pair_losses.py`` if it runs in tiles. The rows were measured on PML
-2.9 in float64: sums and counts of two unequal halves against one process. ``separable.check_separable`` repeats that for any instance.
+2.9 in float64: sums and counts of two unequal halves against one process. ``evaluations.check_separable`` repeats that for any instance.
 
 | mode | exact for |
 |---|---|
@@ -383,11 +383,6 @@ class Reduction(NamedTuple):
         """Whether some elements may not pass."""
         return self.low is not None or self.high is not None
 
-    @property
-    def selects_positive(self) -> bool:
-        """Whether an element passes if it is above 0."""
-        return self.low == 0 and self.high is None
-
     def passes(self, values: Tensor) -> Tensor:
         """Return which elements pass both limits, bool."""
         return pass_limits(values, self.low, self.high)
@@ -400,15 +395,13 @@ def pass_limits(values: Tensor, low: float | None, high: float | None) -> Tensor
     return values > low if high is None else (values > low) & (values < high)
 
 
-_MEAN, _SUM, _GIVEN = Reduction(), Reduction(plain_sum=True), Reduction(given_divisor=True)
-
 REDUCERS: dict[type, Callable[[Any], Reduction]] = {
-    reducers.MeanReducer: lambda reducer: _MEAN,
-    reducers.SumReducer: lambda reducer: _SUM,
+    reducers.MeanReducer: lambda reducer: Reduction(),
+    reducers.SumReducer: lambda reducer: Reduction(plain_sum=True),
     reducers.ThresholdReducer: lambda reducer: Reduction(low=reducer.low, high=reducer.high),
     reducers.AvgNonZeroReducer: lambda reducer: Reduction(low=reducer.low, high=reducer.high),
     reducers.ClassWeightedReducer: lambda reducer: Reduction(weights=reducer.weights),
-    reducers.DivisorReducer: lambda reducer: _GIVEN,
+    reducers.DivisorReducer: lambda reducer: Reduction(given_divisor=True),
 }
 """Reducers that can be split, by exact class: a subclass may reduce differently."""
 

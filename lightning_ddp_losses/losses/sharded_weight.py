@@ -346,9 +346,8 @@ class LocalClasses:
         columns = self.labels.clamp(0, max(self.number - 1, 0))
         is_inside = columns == self.labels
         rows = None
-        if (
-            not self.number
-        ):  # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
+        # a rank without classes (7 over 4 ranks) has no row that could stand in for those of others
+        if not self.number:
             rows = torch.empty(0, dtype=torch.int64, device=self.labels.device)
         elif listed or not waits_to_list(self.labels):
             rows = is_inside.nonzero().squeeze(1)

@@ -67,11 +67,6 @@ class TiledPlan:
     reductions: tuple[Reduction, ...]
     symmetric: bool
 
-    def is_symmetric(self, call: PMLCall) -> bool:
-        """Return whether a call compares the rows of one batch with each other, without a miner's tuples. The same on all ranks."""
-        is_one_batch = call.references is call.arguments["embeddings"] and call.ref_labels is call.arguments["labels"]
-        return self.symmetric and is_one_batch and "indices_tuple" not in call.arguments
-
 
 def tiled_plan(loss: Any) -> TiledPlan | None:
     """Plan the tiled evaluation of a loss as it is configured. None: it has none."""
@@ -126,7 +121,6 @@ class TiledCall:
         loss: pytorch-metric-learning's.
         plan: Its tiled evaluation.
         call: The arguments over all ranks.
-        symmetric: True if ``plan.is_symmetric``. The gathered rows then get no gradient.
         exchange: Exchange of sums between the ranks.
         tile_bytes: The most that a tile may take. None: a default.
         compiler: Compiles the tile functions. Pairs are then ``WholePairs`` on every device. None: they are not compiled.
@@ -136,7 +130,6 @@ class TiledCall:
     loss: Any
     plan: TiledPlan
     call: PMLCall
-    symmetric: bool
     exchange: SumExchange
     tile_bytes: int | None = None
     compiler: TileCompiler | None = None
@@ -181,6 +174,13 @@ class TiledCall:
             place = (0, self.call.bound[0], local.shape[0])
             (everywhere,) = own_slices_with_grad([everywhere.detach()], [local], [place], group=self.exchange.group)
         return everywhere  # type: ignore[no-any-return]
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether rows of one batch are compared, without a miner's tuples: gathered ones get no gradient. The same on all ranks."""
+        call, given = self.call, self.call.arguments
+        is_one_batch = call.references is given["embeddings"] and call.ref_labels is given["labels"]
+        return self.plan.symmetric and is_one_batch and "indices_tuple" not in given
 
     @cached_property
     def records(self) -> bool:
@@ -536,12 +536,8 @@ class TiledForward:
         times = 2.0 if self._tiled.symmetric else 1.0
         for found, factor, sign in zip(self._grad_sums, factors, self._pair_loss.grad_signs, strict=True):
             for total, sums in zip(totals, found, strict=True):
-                if total is None or sums is None:
-                    continue
-                if factor.device.type == "cpu":
-                    total.add_(sums, alpha=times * sign * factor.item())
-                else:
-                    total.addcmul_(sums, factor.to(sums.dtype), value=times * sign)
+                if total is not None and sums is not None:
+                    total.add_(sums * factor.to(sums.dtype), alpha=times * sign)
 
     def _add_tiles_(self, column_stats: Tensor | None, factors: Sequence[Tensor], totals: GradSums) -> None:
         """Add the gradients of all tiles. Arguments as for ``_gradients``."""

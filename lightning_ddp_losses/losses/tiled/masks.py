@@ -215,7 +215,23 @@ def masks_of(keys: Keys) -> Masks:
 # ---------------------------------------------------------------------- pairs of a batch, tile by tile
 
 
-class WholePairs:
+class Pairs:
+    """Pairs of all rows and columns.
+
+    Attributes:
+        row_order: (B,), the tiles' order of this rank's rows. None: as they are.
+        column_order: (C,), order of the columns. None: as they are.
+    """
+
+    row_order: Tensor | None = None
+    column_order: Tensor | None = None
+
+    def masks(self, rows: slice, *, overwrites: bool) -> Keys | Triplets:
+        """Return the masks, or the triplets, of some rows. ``overwrites``: the tile's matrix may be overwritten, with a band."""
+        raise NotImplementedError
+
+
+class WholePairs(Pairs):
     """Pairs of all rows and columns, from labels.
 
     Args:
@@ -225,9 +241,6 @@ class WholePairs:
         like: Tensor of the tiles' dtype and device.
         compiled: True if the tile functions are compiled.
     """
-
-    row_order: Tensor | None = None
-    column_order: Tensor | None = None
 
     def __init__(
         self, labels: Tensor, column_labels: Tensor, first: int | None, like: Tensor, *, compiled: bool
@@ -249,7 +262,7 @@ class WholePairs:
         return LabelKeys(labels, self._column_labels, own_columns.unsqueeze(1))
 
 
-class SortedPairs:
+class SortedPairs(Pairs):
     """Pairs of all rows and columns, from labels, with rows and columns sorted by them.
 
     Args:
@@ -259,8 +272,6 @@ class SortedPairs:
         all_labels: (G,) of all ranks' rows.
 
     Attributes:
-        row_order: (B,), the tiles' order of this rank's rows.
-        column_order: (C,), order of the columns.
         matching: The number of pairs of all ranks' rows and columns that have the same label, each row with itself included.
     """
 
@@ -301,7 +312,7 @@ class SortedPairs:
         )
 
 
-class NamedPairs:
+class NamedPairs(Pairs):
     """Pairs that a miner names.
 
     Args:
@@ -315,9 +326,6 @@ class NamedPairs:
     Attributes:
         contradict: True if a pair is named as a positive and as a negative. Known if each counts once.
     """
-
-    row_order: Tensor | None = None
-    column_order: Tensor | None = None
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int, columns: int, dtype: torch.dtype, *, once: bool) -> None:
         anchors, positives, *rest = tuples
@@ -364,16 +372,13 @@ def _have_common(places: Tensor, others: Tensor) -> Tensor:
     return (others[torch.searchsorted(others, places).clamp_max(len(others) - 1)] == places).any()
 
 
-class NamedTriplets:
+class NamedTriplets(Pairs):
     """Triplets that a miner names, for a loss over triplets.
 
     Args:
         tuples: (anchor, positive, negative): anchors count this rank's rows, the others columns.
         rows: B.
     """
-
-    row_order: Tensor | None = None
-    column_order: Tensor | None = None
 
     def __init__(self, tuples: tuple[Tensor, ...], rows: int) -> None:
         self._anchors, order = torch.sort(tuples[0], stable=True)
@@ -394,9 +399,6 @@ class Triplets(NamedTuple):
     anchors: Tensor
     positives: Tensor
     negatives: Tensor
-
-
-Pairs = WholePairs | SortedPairs | NamedPairs | NamedTriplets
 
 
 class Tile(NamedTuple):
