@@ -131,9 +131,8 @@ class _Pieces:
 
     def _parameter_versions(self) -> list[int]:
         """Return how often each parameter was changed so far. Of a divided parameter it is this rank's part."""
-        if self._is_divided:
-            return [compat.tensor_version(part) for part in compat.local_parts(self.encoder)]
-        return [compat.tensor_version(parameter) for parameter in precision.parameters_of(self.encoder)]
+        parts = compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
+        return [compat.tensor_version(part) for part in parts]
 
     def _run(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the encoder on one piece, in forward and again in backward."""

@@ -35,10 +35,10 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _as_in_the_ranks() -> None:
     """What makes fits shorter; the process that only hands tests to its workers does without Lightning."""
-    from lightning_ddp_losses.testing import rank_pool
+    from lightning_ddp_losses import testing
 
-    rank_pool.look_for_plugins_once()
-    rank_pool.seed_no_absent_devices()
+    testing.look_for_plugins_once()
+    testing.seed_no_absent_devices()
 
 
 @pytest.fixture(autouse=True)

@@ -85,7 +85,7 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
     "strategies/ddp_setup.py": {
         "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process",
     },
-    "testing/rank_pool.py": {
+    "testing.py": {
         "_clear_sharding_prop_cache": "what DTensor remembers of a group that has ended; torch has no public way to forget it",
     },
 }
@@ -251,9 +251,9 @@ def test_private_names_of_other_libraries_are_read_in_one_place() -> None:
 # what asks for one kind of accelerator would be wrong on the others: "not the CPU" is asked everywhere else
 NAMES_OF_CUDA = {
     "audit/api.py": "what a user calls an accelerator of Lightning's",
-    "audit/worker.py": "a process that has used CUDA cannot be forked",
+    "audit/runs.py": "a process that has used CUDA cannot be forked",
     "core/forward_patch.py": "CUDA's graphs",
-    "testing/rank_pool.py": "each kind of accelerator is asked whether it is there",
+    "testing.py": "each kind of accelerator is asked whether it is there",
 }
 
 

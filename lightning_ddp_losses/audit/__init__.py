@@ -2,18 +2,16 @@
 
 An audit from top to bottom:
 
-* `api`: `audit` and `assert_parity`. It puts the report together.
+* `api`: `audit` and `assert_parity`. It puts the report together: the comparison, ranked diagnoses, and notes.
 * `parity`: the same for any training loop, and the part of one process in its runs.
-* `runs`: makes the recordings, each once, when a comparison or a rule asks.
-* `worker`: starts processes and waits for them within a time limit.
+* `runs`: makes the recordings, each once, when a comparison or a rule asks, in processes that it starts and waits for.
 * `fit_run`: the part of one process in a run of `audit`.
-* `recorder`: records gradients, parameters and losses of one process, for both kinds of run.
+* `recorder`: records gradients, parameters and losses of one process, for both kinds of run. It has the ablations: runs without random
+  draws, batch statistics or low precision, and runs moved by one rounding unit.
 * `rank_record`: the record of each rank and its tensors in files.
 * `replay`: the plan of a run, and the ranks' batches for another run: joined, cut, or one after the other.
-* `ablations`: runs without random draws, batch statistics or low precision, and runs moved by one rounding unit.
 * `compare`: two recordings, tensor by tensor, and the largest error that is rounding.
 * `context`: a finished audit as the rules see it, with counterfactual runs made when a rule asks.
-* `diagnosis`: from a context to ranked diagnoses and notes.
 * `rules`: one small function for each fault. The texts are in the table of faults.
 * `report`: text, JSON, HTML and the figure.
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from typing import Literal
 
 import torch
@@ -276,25 +276,19 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
 
 def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
     """Pair the ranks' losses with those of one process, batch by batch, unless it had all batches of a step as one."""
+    # as many batches in each step, in the steps that both have made
+    steps = min(ranks.steps, one.steps)
+    of_ranks, of_one = ([batch.step for batch in run.records[0].batches if batch.step <= steps] for run in (ranks, one))
+    losses_of_one = one.records[0].losses if of_ranks == of_one else []
     found = []
-    of_ranks = [record.batches for record in ranks.records]
-    is_aligned = has_same_batches(ranks, one)
-    for index, column in enumerate(zip(*of_ranks, strict=False)):
-        values = tuple(record.loss_of(index) for record in ranks.records)
+    columns = zip(*(record.batches for record in ranks.records), strict=False)
+    losses = zip(*(record.losses for record in ranks.records), strict=False)
+    for column, values, loss in zip(columns, losses, chain(losses_of_one, repeat(None)), strict=False):
         known = [value for value in values if value is not None]
         mean = sum(known) / len(known) if known else None
         rows = tuple(batch.total_rows for batch in column)
-        of_one = one.records[0].loss_of(index) if is_aligned else None
-        found.append(StepLoss(column[0].step, values, mean, of_one, rows))
+        found.append(StepLoss(column[0].step, values, mean, loss, rows))
     return found
-
-
-def has_same_batches(ranks: Recording, one: Recording) -> bool:
-    """Return whether one process has as many batches in each step as the ranks, in the steps that both have made."""
-    steps = min(ranks.steps, one.steps)
-    of_ranks = [batch.step for batch in ranks.records[0].batches if batch.step <= steps]
-    of_one = [batch.step for batch in one.records[0].batches if batch.step <= steps]
-    return of_ranks == of_one
 
 
 def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:

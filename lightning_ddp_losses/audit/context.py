@@ -12,21 +12,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.compare import (
-    AccumulationParity,
-    ComparedRow,
-    Comparison,
-    compare,
-    first_traced_difference,
-    has_same_batches,
-    is_mean_of,
-)
-from lightning_ddp_losses.audit.rank_record import Entry, ModuleInfo, RankRecord, Recording, fewest_rows
+from lightning_ddp_losses.audit import compare
+from lightning_ddp_losses.audit.rank_record import Entry, ModuleInfo, RankRecord, Recording, rows_by_loader
 from lightning_ddp_losses.audit.runs import Runs
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import listed
@@ -58,36 +51,30 @@ class Diagnosis:
     parameters: tuple[str, ...] = ()
 
 
-@dataclass
 class AuditContext:
-    """An audit as the rules look at it.
+    """An audit as the rules look at it: ranks compared with one process.
 
-    Attributes:
+    Args:
         runs: Makes counterfactual runs.
         off: Names out of ``ABLATIONS`` that are switched off on both sides.
+
+    Attributes:
         ranks: Recording of the ranks. It is another one than the user's own run if something is switched off.
         one: Recording of one process.
         comparison: Their rows.
     """
 
-    runs: Runs
-    off: frozenset[str]
-    ranks: Recording
-    one: Recording
-    comparison: Comparison
-
-    @classmethod
-    def of(cls, runs: Runs, off: frozenset[str]) -> AuditContext:
-        """Compare ranks with one process, both without ``off``."""
-        ranks, one = runs.pair(off)
-        return cls(runs, off, ranks, one, compare(ranks, one, runs.allowed(off)))
+    def __init__(self, runs: Runs, off: frozenset[str]) -> None:
+        self.runs, self.off = runs, off
+        self.ranks, self.one = runs.pair(off)
+        self.comparison = compare.compare(self.ranks, self.one, runs.allowed(off))
 
     def diagnosis(
         self,
         fault: str,
         case: str = "audit",
         *,
-        about: Sequence[ComparedRow] = (),
+        about: Sequence[compare.ComparedRow] = (),
         parameters: Sequence[str] = (),
         severity: Severity = "error",
         **fields: object,
@@ -115,15 +102,15 @@ class AuditContext:
         """Return the same audit with more switched off on both sides."""
         # micro-batches of a joined window are not divided evenly
         off = {name for name in names if name != "uneven" or not self.runs.joins_windows}
-        return AuditContext.of(self.runs, self.off | off)
+        return AuditContext(self.runs, self.off | off)
 
-    def _compare(self, ours: Recording, theirs: Recording) -> Comparison:
-        return compare(ours, theirs, self.runs.allowed(self.off))
+    def _compare(self, ours: Recording, theirs: Recording) -> compare.Comparison:
+        return compare.compare(ours, theirs, self.runs.allowed(self.off))
 
     def _replay(self, assignment: str, **options: Any) -> Recording:
         return self.runs.replays(self.off, assignment, **options)[0]
 
-    def against_one(self, assignment: str, **options: Any) -> Comparison:
+    def against_one(self, assignment: str, **options: Any) -> compare.Comparison:
         """Compare one process that gets the batches in another way with the one process of this audit."""
         return self._compare(self._replay(assignment, **options), self.one)
 
@@ -142,7 +129,7 @@ class AuditContext:
         """Return whether one process without accumulation has other gradients."""
         return not self._compare(self.on_whole_windows, self.one).equal
 
-    def accumulation(self) -> AccumulationParity | None:
+    def accumulation(self) -> compare.AccumulationParity | None:
         """Compare the ranks with one process in both ways to accumulate. None if each step has one batch, or the module decides."""
         by_step = Counter(batch.step for batch in self.record.batches)
         most = max(by_step.values(), default=1)
@@ -152,7 +139,7 @@ class AuditContext:
         if self.runs.joins_windows:
             same = self._replay("joined", whole_windows=False)
         of_same, of_whole = self._compare(self.ranks, same), self._compare(self.ranks, self.on_whole_windows)
-        return AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
+        return compare.AccumulationParity(most, of_same.equal, of_whole.equal, of_same.worst(), of_whole.worst())
 
     def accumulation_factor(self) -> float | None:
         """Return the common ratio of the gradients to those of one process on all rows of each step at once, None without one."""
@@ -163,7 +150,7 @@ class AuditContext:
     def is_local_mean(self) -> bool:
         """Whether the ranks average their local gradients, as DDP promises, up to the first step that differs."""
         if not self.info.automatic:  # one process cannot be made to accumulate
-            return self.step == 1 and is_mean_of(self.single_ranks, self.ranks, self.runs.allowed(self.off))
+            return self.step == 1 and compare.is_mean_of(self.single_ranks, self.ranks, self.runs.allowed(self.off))
         averaged = self._replay("local", accumulate=self.W)
         return self._is_equal_so_far(self._compare(self.ranks, averaged))
 
@@ -179,14 +166,14 @@ class AuditContext:
         False too if that cannot be tried: without a second row, or if the ranks have the same rows.
         """
         for column in zip(*(record.batches for record in self.ranks.records), strict=False):
-            if column[0].step <= self.step and min(fewest_rows(batch.rows) for batch in column) < 2:
+            if column[0].step <= self.step and min(chain(*(rows_by_loader(batch.rows) for batch in column))) < 2:
                 return False
         for column in zip(*(record.batches for record in self.runs.user_run.records), strict=False):
             if len({batch.digest for batch in column}) < len(column):
                 return False
         return self._is_equal_so_far(self._compare(self._replay("exchanged"), self.ranks))
 
-    def _is_equal_so_far(self, comparison: Comparison) -> bool:
+    def _is_equal_so_far(self, comparison: compare.Comparison) -> bool:
         return all(row.exact for row in comparison.rows if row.step <= self.step)
 
     @property
@@ -198,7 +185,7 @@ class AuditContext:
         if self.runs.joins_windows:
             return "(Activations of micro-batches are not compared with those of whole windows.)"
         ranks, one = self._traced
-        return first_traced_difference(ranks, one, min(0.1, 256 * self.runs.unit))
+        return compare.first_traced_difference(ranks, one, min(0.1, 256 * self.runs.unit))
 
     @cached_property
     def cut_lines(self) -> list[list[str]]:
@@ -263,25 +250,26 @@ class AuditContext:
 
     def rows_per_rank(self, step: int) -> list[int]:
         """Count the rows that each rank had for a step."""
-        return [record.rows_at(step) for record in self.ranks.records]
+        of_ranks = [record.batches for record in self.ranks.records]
+        return [sum(batch.total_rows for batch in batches if batch.step == step) for batches in of_ranks]
 
-    def losses_at(self, step: int) -> list[float | None]:
-        """Return each rank's first loss of a step."""
-        found = []
-        for record in self.ranks.records:
-            first = next(index for index, batch in enumerate(record.batches) if batch.step == step)
-            found.append(record.loss_of(first))
-        return found
+    @cached_property
+    def losses(self) -> list[compare.StepLoss]:
+        """Loss of each batch."""
+        return compare.compare_losses(self.ranks, self.one)
+
+    @property
+    def losses_at_step(self) -> Sequence[float | None]:
+        """Each rank's first loss of the first step that differs."""
+        return next(loss.ranks for loss in self.losses if loss.step == self.step)
 
     @property
     def first_odd_batch(self) -> int | None:
-        """The first batch of the step with a loss that is finite in one process and not on some rank. None without one."""
-        if not has_same_batches(self.ranks, self.one):
-            return None
-        for index, batch in enumerate(self.record.batches):
-            losses = [record.loss_of(index) for record in (*self.one.records, *self.ranks.records)]
-            of_one, *of_ranks = [loss is None or math.isfinite(loss) for loss in losses]
-            if batch.step == self.step and of_one and not all(of_ranks):
+        """The first batch of that step whose loss is finite in one process and not on some rank. None without one."""
+        for index, loss in enumerate(self.losses):
+            of_ranks = [value is None or math.isfinite(value) for value in loss.ranks]
+            is_finite = loss.one is not None and math.isfinite(loss.one)
+            if loss.step == self.step and is_finite and not all(of_ranks):
                 return index
         return None
 
@@ -294,7 +282,7 @@ class AuditContext:
         """Return a parameter's name as the user knows it, for an unregistered one its path."""
         return self.aliases.get(parameter, parameter)
 
-    def names(self, rows: Iterable[ComparedRow]) -> str:
+    def names(self, rows: Iterable[compare.ComparedRow]) -> str:
         """List the parameters of rows, the first few."""
         return quoted([self.name(row.parameter) for row in rows])
 
@@ -306,22 +294,22 @@ class AuditContext:
         return self.comparison.first_step or 1
 
     @cached_property
-    def rows(self) -> list[ComparedRow]:
+    def rows(self) -> list[compare.ComparedRow]:
         """Gradients at that step."""
         return self.comparison.first_rows()
 
     @property
-    def wrong(self) -> list[ComparedRow]:
+    def wrong(self) -> list[compare.ComparedRow]:
         """Gradients that differ there."""
         return [row for row in self.rows if not row.exact]
 
     @property
-    def desynchronized(self) -> list[ComparedRow]:
+    def desynchronized(self) -> list[compare.ComparedRow]:
         """Gradients that the ranks do not agree on there."""
         return [row for row in self.rows if not row.ranks_agree]
 
     @property
-    def desynchronized_updates(self) -> list[ComparedRow]:
+    def desynchronized_updates(self) -> list[compare.ComparedRow]:
         """Parameters that the ranks do not agree on after that step."""
         updates = self.comparison.updates
         return [row for row in updates if row.step == self.comparison.first_step and not row.ranks_agree]
@@ -375,7 +363,7 @@ class AuditContext:
         return gram
 
 
-def _common_factor(rows: Sequence[ComparedRow]) -> float | None:
+def _common_factor(rows: Sequence[compare.ComparedRow]) -> float | None:
     if not rows or any(row.verdict not in ("exact", "wrong scale") for row in rows):
         return None
     # ratios are common if they differ by no more than their errors
@@ -394,9 +382,9 @@ def quoted(names: Sequence[str]) -> str:
     return listed([f"`{name}`" for name in names], at_most=4)
 
 
-def loss_text(value: float | None) -> str:
-    """Format a loss, or ``none``."""
-    return "none" if value is None else f"{value:.6g}"
+def number_text(value: float | None, digits: int = 6) -> str:
+    """Format a number, or ``none``."""
+    return "none" if value is None else f"{value:.{digits}g}"
 
 
 def comma_list(values: Iterable[object]) -> str:

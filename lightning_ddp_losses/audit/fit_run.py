@@ -22,15 +22,7 @@ from typing import Any
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    ModelSummary,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -138,11 +130,11 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
     given = options.pop("callbacks", None) or []
     if isinstance(given, Callback):
         given = [given]
-    callbacks = [callback for callback in given if not isinstance(callback, _LEFT_OUT)]
+    kept = [callback for callback in given if not isinstance(callback, _LEFT_OUT)]
     plugins = _plugins(options.pop("plugins", None), run)
     accumulate = options.pop("accumulate_grad_batches", 1) * run.accumulate
     if not run.accumulate:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, GradientAccumulationScheduler)]
+        kept = [callback for callback in kept if not isinstance(callback, callbacks.GradientAccumulationScheduler)]
     # parts that are switched off, and options without a meaning for a replay
     if "precision" in run.without:
         options["precision"] = "64-true"
@@ -155,7 +147,7 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
         "strategy": _strategy_of(target) if run.ranks else "auto",
         "devices": run.processes,
         "plugins": plugins,
-        "callbacks": [recorder, *callbacks],
+        "callbacks": [recorder, *kept],
         "accumulate_grad_batches": max(1, accumulate),
         "max_steps": run.steps,
         "max_epochs": -1,
@@ -163,7 +155,6 @@ def _trainer_options(target: FitTarget, run: Run, recorder: FitRecorder) -> dict
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
         "default_root_dir": str(recorder.folder),
         "deterministic": options.get("deterministic", target.deterministic or None),
@@ -207,7 +198,13 @@ def _strategy_of(target: FitTarget) -> Any:
 # ---------------------------------------------------------------------- the recording
 
 # callbacks that have no part in an audit
-_LEFT_OUT = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar, Timer)
+_LEFT_OUT = (
+    callbacks.Checkpoint,
+    callbacks.EarlyStopping,
+    callbacks.ModelSummary,
+    callbacks.ProgressBar,
+    callbacks.Timer,
+)
 
 _ADOPTED = "_adopted_losses."
 
@@ -249,7 +246,6 @@ class FitRecorder(Recorder, Callback):
         for name, parameter in pl_module.named_parameters():
             self._wrapped[name] = WrappedParameter.of(parameter, is_hooked=has_hooks)
         self.record.parameter_order = list(self._wrapped)
-        self.record.parameter_count = sum(wrapped.parameter.numel() for wrapped in self._wrapped.values())
         self.record.norms_at_wrap = norm_classes(pl_module)
         self._hook_steps(trainer, pl_module)
         self._hook_backwards(trainer, pl_module)
@@ -293,17 +289,14 @@ class FitRecorder(Recorder, Callback):
             optimizer.register_step_post_hook(record_used)
 
     def _hook_backwards(self, trainer: Trainer, module: LightningModule) -> None:
-        """Count backward calls, those through Lightning and all, and record the gradients after the strategy's own."""
+        """Count backward calls that Lightning's strategy does not make, and record the gradients after its own."""
 
-        def count_lightning() -> None:
-            self.record.lightning_backwards += 1
-
-        def count_any() -> None:
-            self.record.tensor_backwards += 1
+        def count(calls: int) -> None:
+            self.record.foreign_backwards += calls
 
         record_reduced = functools.partial(self._record_fingerprints, "reduced", trainer, module)
-        wrap_function(trainer.strategy, "backward", before=count_lightning, after=record_reduced)
-        wrap_function(Tensor, "backward", before=count_any)
+        wrap_function(trainer.strategy, "backward", before=functools.partial(count, -1), after=record_reduced)
+        wrap_function(Tensor, "backward", before=functools.partial(count, 1))
 
     def _hook_metrics(self, module: LightningModule) -> None:
         """Record metrics that return a value with gradient."""
@@ -376,8 +369,8 @@ class FitRecorder(Recorder, Callback):
     def _describe_fit(self, trainer: Trainer, module: LightningModule) -> None:
         parameters = parameters_by_name(trainer, module)
         # paths of unregistered parameters
-        callbacks = enumerate(trainer.callbacks)  # type: ignore[attr-defined]
-        elsewhere = {f"callbacks[{index}]": each for index, each in callbacks if each is not self}
+        numbered = enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+        elsewhere = {f"callbacks[{index}]": each for index, each in numbered if each is not self}
         paths: dict[int, str] = {}
         for path, found in find_hidden(module, trainer.optimizers, elsewhere).optimised.items():
             paths |= {id(parameter): f"{path}.{name}" for name, parameter in found.named_parameters()}

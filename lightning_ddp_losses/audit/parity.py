@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import seed_everything
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -269,7 +269,7 @@ class _Training(Recorder):
         """Build model and optimizer, from the weights of the ranks' own run, and describe them."""
         if self.dtype is not None:
             torch.set_default_dtype(self.dtype)
-        _seed(_SEED)
+        seed_everything(_SEED, verbose=False)
         model, make_optimizer = self._built()
         model.train()
         if self.run.ranks and self.run.start is None:
@@ -282,7 +282,6 @@ class _Training(Recorder):
         self._check_optimizer()
         named = self._named()
         self.record.parameter_order = list(named)
-        self.record.parameter_count = sum(parameter.numel() for parameter in named.values())
         accumulate, precision = self.target.accumulate, self.target.precision
         self.describe(self.inner, named, [self.optimizer], accumulate=accumulate, precision=precision)
 
@@ -333,7 +332,7 @@ class _Training(Recorder):
         self._build()
         size = max(1, self.target.accumulate * self.run.accumulate)
         batches = self._batches()
-        _seed(_SEED if self.run.seed is None else self.run.seed)
+        seed_everything(_SEED if self.run.seed is None else self.run.seed, verbose=False)
         self._hook_steps()
         for step in range(1, self.run.steps + 1):
             micro_batches = list(islice(batches, size))
@@ -467,8 +466,3 @@ def _as_if_wrapped(model: nn.Module) -> nn.Module:
 
 def _default_optimizer(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.1)
-
-
-def _seed(seed: int) -> None:
-    random.seed(seed)
-    torch.manual_seed(seed)

@@ -37,18 +37,11 @@ LoaderRows = RowCount | list["LoaderRows"]
 """The same for each loader of a ``CombinedLoader``, in its order, if a batch is a nest of one batch for each."""
 
 
-def sum_rows(rows: LoaderRows) -> int:
-    """Add up the samples of all loaders."""
+def rows_by_loader(rows: LoaderRows) -> list[int]:
+    """List the samples of each loader."""
     if isinstance(rows, list):
-        return sum(map(sum_rows, rows))
-    return rows or 0
-
-
-def fewest_rows(rows: LoaderRows) -> int:
-    """Return the samples of the loader that has the fewest."""
-    if isinstance(rows, list):
-        return min(map(fewest_rows, rows), default=0)
-    return rows or 0
+        return list(chain.from_iterable(map(rows_by_loader, rows)))
+    return [rows or 0]
 
 
 @dataclass
@@ -72,7 +65,7 @@ class BatchRecord:
     @property
     def total_rows(self) -> int:
         """Number of samples, of all loaders together."""
-        return sum_rows(self.rows)
+        return sum(rows_by_loader(self.rows))
 
 
 @dataclass
@@ -143,8 +136,7 @@ class RankRecord:
         parameter_count: Elements of all parameters.
         norms_at_wrap: Class of each batch norm when DDP was built.
         norms_in_training: The same at the first batch.
-        lightning_backwards: Backward calls that went through Lightning's strategy.
-        tensor_backwards: All calls of ``Tensor.backward``.
+        foreign_backwards: Calls of ``Tensor.backward`` that did not come from Lightning's strategy.
         metric_losses: Metrics of torchmetrics that returned a value with gradient.
         fingerprints: Fingerprints of the gradients before each step, by stage and name, on ranks only. ``"backward"`` is after backward,
             when DDP has reduced its own. ``"reduced"`` is after the strategy's whole backward, when this package has reduced its own, or
@@ -166,8 +158,7 @@ class RankRecord:
     parameter_count: int = 0
     norms_at_wrap: dict[str, str] = field(default_factory=dict)
     norms_in_training: dict[str, str] = field(default_factory=dict)
-    lightning_backwards: int = 0
-    tensor_backwards: int = 0
+    foreign_backwards: int = 0
     metric_losses: list[str] = field(default_factory=list)
     fingerprints: list[dict[str, dict[str, int]]] = field(default_factory=list)
     parameter_events: dict[str, str] = field(default_factory=dict)
@@ -175,14 +166,6 @@ class RankRecord:
     cut_lines: list[list[str]] = field(default_factory=list)
     module_info: ModuleInfo = field(default_factory=ModuleInfo)
     tensors: dict[tuple[int, Kind], dict[str, Entry]] = field(default_factory=dict)
-
-    def rows_at(self, step: int) -> int:
-        """Count the samples of an optimizer step."""
-        return sum(batch.total_rows for batch in self.batches if batch.step == step)
-
-    def loss_of(self, batch: int) -> float | None:
-        """Return the loss of a batch, None where none was recorded."""
-        return self.losses[batch] if batch < len(self.losses) else None
 
 
 # ---------------------------------------------------------------------- tensors in files

@@ -2,14 +2,21 @@
 
 Fits of a LightningModule (``fit_run``) and other training loops (``parity``) share it. They call it when a step begins, before the
 optimizer steps, and afterwards.
+
+It follows the plan of the run. Counterfactual runs separate causes: random draws, batch statistics or low precision are switched off on
+the ranks and in one process. Perturbed runs move everything by one rounding unit, which measures how far rounding alone moves each
+gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +25,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.audit import ablations
-from lightning_ddp_losses.audit.rank_record import (
-    BatchRecord,
-    Kind,
-    LoaderRows,
-    ModuleCall,
-    ModuleInfo,
-    RankRecord,
-    store_tensor,
-    tensor_digest,
-)
-from lightning_ddp_losses.audit.replay import Run, batch_digest, save_batch
+from lightning_ddp_losses.audit import rank_record
+from lightning_ddp_losses.audit.replay import Run, batch_digest, map_batch_tensors, save_batch
 from lightning_ddp_losses.core import compat, nests
 from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.fingerprint import fingerprints
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
+from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
 
 _LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
@@ -55,22 +55,28 @@ class Recorder:
 
     def __init__(self, run: Run, folder: Path, rank: int) -> None:
         self.run, self.folder, self.rank = run, folder, rank
-        self.record = RankRecord()
+        self.record = rank_record.RankRecord()
         self._trace: CollectiveTrace | None = None  # of the batches that are being trained on
         self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the step to come, by stage
 
-    def write(self, step: int, kind: Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    def write(self, step: int, kind: rank_record.Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         """Store the tensors of one step and kind. None stands for a tensor that does not exist.
 
         Communication: a gather for each tensor that ranks hold in parts.
         """
-        self.record.tensors[step, kind] = {name: store_tensor(tensor, self.folder) for name, tensor in tensors}
+        self.record.tensors[step, kind] = {
+            name: rank_record.store_tensor(tensor, self.folder) for name, tensor in tensors
+        }
 
     def start(self, module: nn.Module, precision: str) -> None:
         """Copy the weights that the ranks started with, move them by one rounding unit if the run asks for it, and store them."""
+        self.record.parameter_count = sum(parameter.numel() for parameter in module.parameters())
         load_start_(module, self.run, self.rank)
         if self.run.perturb is not None:
-            ablations.perturb_module_(module, ablations.unit_roundoff(module, precision), self.run.perturb)
+            unit, generator = unit_roundoff(module, precision), torch.Generator().manual_seed(self.run.perturb)
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    _perturb_(parameter, unit, generator)
         self.write(0, "initial", [*module.named_parameters(), *module.named_buffers()])
 
     def describe(
@@ -87,15 +93,15 @@ class Recorder:
         held = set(map(id, optimized(optimizers).values()))
         modules = {name: child for name, child in module.named_modules() if name}
         drops = compat.DROPOUT_TYPES
-        self.record.module_info = ModuleInfo(
+        self.record.module_info = rank_record.ModuleInfo(
             owners=parameter_owners(module, list(named)),
             unoptimized=[name for name, p in named.items() if p.requires_grad and id(p) not in held],
             module_types={name: f"{type(m).__module__}.{type(m).__qualname__}" for name, m in modules.items()},
             pair_losses=local_pair_losses(module),
             dropout=[name for name, m in modules.items() if isinstance(m, drops) and getattr(m, "p", False)],
             optimizers=[type(optimizer).__name__ for optimizer in optimizers],
-            unit=ablations.unit_roundoff(module, further["precision"]),
-            products=ablations.product_choices(module),
+            unit=unit_roundoff(module, further["precision"]),
+            products=product_choices(module),
             **further,
         )
 
@@ -107,7 +113,7 @@ class Recorder:
             is_traced = self.record.steps + 1 == self.run.trace
             if not is_traced or first is None or not first.is_floating_point():
                 return
-            call = ModuleCall(name, type(layer).__name__, _projections(first))
+            call = rank_record.ModuleCall(name, type(layer).__name__, _projections(first))
             self.record.trace.append(call)
 
             def record_gradient(gradient: Tensor) -> None:
@@ -126,11 +132,11 @@ class Recorder:
         batch, seed = source.load(), self.run.perturb
         if seed is None:
             return batch
-        return ablations.perturb_batch(batch, self.record.module_info.unit, seed * 1000 + index)
+        return perturb_batch(batch, self.record.module_info.unit, seed * 1000 + index)
 
-    def record_batch(self, batch: Any, step: int, rows: LoaderRows, epoch: int = 0) -> None:
+    def record_batch(self, batch: Any, step: int, rows: rank_record.LoaderRows, epoch: int = 0) -> None:
         """Record a batch, and store the user's own: replays will need it."""
-        found = BatchRecord(epoch, step, rows)
+        found = rank_record.BatchRecord(epoch, step, rows)
         if not self.run.plans:
             path = self.folder / f"batch-{self.rank}-{len(self.record.batches)}.pkl"
             save_batch(batch, path)
@@ -141,19 +147,22 @@ class Recorder:
     def conditions(self, module: nn.Module, batches: int = 1) -> Iterator[None]:
         """Switch parts off while some batches are trained on, and record whether they draw random numbers."""
         if "batch_norm" in self.run.without:
-            ablations.batch_norm_to_eval_mode_(module)
+            # batch norm uses its running statistics, and leaves them alone
+            for child in module.modules():
+                if isinstance(child, compat.BATCH_NORM_TYPES):
+                    child.eval()
         if not self.record.used_rng:
             self.record.norms_in_training = norm_classes(module)
         self._stages = {}
-        before = ablations.rng_digest()
+        before = rng_digest()
         with contextlib.ExitStack() as modes:
             if self.record.steps + 1 == self.run.trace and self.run.ranks:
                 self._trace = modes.enter_context(CollectiveTrace())
             if "randomness" in self.run.without:
-                modes.enter_context(ablations.MeanDraws())  # type: ignore[no-untyped-call]
+                modes.enter_context(MeanDraws())  # type: ignore[no-untyped-call]
             yield
         self._trace = None
-        self.record.used_rng += [ablations.rng_digest() != before] * batches
+        self.record.used_rng += [rng_digest() != before] * batches
 
     def record_cuts(self, loss: Tensor | None) -> None:
         """Record the lines that cut the graph of a loss between ranks, in a traced step."""
@@ -237,7 +246,7 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
             if isinstance(tensor, DTensor):  # this rank's part, which no other has to send
                 mesh, placements = tensor.device_mesh, tensor.placements
                 tensor.copy_(distribute_tensor(entry.tensor(), mesh, placements, src_data_rank=None))
-            elif joined is not None or entry.digest != tensor_digest(tensor):
+            elif joined is not None or entry.digest != rank_record.tensor_digest(tensor):
                 tensor.copy_(entry.tensor() if joined is None else joined)
 
 
@@ -307,3 +316,124 @@ def loss_of(output: Any) -> Tensor | None:
     """Return the loss that a step has returned, by itself or in a dict. None if that is no tensor."""
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
+
+
+# ---------------------------------------------------------------------- parts that are switched off
+
+ABLATIONS = {
+    "randomness": "every random draw inside a step replaced by its mean (dropout: identity; noise: zero)",
+    "batch_norm": "batch norm normalises with its running statistics",
+    "precision": "float64",
+    "uneven": "the same rows, divided evenly among the ranks",
+}
+"""Parts that can be switched off, and their replacements."""
+
+
+class MeanDraws(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces random draws by their mean, and so dropout by the identity. Random integers stay random."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, or return the mean of its draws."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        mean = _MEANS.get(func)
+        if mean is None:
+            return func(*args, **kwargs)
+        # the tensor to fill, or the operator's new one
+        in_place = compat.operator_schema(func).name.endswith("_")
+        made = args[0] if in_place else func(*args, **kwargs)
+        arguments = compat.operator_schema(func).arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        given |= {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+        return made.copy_(torch.as_tensor(mean(given)).to(made))
+
+
+_aten = torch.ops.aten
+# operators that draw, with the mean of each as a function of its arguments
+_MEANS: dict[Any, Callable[[dict[str, Any]], Any]] = {
+    _aten.bernoulli_.float: itemgetter("p"),
+    _aten.bernoulli_.Tensor: itemgetter("p"),
+    _aten.bernoulli.default: itemgetter("self"),
+    _aten.bernoulli.p: itemgetter("p"),
+    _aten.normal_.default: itemgetter("mean"),
+    _aten.uniform_.default: lambda given: (given["from"] + given["to"]) / 2,
+    _aten.exponential_.default: lambda given: 1 / given["lambd"],
+    _aten.normal.float_float: itemgetter("mean"),
+    _aten.normal.Tensor_float: itemgetter("mean"),
+    _aten.normal.Tensor_Tensor: itemgetter("mean"),
+    **dict.fromkeys((_aten.randn.default, _aten.randn.generator, _aten.randn_like.default), lambda given: 0.0),
+    **dict.fromkeys((_aten.rand.default, _aten.rand.generator, _aten.rand_like.default), lambda given: 0.5),
+}
+
+
+def rng_digest() -> str:
+    """Digest the random states that a training step may draw from: two that differ mean that something was drawn."""
+    found = hashlib.blake2b(digest_size=12)
+    for generator in global_generators(devices_in_use()):
+        source = random_source(generator)
+        assert source is not None
+        state = source.get_state()
+        found.update(state.numpy().data if isinstance(state, Tensor) else pickle.dumps(state))
+    return found.hexdigest()
+
+
+# ---------------------------------------------------------------------- rounding
+
+_WITH_PRODUCTS = (ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss)
+_ROUNDOFF = {"64": 2.0**-53, "32": 2.0**-24, "16": 2.0**-11, "bf16": 2.0**-8}
+_PIECE = 1 << 20  # elements that are perturbed at a time
+
+
+def unit_roundoff(module: nn.Module, precision: str) -> float:
+    """Return the largest relative rounding error of one operation.
+
+    Args:
+        module: Its parameters' dtypes count where ``precision`` is that of plain float32 training.
+        precision: Lightning's name (``"bf16-mixed"``).
+    """
+    name = precision.split("-", maxsplit=1)[0]
+    if name not in _ROUNDOFF:
+        name = "bf16"  # 8-bit floats and other transformer precisions: at most as good
+    if name != "32":
+        return _ROUNDOFF[name]
+    of_parameters = [torch.finfo(p.dtype).eps / 2 for p in module.parameters() if p.is_floating_point()]
+    unit = max(of_parameters, default=_ROUNDOFF[name])
+    # float64 is never multiplied in less
+    if unit < _ROUNDOFF["32"]:
+        return unit
+    return max([unit, *map(rounding_of, product_choices(module))])
+
+
+def product_choices(module: nn.Module) -> list[ProductChoice]:
+    """Return how the losses inside a module multiply rows, if that is less exact than float32, sorted and without repeats."""
+    found: set[ProductChoice] = {child.products for child in module.modules() if isinstance(child, _WITH_PRODUCTS)}
+    return sorted(found - {"float32", "auto"})
+
+
+@torch.no_grad()
+def _perturb_(tensor: Tensor, unit: float, generator: torch.Generator) -> None:
+    """Move each element by one rounding unit, up or down at random, a piece at a time."""
+    eps = torch.finfo(tensor.dtype).eps
+    step = eps if unit <= eps / 2 else unit  # a factor of 1 + eps / 2 would round to 1
+    pieces: tuple[Tensor, ...] = (tensor,)
+    if tensor.is_contiguous():
+        pieces = tensor.view(-1).split(_PIECE)  # type: ignore[no-untyped-call]
+    for piece in pieces:
+        bits = torch.randint(0, 2, piece.shape, generator=generator, dtype=torch.int8).to(piece.device)
+        signs = (2 * bits - 1).to(piece.dtype)
+        piece.mul_(signs.mul_(step).add_(1))
+
+
+def perturb_batch(batch: Any, unit: float, seed: int) -> Any:
+    """Return the batch with its floating tensors moved by one rounding unit."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def perturbed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        moved = tensor.detach().clone()
+        _perturb_(moved, unit, generator)
+        return moved
+
+    return map_batch_tensors(batch, perturbed)

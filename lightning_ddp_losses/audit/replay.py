@@ -27,15 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import (
-    BatchRecord,
-    LoaderRows,
-    RankRecord,
-    Recording,
-    RowCount,
-    sum_rows,
-    tensor_digest,
-)
+from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.core.nests import children_of, is_array, leaves, rebuild_nest
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
@@ -60,10 +52,10 @@ class Target(abc.ABC):
     """Whether the runs are fits of a LightningModule, not loops."""
 
     @abc.abstractmethod
-    def train(self, run: Run, folder: Path, rank: int) -> RankRecord:
+    def train(self, run: Run, folder: Path, rank: int) -> rank_record.RankRecord:
         """Do one process's part of a run and return its record. The process group, if the run has one, exists."""
 
-    def perform(self, run: Run, folder: Path, rank: int) -> RankRecord:
+    def perform(self, run: Run, folder: Path, rank: int) -> rank_record.RankRecord:
         """Join the ranks if the run has some, train, and leave. Warnings of the run are not shown."""
         world = run.ranks or int(run.group)
         if world:
@@ -92,7 +84,7 @@ class ReplayBatch:
         choose: Chooses rows, for each loader separately. None takes all rows.
     """
 
-    records: Sequence[BatchRecord]
+    records: Sequence[rank_record.BatchRecord]
     choose: Choice | None = None
 
     def load(self) -> Any:
@@ -101,16 +93,16 @@ class ReplayBatch:
         return join_batches(batches, [record.rows for record in self.records], self.choose)
 
     @property
-    def row_count(self) -> LoaderRows:
+    def row_count(self) -> rank_record.LoaderRows:
         """Samples in the batch, as far as the recorded ones tell."""
         return self._count([record.rows for record in self.records])
 
-    def _count(self, rows: Sequence[LoaderRows]) -> LoaderRows:
+    def _count(self, rows: Sequence[rank_record.LoaderRows]) -> rank_record.LoaderRows:
         """Count the rows that are taken, loader by loader."""
         lists = [each for each in rows if isinstance(each, list)]
         if len(lists) == len(rows) and len(set(map(len, lists))) == 1:
             return [self._count(of_loader) for of_loader in zip(*lists, strict=True)]
-        counts = list(map(sum_rows, rows))
+        counts = [sum(rank_record.rows_by_loader(each)) for each in rows]
         return sum(counts) if self.choose is None else len(self.choose(counts))
 
 
@@ -139,7 +131,7 @@ class Run:
     name: str
     ranks: int
     plans: tuple[Plan, ...] = ()
-    start: Recording | None = None
+    start: rank_record.Recording | None = None
     steps: int = 3
     accumulate: int = 1
     without: frozenset[str] = frozenset()
@@ -156,7 +148,7 @@ class Run:
 
 # ---------------------------------------------------------------------- who gets which batches
 
-Column = list[BatchRecord]  # the batches that the ranks had at the same time, in rank order
+Column = list[rank_record.BatchRecord]  # the batches that the ranks had at the same time, in rank order
 Assignment = Callable[[Column], list[list[ReplayBatch]]]  # a column -> batches for each process
 
 
@@ -191,7 +183,9 @@ _ASSIGNMENTS: dict[str, Assignment] = {
 }
 
 
-def plan_replay(recording: Recording, assignment: str | int, *, steps: int, whole_windows: bool) -> tuple[Plan, ...]:
+def plan_replay(
+    recording: rank_record.Recording, assignment: str | int, *, steps: int, whole_windows: bool
+) -> tuple[Plan, ...]:
     """Plan a replay of the batches that the ranks had, one plan for each process.
 
     Args:
@@ -229,7 +223,7 @@ def map_batch_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     return change(tree) if isinstance(tree, Tensor) else tree
 
 
-def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
+def count_rows(tree: Any, hint: rank_record.RowCount = None) -> rank_record.RowCount:
     """Count the samples of a batch, None without any.
 
     Args:
@@ -250,7 +244,7 @@ def count_rows(tree: Any, hint: RowCount = None) -> RowCount:
     return int(most_common)
 
 
-def count_loader_rows(batch: Any, hints: LoaderRows) -> LoaderRows:
+def count_loader_rows(batch: Any, hints: rank_record.LoaderRows) -> rank_record.LoaderRows:
     """Count the samples of a batch loader by loader, as far as its nest is that of the loaders' ``hints``."""
     if not isinstance(hints, list):
         return count_rows(batch, hints)
@@ -260,7 +254,7 @@ def count_loader_rows(batch: Any, hints: LoaderRows) -> LoaderRows:
     return [count_loader_rows(child, hint) for _, child, hint in of_loaders]
 
 
-def _loader_batches(batch: Any, rows: LoaderRows) -> list[tuple[str, Any, LoaderRows]]:
+def _loader_batches(batch: Any, rows: rank_record.LoaderRows) -> list[tuple[str, Any, rank_record.LoaderRows]]:
     """List key, batch and rows of each loader, none if ``rows`` counts those of one loader or does not fit the batch."""
     if not isinstance(rows, list) or not isinstance(batch, (Mapping, list, tuple)) or len(batch) != len(rows):
         return []
@@ -272,7 +266,7 @@ def batch_digest(tree: Any) -> str:
     """Digest all tensors and plain values."""
     found = hashlib.blake2b(digest_size=12)
     for path, leaf in leaves(tree):
-        content = tensor_digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
+        content = rank_record.tensor_digest(leaf) if isinstance(leaf, Tensor) else repr(leaf)
         found.update(f"{path} {content}".encode())
     return found.hexdigest()
 
@@ -295,7 +289,7 @@ def _list_lengths(tree: Any, *, root: bool = True) -> list[int]:
     return found
 
 
-def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
+def _has_sample_lists(tree: Any, rows: rank_record.RowCount) -> bool:
     """Return whether some list holds a sample of any size for each row (images of a detector, boxes)."""
     if isinstance(tree, list) and len(tree) == rows and len(set(map(type, tree))) == 1:
         arrays = [leaf for _, leaf in leaves(tree) if is_array(leaf)]
@@ -304,7 +298,7 @@ def _has_sample_lists(tree: Any, rows: RowCount) -> bool:
     return any(_has_sample_lists(child, rows) for _, child in children_of(tree) or ())
 
 
-def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
+def _are_rows(tree: Any, rows: rank_record.RowCount, sample_lists: bool) -> bool:
     """Return whether a list has one element for each row, and not tensors that hold all rows each (two views)."""
     if not isinstance(tree, list) or len(tree) != rows:
         return False
@@ -316,7 +310,7 @@ def _are_rows(tree: Any, rows: RowCount, sample_lists: bool) -> bool:
 
 def join_batches(
     batches: Sequence[Any],
-    hints: Sequence[LoaderRows] | None = None,
+    hints: Sequence[rank_record.LoaderRows] | None = None,
     choose: Choice | None = None,
     path: str = "batch",
 ) -> Any:
@@ -350,7 +344,7 @@ def join_batches(
     return take_rows(joined, choose(numbers), sum(numbers))
 
 
-def take_rows(batch: Any, places: Sequence[int], hint: RowCount = None) -> Any:
+def take_rows(batch: Any, places: Sequence[int], hint: rank_record.RowCount = None) -> Any:
     """Take the rows at ``places``. Parts that are no rows stay."""
     rows = count_rows(batch, hint)
     sample_lists = _has_sample_lists(batch, rows)
@@ -376,7 +370,7 @@ class _Join:
         counts: Rows in each.
     """
 
-    def __init__(self, batches: Sequence[Any], counts: list[RowCount]) -> None:
+    def __init__(self, batches: Sequence[Any], counts: list[rank_record.RowCount]) -> None:
         self.counts = counts
         pairs = zip(batches, counts, strict=True)
         self.sample_lists = any(_has_sample_lists(batch, count) for batch, count in pairs)
@@ -432,7 +426,7 @@ class _Join:
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return tensor_digest(one) == tensor_digest(other)
+        return rank_record.tensor_digest(one) == rank_record.tensor_digest(other)
     try:
         return bool(one == other)
     except Exception:  # parts that cannot be compared are the same only if they are one object
@@ -492,14 +486,15 @@ def save_batch(batch: Any, path: Path) -> None:
             _BatchPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(stored)
     except Exception as error:
         for where, leaf in leaves(stored):
-            if not _can_pickle(leaf):
+            if not can_pickle(leaf, _BatchPickler):
                 raise _cannot_join(where, "something that can be pickled", [type(leaf).__name__]) from error
         raise
 
 
-def _can_pickle(leaf: Any) -> bool:
+def can_pickle(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bool:
+    """Return whether a value can be sent to a process."""
     try:
-        _BatchPickler(io.BytesIO()).dump(leaf)
+        pickler(io.BytesIO()).dump(value)
     except Exception:
         return False
     return True

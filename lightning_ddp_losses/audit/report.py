@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_ddp_losses.audit.compare import AccumulationParity, ComparedRow, Comparison, StepLoss
-from lightning_ddp_losses.audit.context import Diagnosis
+from lightning_ddp_losses.audit.context import Diagnosis, number_text
 from lightning_ddp_losses.errors import explained_by
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class AuditReport:
         yield from tables
         if self.losses:
             first = self.losses[0]
-            values = ", ".join(map(_loss_cell, first.ranks))
-            mean, one = _loss_cell(first.mean), _loss_cell(first.one)
+            values = ", ".join(map(number_text, first.ranks))
+            mean, one = number_text(first.mean), number_text(first.one)
             yield Text(f"Loss of the first batch: ranks {values}; mean {mean}; one process {one}")
         if self.accumulation is not None:
             yield Text(self.accumulation.sentence())
@@ -260,10 +260,6 @@ def _diagnosis_texts(each: Diagnosis, head: str) -> list[Text]:
     return texts
 
 
-def _loss_cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6g}"
-
-
 def _with_folder(path: Path | str) -> Path:
     """Make the folder of a file."""
     found = Path(path)
@@ -312,19 +308,18 @@ def draw_audit(report: AuditReport) -> Figure:
 def _draw_ratios(axes: Axes, rows: Sequence[ComparedRow], world_size: int) -> None:
     heights = [1.0 if row.noise else _height(row.ratio) for row in rows]
 
-    def scatter(label: str, chosen: Sequence[bool], **style: Any) -> None:
-        at = [i for i, is_chosen in enumerate(chosen) if is_chosen]
+    def scatter(label: str, at: Sequence[int], **style: Any) -> None:
         if at:
             axes.scatter(at, [heights[i] for i in at], label=f"{label} ({len(at)})", **style)
 
     # a mark for each verdict, and a ring if the ranks differ
     for verdict, (marker, color) in _MARKS.items():
-        chosen = [row.verdict == verdict and not row.noise for row in rows]
-        scatter(verdict, chosen, marker=marker, color=color, s=62, zorder=3)
+        at = [i for i, row in enumerate(rows) if row.verdict == verdict and not row.noise]
+        scatter(verdict, at, marker=marker, color=color, s=62, zorder=3)
     hollow = {"facecolors": "white", "edgecolors": "tab:blue", "s": 62, "zorder": 3}
-    scatter("zero up to rounding", [row.noise for row in rows], **hollow)
+    scatter("zero up to rounding", [i for i, row in enumerate(rows) if row.noise], **hollow)
     ring = {"facecolors": "none", "edgecolors": "black", "s": 190, "zorder": 2}
-    scatter("ranks disagree", [not row.ranks_agree for row in rows], **ring)
+    scatter("ranks disagree", [i for i, row in enumerate(rows) if not row.ranks_agree], **ring)
     # ratios that are usual: equal, W times, 1/W
     W = float(world_size)
     for value, name in ((1.0, "1 (one process)"), (W, f"{W:g} (W)"), (1 / W, f"1/{W:g} (1/W)")):
@@ -349,16 +344,13 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditRepo
         return False
     names = [_shortened(report.name(row.parameter)) for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
-    any_brown = False
-    for label, row in zip(axes.get_xticklabels(), rows, strict=False):
+    for i, (label, row) in enumerate(zip(axes.get_xticklabels(), rows, strict=False)):
         if row.owner != "encoder":
             label.set_color("tab:brown")
-            any_brown = True
-    for i, row in enumerate(rows):
         if row.verdict == "wrong direction" and math.isfinite(row.cosine):
             text, place = f"cos {row.cosine:.2f}", (i, _height(row.ratio))
             axes.annotate(text, place, xytext=(0, 8), textcoords="offset points", ha="center", fontsize=7)
-    return any_brown
+    return any(row.owner != "encoder" for row in rows)
 
 
 def _height(ratio: float) -> float:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
-from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, loss_text, quoted
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, number_text, quoted
 from lightning_ddp_losses.audit.rank_record import Entry
 from lightning_ddp_losses.audit.replay import load_batch, row_digests
 from lightning_ddp_losses.core.autograd_graph import fault_of_event
@@ -72,7 +72,7 @@ def accumulation_factor(context: AuditContext) -> Iterator[Diagnosis]:
     factor = context.accumulation_factor()
     for which, value in (("A", size), ("1/A", 1 / size), ("1/A**2", 1 / size**2)):
         if _is_factor(factor, value):
-            yield context.diagnosis("F18", "accumulation", which=which, accumulate=size, factor=_factor_text(factor))
+            yield context.diagnosis("F18", "accumulation", which=which, accumulate=size, factor=number_text(factor, 4))
 
 
 def never_reduced(context: AuditContext) -> Iterator[Diagnosis]:
@@ -146,7 +146,7 @@ def changed_after_wrap(context: AuditContext) -> Iterator[Diagnosis]:
 
 def own_backward(context: AuditContext) -> Iterator[Diagnosis]:
     """F09, F10: a backward that DDP does not know of."""
-    calls = context.record.tensor_backwards - context.record.lightning_backwards
+    calls = context.record.foreign_backwards
     if context.desynchronized and calls > 0:
         fault = "F09" if context.info.automatic else "F10"
         yield context.diagnosis(fault, calls=calls, names=context.names(context.desynchronized))
@@ -318,8 +318,8 @@ def not_finite(context: AuditContext) -> Iterator[Diagnosis]:
         gradients = f"Not finite on rank {odd[0].rank} or in one process, but not in both: {context.names(odd)}. "
     if batch is not None:
         # the loss that was not finite, of several micro-batches the first
-        values = [loss_text(record.loss_of(batch)) for record in context.ranks.records]
-        losses = comma_list(f"rank {rank} {value}" for rank, value in enumerate(values))
+        values = enumerate(context.losses[batch].ranks)
+        losses = comma_list(f"rank {rank} {number_text(value)}" for rank, value in values)
         yield context.diagnosis("F79", gradients=gradients, batch=batch, losses=losses)
     elif odd:
         yield context.diagnosis("F79", "backward", gradients=gradients)
@@ -333,7 +333,7 @@ def metric_as_loss(context: AuditContext) -> Iterator[Diagnosis]:
     metrics = context.record.metric_losses
     factor, _ = context.factors
     if metrics and _is_factor(factor, 1 / context.W):
-        yield context.diagnosis("F27", metric=metrics[0], factor=_factor_text(factor))
+        yield context.diagnosis("F27", metric=metrics[0], factor=number_text(factor, 4))
 
 
 def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
@@ -342,7 +342,7 @@ def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
     if _is_factor(encoder, 1.0) and _is_factor(losses, float(context.W)):
         rows = [row for row in context.rows if row.owner != "encoder"]
         source = context.pml_wrapper or "The loss"
-        yield context.diagnosis("F24", about=rows, factor=_factor_text(losses), source=source)
+        yield context.diagnosis("F24", about=rows, factor=number_text(losses, 4), source=source)
 
 
 def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
@@ -350,7 +350,7 @@ def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
     encoder, losses = context.factors
     losses_fit = losses is None or _is_factor(losses, 1.0) or _is_factor(losses, 1 / context.W)
     if losses_fit and _is_factor(encoder, 1 / context.W):
-        yield context.diagnosis("F20", encoder=_factor_text(encoder), losses=_factor_text(losses))
+        yield context.diagnosis("F20", encoder=number_text(encoder, 4), losses=number_text(losses, 4))
 
 
 def graph_cut(context: AuditContext) -> Iterator[Diagnosis]:
@@ -366,7 +366,7 @@ def double_scaling(context: AuditContext) -> Iterator[Diagnosis]:
     encoder, losses = context.factors
     W = float(context.W)
     if _is_factor(encoder, W) or _is_factor(encoder, W**2):
-        yield context.diagnosis("F21", encoder=_factor_text(encoder), losses=_factor_text(losses))
+        yield context.diagnosis("F21", encoder=number_text(encoder, 4), losses=number_text(losses, 4))
 
 
 def own_rows_first(context: AuditContext) -> Iterator[Diagnosis]:
@@ -374,7 +374,7 @@ def own_rows_first(context: AuditContext) -> Iterator[Diagnosis]:
     if context.used_rng or not context.wrong or context.desynchronized or context.is_local_mean:
         return
     if not context.against_one("reversed").equal:
-        losses = comma_list(map(loss_text, context.losses_at(context.step)))
+        losses = comma_list(map(number_text, context.losses_at_step))
         yield context.diagnosis("F26", losses=losses, wrapper=context.pml_wrapper or "none")
 
 
@@ -454,14 +454,14 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
     if context.keeps_gradients_of_exchanged_rows:
         yield _counts_by_place(context)
         return
-    losses = context.losses_at(context.step)
+    losses = context.losses_at_step
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
     cosine = min(row.cosine for row in context.wrong)
-    shown = comma_list(map(loss_text, losses))
+    shown = comma_list(map(number_text, losses))
     found = f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {shown}"
-    of_one = context.one.records[0].loss_of(0)
+    of_one = context.one.records[0].losses[0]
     if context.step == 1 and of_one is not None:
-        found += f", on the concatenated embeddings {loss_text(of_one)}"
+        found += f", on the concatenated embeddings {number_text(of_one)}"
     if without_pairs:
         yield context.diagnosis("F31", found=found, rank=without_pairs[0])
     elif context.info.pair_losses:
@@ -491,10 +491,6 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
 
 def _is_factor(ratio: float | None, value: float) -> bool:
     return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
-
-
-def _factor_text(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
 
 
 DATA_RULES: tuple[Rule, ...] = (identical_batches, repeated_rows, sampler_shuffled_apart, accumulation_factor)

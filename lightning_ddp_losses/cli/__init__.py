@@ -15,11 +15,9 @@ Configs name the modules, data modules and encoders of ``demo`` by the paths tha
 """
 
 from lightning_ddp_losses.cli.app import LossCLI, main
-from lightning_ddp_losses.demo import (
-    ArrayDataModule,
-    CellsDataModule,
-    CellsEncoder,
-    DigitsDataModule,
+from lightning_ddp_losses.demo.cells import CellsDataModule, CellsEncoder
+from lightning_ddp_losses.demo.data import ArrayDataModule, DigitsDataModule
+from lightning_ddp_losses.demo.module import (
     DigitsEncoder,
     EmbeddingModule,
     MLPEncoder,

@@ -5,27 +5,3 @@
 * ``module``: ``EmbeddingModule``, ``RegressionModule``, ``SelfDistillationModule``, which learns without labels, and two encoders.
 * ``evaluation``: retrieval metrics of the whole held-out set, and the module that logs them.
 """
-
-from lightning_ddp_losses.demo.cells import CellsDataModule, CellsEncoder
-from lightning_ddp_losses.demo.data import ArrayDataModule, DigitsDataModule
-from lightning_ddp_losses.demo.module import (
-    DigitsEncoder,
-    EmbeddingModule,
-    MLPEncoder,
-    RegressionModule,
-    SelfDistillationModule,
-    slant,
-)
-
-__all__ = [
-    "ArrayDataModule",
-    "CellsDataModule",
-    "CellsEncoder",
-    "DigitsDataModule",
-    "DigitsEncoder",
-    "EmbeddingModule",
-    "MLPEncoder",
-    "RegressionModule",
-    "SelfDistillationModule",
-    "slant",
-]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ddp_losses.testing.rank_pool import PRELOAD
+from lightning_ddp_losses.testing import PRELOAD
 from tests.processes import free_port
 
 

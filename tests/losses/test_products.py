@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
-from lightning_ddp_losses.audit.ablations import product_choices, unit_roundoff
+from lightning_ddp_losses.audit.recorder import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.products import RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool

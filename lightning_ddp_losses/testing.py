@@ -1,6 +1,19 @@
-"""Rank processes that stay alive for a whole test run: `pool.run(W, fn)` calls `fn` on W ranks of a gloo group.
+"""Tests on several ranks, for pytest: rank processes that live for a whole test run, and `parity` as an assertion.
 
-Starting processes for each test costs seconds. A task for a living pool costs a millisecond. Workers come from a
+A conftest asks for the plugin, as importing this package in every run of pytest would cost seconds::
+
+    pytest_plugins = ["lightning_ddp_losses.testing"]
+
+Then::
+
+    def test_my_loop(ddp_ranks):
+        ddp_ranks(3).assert_parity(build, step, batches)
+
+    def test_my_collective(ddp_ranks):
+        assert ddp_ranks(2).run(torch.distributed.get_rank) == [0, 1]
+
+Below both is the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test costs
+seconds. A task for a living pool costs a millisecond. Workers come from a
 forkserver that has torch and lightning loaded, meet through a file (no ports), and talk to the test through one pipe each.
 A group of ranks is one *generation*: after a failure, or when W changes, the next task brings a new generation and every
 rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
@@ -29,18 +42,23 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from lightning_ddp_losses.audit.worker import Failure, Worker, collect_answers, redirect_output
+from lightning_ddp_losses.audit import AuditReport, parity
+from lightning_ddp_losses.audit.replay import can_pickle
+from lightning_ddp_losses.audit.runs import Failure, Worker, collect_answers, redirect_output
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
+
+__all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]
 
 GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
 # more than the time after which a group gives up: a peer's time-out is an error, not a hang
@@ -251,17 +269,9 @@ def _sendable(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         return pickle.dumps((fn, args, kwargs))
     except Exception as error:
         parts = {"the function": fn} | {f"argument {i}": arg for i, arg in enumerate(args)} | kwargs
-        odd = next((f"{name}, {part!r}" for name, part in parts.items() if not _can_pickle(part)), "the call")
+        odd = next((f"{name}, {part!r}" for name, part in parts.items() if not can_pickle(part)), "the call")
         fix = "Write the function at the top of a module, and give it what can be pickled."
         raise ConfigurationError("ranks", expected="what can be sent to a process", got=odd, fix=fix) from error
-
-
-def _can_pickle(part: Any) -> bool:
-    try:
-        pickle.dumps(part)
-    except Exception:
-        return False
-    return True
 
 
 def _account(title: str, replies: Sequence[Any]) -> str:
@@ -410,3 +420,59 @@ def _describe(error: BaseException, rank: int, seconds: float) -> RankError:
         seconds=seconds,
         traceback="".join(traceback.format_exception(error))[-6000:],
     )
+
+
+# ---------------------------------------------------------------------- for tests
+
+
+class Ranks:
+    """A number of ranks, for one test.
+
+    Args:
+        pool: The processes.
+        count: Number of ranks.
+    """
+
+    def __init__(self, pool: RankPool, count: int) -> None:
+        self._pool, self.count = pool, count
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on each rank of a gloo group and return the results in rank order.
+
+        Args:
+            fn: A function of a module: it is sent to processes.
+            *args: Its arguments.
+            **kwargs: Its arguments by name.
+
+        Raises:
+            RankFailure: a rank raised, died or hangs. Each rank's story is in the text.
+        """
+        __tracebackhide__ = True
+        return self._pool.run(self.count, fn, *args, **kwargs)
+
+    def assert_parity(
+        self, build: Callable[[], Any], step: Callable[..., Any] | None = None, batches: Any = None, **options: Any
+    ) -> AuditReport:
+        """Fail the test if a loop on these ranks is not that of one process. The arguments are those of ``parity``.
+
+        Raises:
+            AssertionError: with the report as its text.
+        """
+        __tracebackhide__ = True
+        report = parity(build, step, batches, ranks=self.count, **options)
+        report.raise_if_different()
+        return report
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[RankPool]:
+    """Return the rank processes of this test run."""
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def ddp_ranks(pool: RankPool) -> Callable[[int], Ranks]:
+    """Return a function from a number of ranks to ``Ranks``."""
+    return lambda count: Ranks(pool, count)
