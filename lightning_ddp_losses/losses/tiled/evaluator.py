@@ -537,7 +537,7 @@ class TiledForward:
         for found, factor, sign in zip(self._grad_sums, factors, self._pair_loss.grad_signs, strict=True):
             for total, sums in zip(totals, found, strict=True):
                 if total is not None and sums is not None:
-                    total.add_(sums * factor.to(sums.dtype), alpha=times * sign)
+                    total.addcmul_(sums, factor.to(sums.dtype), value=times * sign)
 
     def _add_tiles_(self, column_stats: Tensor | None, factors: Sequence[Tensor], totals: GradSums) -> None:
         """Add the gradients of all tiles. Arguments as for ``_gradients``."""

@@ -32,7 +32,7 @@ _CLOSE = 0.65  # log-sum-exps are so close, in units of the largest exponent, th
 # ---------------------------------------------------------------------- pytorch-metric-learning's reducers on numbers of rows
 
 
-def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[PartialSum, Tensor]:
+def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> tuple[PartialSum, Tensor | None]:
     """Reduce one loss per row.
 
     Args:
@@ -41,9 +41,9 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         labels: (B,), for class weights.
 
     Returns:
-        The sum, and (B,) how much each row's loss counts in it.
+        The sum, and (B,) how much each row's loss counts in it. None: 1.
     """
-    counts, number = torch.ones_like(losses), host_number(losses.numel())
+    counts, number = None, host_number(losses.numel())
     passed = above = number
     if reduction.selects:
         counts = reduction.passes(losses).to(losses.dtype)
@@ -55,12 +55,15 @@ def reduce_rows(reduction: Reduction, losses: Tensor, labels: Tensor | None) -> 
         # class weights weigh the sum and leave the divisor alone, as PML does
         assert labels is not None
         counts = reduction.weights.to(losses)[labels]
+    weighted = losses if counts is None else losses * counts
     divisor = None if reduction.plain_sum else passed
     element_counts = ElementCounts(number, passed, above, number)
-    return PartialSum((losses * counts).sum(dtype=torch.float64), divisor, counts=element_counts), counts
+    return PartialSum(weighted.sum(dtype=torch.float64), divisor, counts=element_counts), counts
 
 
-def reduce_pairs(reduction: Reduction, numbers: Sequence[Tensor], labels: Tensor | None) -> tuple[PartialSum, Tensor]:
+def reduce_pairs(
+    reduction: Reduction, numbers: Sequence[Tensor], labels: Tensor | None
+) -> tuple[PartialSum, Tensor | None]:
     """Reduce a sub-loss over pairs (or triplets).
 
     Args:
@@ -70,15 +73,15 @@ def reduce_pairs(reduction: Reduction, numbers: Sequence[Tensor], labels: Tensor
         labels: (B,), for class weights.
 
     Returns:
-        The sum, and (B,) how much a passing pair of each row counts in it.
+        The sum, and (B,) how much a passing pair of each row counts in it. None: 1.
     """
     total, number, *recorded = numbers
     if reduction.per_anchor:
         pairs = number.clamp(min=1)
         anchors, counts = reduce_rows(reduction, total / pairs, labels)
         element_counts = anchors.counts._replace(pairs=number.sum(dtype=torch.float64))
-        return replace(anchors, counts=element_counts), counts / pairs
-    counts = torch.ones_like(total)
+        return replace(anchors, counts=element_counts), pairs.reciprocal() if counts is None else counts / pairs
+    counts = None
     if reduction.weights is not None and labels is not None:
         counts = reduction.weights.to(total)[labels]
         total = total * counts
@@ -269,7 +272,10 @@ class SoftmaxPairLoss(PairLoss):
             if highest - lowest < _CLOSE * math.log(torch.finfo(lowest.dtype).max):
                 factors = [count * (highest - each).exp_() for each, count in zip(lses, counts, strict=True)]
                 return *factors, -highest.expand(len(lses[1]))
-        return [count.log() - each for each, count in zip(lses, counts, strict=True)]
+        offsets = [counts[0].log() - lses[0]]
+        if len(stats) == 2:
+            offsets.append(offsets[0] if stats[1] is stats[0] else counts[1].log() - lses[1])
+        return offsets
 
 
 def _column(stats: Sequence[Tensor], index: int) -> list[Tensor]:
@@ -301,7 +307,11 @@ class NTXent(SoftmaxPairLoss):
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
         lse, pull, *sums = numbers
         total, counts = reduce_pairs(self.reductions[0], sums, labels)
-        return [total], torch.stack([lse, pull * counts, counts], 1)
+        if counts is None:
+            counts = torch.ones_like(pull)
+        else:
+            pull = pull * counts
+        return [total], torch.stack([lse, pull, counts], 1)
 
     def terms_of(self, stats: Sequence[Tensor]) -> list[formulas.Term]:
         found = [self.softmax_of(stats, 0), _column(stats, 0)]
@@ -340,6 +350,8 @@ class SupCon(SoftmaxPairLoss):
         number = number.clamp(min=1)
         losses = (above - positive_sum / number).masked_fill_(has_none, 0)
         total, counts = reduce_rows(self.reductions[0], losses, labels)
+        if counts is None:
+            counts = torch.ones_like(losses)
         counts = counts.masked_fill(has_none, 0)
         return [total], torch.stack([maximum + above, counts, counts / number], 1)
 
@@ -373,6 +385,8 @@ class MultiSimilarity(SoftmaxPairLoss):
         positive_lse = highest + positive_softmax.reciprocal().log()
         losses = positive_lse / self.loss.alpha + (maximum - self._base + above) / self.loss.beta
         total, counts = reduce_rows(self.reductions[0], losses, labels)
+        if counts is None:
+            counts = torch.ones_like(losses)
         # of the positives, relative to the entries themselves
         return [total], torch.stack([maximum + above, counts, positive_lse + self._base * self._ratio], 1)
 
@@ -412,7 +426,9 @@ class Contrastive(PairLoss):
         negatives, negative_counts = reduce_pairs(self.reductions[1], numbers[half:], labels)
         if self.grad_in_forward:
             return [positives, negatives], self.like.new_empty((len(numbers[0]), 0))
-        return [positives, negatives], torch.stack([positive_counts, negative_counts], 1)
+        ones = torch.ones_like(numbers[0])
+        stats = [ones if counts is None else counts for counts in (positive_counts, negative_counts)]
+        return [positives, negatives], torch.stack(stats, 1)
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
         both = stack_numbers(factors, row_stats).to(row_stats.dtype)
@@ -451,11 +467,15 @@ class TripletMargin(PairLoss):
         return numbers, [grad] if with_grads else []
 
     def finalize(self, numbers: formulas.Numbers, labels: Tensor | None) -> tuple[list[PartialSum], Tensor]:
-        total, self._counts = reduce_pairs(self.reductions[0], (-numbers[0], *numbers[1:]), labels)
+        total, counts = reduce_pairs(self.reductions[0], (-numbers[0], *numbers[1:]), labels)
+        self._counts = counts
         return [total], self.like.new_empty((len(numbers[0]), 0))
 
     def prepare_backward(self, row_stats: Tensor, column_stats: Tensor | None, factors: Sequence[Tensor]) -> None:
-        self._row_counts = (self._counts * factors[0]).to(self.like.dtype)
+        if self._counts is not None:
+            self._row_counts = self._counts * factors[0]
+        else:
+            self._row_counts = stack_numbers(factors, self.like).to(self.like.dtype).expand(len(row_stats))
 
     def grad(self, tile: Tile) -> Tensor:
         _, grad = self._triplets(tile)
