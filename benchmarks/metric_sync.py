@@ -29,7 +29,7 @@ from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import differentiable, synced
-from lightning_ddp_losses.core.nests import tensors_in
+from lightning_ddp_losses.core.inputs import tensors_in
 from tests.counting import CountCollectives
 
 __all__ = ["main"]

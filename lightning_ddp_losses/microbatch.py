@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from lightning_ddp_losses.core import compat, nests, precision
+from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -78,7 +78,7 @@ class _Pieces:
     @eager_recursive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # 1. rows of the batch
-        rows = next((tensor.shape[0] for tensor in nests.tensors_in((args, kwargs)) if tensor.ndim), None)
+        rows = next((tensor.shape[0] for tensor in inputs.tensors_in((args, kwargs)) if tensor.ndim), None)
         if rows is None:
             raise InputError("microbatched", expected="a batch along dim 0", got="no tensor with rows")
         self._refuse_batch_norm()
@@ -109,7 +109,7 @@ class _Pieces:
         piece = slice(0, min(rows, self.chunk_size - 1 or 2))
         piece_args, piece_kwargs = _cut((args, kwargs), rows, piece)
         with torch.no_grad(), preserve_random_state(global_generators(devices_in_use())):
-            for tensor in nests.tensors_in(self._run(versions, piece_args, piece_kwargs)):
+            for tensor in inputs.tensors_in(self._run(versions, piece_args, piece_kwargs)):
                 if tensor.shape[:1] != (piece.stop,):
                     raise _without_rows(tensor, f"({piece.stop}, ...)", piece.stop)
         self._has_rows_first = True
@@ -256,7 +256,7 @@ class _Joined:
 
     def add(self, result: Any, piece: slice) -> None:
         """Take the result of the next piece."""
-        tensors, size = list(nests.tensors_in(result)), piece.stop - piece.start
+        tensors, size = list(inputs.tensors_in(result)), piece.stop - piece.start
         # 1. the first result shows the form of the whole
         if not self._sizes:
             self._form = _rebuilt(_placeholder, result)

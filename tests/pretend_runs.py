@@ -34,7 +34,7 @@ from lightning_ddp_losses import (
     SigLipLoss,
     differentiable,
 )
-from lightning_ddp_losses.core.nests import map_tensors, tensors_in
+from lightning_ddp_losses.core.inputs import map_tensors, tensors_in
 from lightning_ddp_losses.distributed import fingerprint
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 from lightning_ddp_losses.losses import products

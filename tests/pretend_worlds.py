@@ -33,7 +33,7 @@ from lightning_ddp_losses import (
     differentiable,
     global_mean,
 )
-from lightning_ddp_losses.core.nests import map_tensors
+from lightning_ddp_losses.core.inputs import map_tensors
 from tests import pretend_device, pretend_ranks
 from tests.devices import Counting, Device
 from tests.pretend_fits import handshakes

@@ -252,7 +252,7 @@ def test_private_names_of_other_libraries_are_read_in_one_place() -> None:
 NAMES_OF_CUDA = {
     "audit/api.py": "what a user calls an accelerator of Lightning's",
     "audit/runs.py": "a process that has used CUDA cannot be forked",
-    "core/forward_patch.py": "CUDA's graphs",
+    "core/inputs.py": "CUDA's graphs",
     "testing.py": "each kind of accelerator is asked whether it is there",
 }
 

@@ -27,7 +27,7 @@ from lightning_ddp_losses.audit.rank_record import RankRecord, tensor_digest
 from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Run, Target, count_rows, map_batch_tensors, take_rows
 from lightning_ddp_losses.audit.report import AuditReport
-from lightning_ddp_losses.core.nests import children_of, leaves, rebuild_nest
+from lightning_ddp_losses.core.inputs import children_of, leaves, rebuild_nest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 

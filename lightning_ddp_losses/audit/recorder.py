@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.audit.replay import Run, batch_digest, map_batch_tensors, save_batch
-from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
@@ -109,7 +109,7 @@ class Recorder:
         """In the step that is traced, record a few numbers for each row of each layer's output and of its gradient."""
 
         def record_call(name: str, layer: nn.Module, args: Any, output: Any) -> None:
-            first = next(iter(nests.tensors_in(output)), None)
+            first = next(iter(inputs.tensors_in(output)), None)
             is_traced = self.record.steps + 1 == self.run.trace
             if not is_traced or first is None or not first.is_floating_point():
                 return

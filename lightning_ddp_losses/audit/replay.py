@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.audit import rank_record
-from lightning_ddp_losses.core.nests import children_of, is_array, leaves, rebuild_nest
+from lightning_ddp_losses.core.inputs import children_of, is_array, leaves, rebuild_nest
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import InputError, expect
 

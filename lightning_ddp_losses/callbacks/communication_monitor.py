@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import DDPSnapshot
-from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.core import compat, inputs
 
 _FIRST_STEP = 2  # before it DDP still sorts its buckets
 
@@ -175,7 +175,7 @@ class CollectiveWatch(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
     def _note(self, func: Any, args: Any) -> CollectiveCall:
         """Record the start of a collective."""
         kind = compat.operator_schema(func).name.rpartition("::")[2].strip("_")
-        tensors = {id(tensor): tensor for tensor in nests.tensors_in(args)}
+        tensors = {id(tensor): tensor for tensor in inputs.tensors_in(args)}
         num_bytes = sum(_bytes_of(tensor) for tensor in tensors.values())
         call = CollectiveCall(kind, num_bytes, time.perf_counter())
         self.calls.append(call)

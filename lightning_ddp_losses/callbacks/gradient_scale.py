@@ -34,7 +34,7 @@ from torch.nn.parameter import is_lazy
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
 from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
-from lightning_ddp_losses.core import compat, nests, precision
+from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -233,7 +233,7 @@ class _Trial:
             try:
                 self._pristine = _double_(copy.deepcopy(module))
                 floating = precision.cast_floating(copy.deepcopy(batch), torch.float64)
-                self._batch = nests.map_tensors(_as_double, floating)
+                self._batch = inputs.map_tensors(_as_double, floating)
             except Exception:  # without a copy there is no trial
                 self.is_ready = False
 

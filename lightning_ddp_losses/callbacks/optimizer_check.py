@@ -17,7 +17,7 @@ from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differin
 from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, shown_names
 from lightning_ddp_losses.callbacks.replicas import is_replicated, optimizer_parameters
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
-from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.module_search import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
@@ -224,4 +224,4 @@ def _hidden_parameters(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{name}", parameter) for name, parameter in inner.named_parameters())
     for key, value in vars(module).items():
         if not key.startswith("_"):
-            yield from nests.leaves(value, f"self.{key}")
+            yield from inputs.leaves(value, f"self.{key}")

@@ -1,9 +1,8 @@
 """Functions of one rank, without its peers (torch only).
 
 * ``precision``: the precision of a loss. Parameters that a precision plugin would halve
-* ``nests``: tensors in nested containers: by path, changed, rebuilt
 * ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
-* ``inputs``: inputs of a loss, refused with a message before the loss fails on an index
+* ``inputs``: nests of tensors by path, changed, rebuilt. Inputs of a call, refused with a message before the call fails on them
 * ``forward_patch``: another method in a module's place for the length of a fit
 * ``module_search``: modules that a module holds without having registered them
 * ``configuration``: a loss's configuration as text, to compare between ranks

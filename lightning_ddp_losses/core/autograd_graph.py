@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, nests, precision
+from lightning_ddp_losses.core import compat, inputs, precision
 
 _recent_global_values: deque[Tensor] = deque(maxlen=8)
 _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
@@ -261,13 +261,13 @@ def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[
         parameters: The loss's trainable parameters.
         given: The loss's inputs. The search for parameters ends there.
     """
-    outputs = [tensor for tensor in nests.tensors_in(result) if tensor.is_floating_point()]
+    outputs = [tensor for tensor in inputs.tensors_in(result) if tensor.is_floating_point()]
     missing = _not_reached(outputs, given, parameters) if parameters and outputs else []
     if not missing:
         return result
     if isinstance(result, Tensor):
         return _AttachZeroGrad.apply(result, *missing)  # type: ignore[no-untyped-call]
-    return nests.map_tensors(lambda item: attach_zero_grad(item, parameters, given), result)
+    return inputs.map_tensors(lambda item: attach_zero_grad(item, parameters, given), result)
 
 
 def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -14,38 +14,6 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import nn
 
-from lightning_ddp_losses.errors import ConfigurationError
-
-
-def is_capturing() -> bool:
-    """Return whether the kernels of this thread are recorded instead of run."""
-    # the question is an error where torch is built without CUDA
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
-
-
-def refuse_capture(title: str) -> None:
-    """Refuse a call inside a capture.
-
-    Args:
-        title: Name of the called function in the message.
-
-    Raises:
-        ConfigurationError: inside ``torch.cuda.graph`` and what uses it.
-    """
-    if is_capturing():
-        raise capture_error(title)
-
-
-def capture_error(title: str) -> ConfigurationError:
-    """Return the error of a call inside a capture."""
-    return ConfigurationError(
-        f"{title}: captured graph",
-        expected="a call that runs each time, since ranks exchange messages on the host",
-        got='a call inside torch.cuda.graph, torch.cuda.make_graphed_callables or torch.compile(mode="reduce-overhead")',
-        fix="Capture the encoder alone and call this outside of it, or compile with mode='default'.",
-    )
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

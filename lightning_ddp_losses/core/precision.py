@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.core import compat, inputs
 
 _CROSS_BATCH_MEMORY = "pytorch_metric_learning.losses.cross_batch_memory.CrossBatchMemory"
 
@@ -60,7 +60,7 @@ class CallTensors:
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallTensors:
         """Walk over a module and its arguments."""
         modules = modules_of(module)
-        return cls(nests.tensors_in((args, kwargs)), modules, parameters_in(modules))
+        return cls(inputs.tensors_in((args, kwargs)), modules, parameters_in(modules))
 
     def are_on_one_device(self, others: Iterable[Tensor] = ()) -> bool:
         """Return whether all tensors with a dimension, all parameters and some other tensors lie on one device."""
@@ -152,7 +152,7 @@ def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
             done[id(tensor)] = tensor.to(dtype)
         return done[id(tensor)]
 
-    return nests.map_tensors(cast, tree)
+    return inputs.map_tensors(cast, tree)
 
 
 _switched_off: list[None] = []  # one for each block, inside another, that has switched autocast off

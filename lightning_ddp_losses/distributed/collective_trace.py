@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.distributed import process_groups
 
 _OURS = Path(__file__).parents[1]
@@ -102,22 +102,22 @@ class CollectiveTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call
         kwargs = kwargs or {}
         if compat.reads_scalar(func) and not isinstance(args[0], Tensor):
             return args[0]  # torch hands a number that autograd has saved to a mode as the number itself (torch 2.13)
-        marks = _Marks().union(*map(self._marks_of, nests.tensors_in((args, kwargs))))
+        marks = _Marks().union(*map(self._marks_of, inputs.tensors_in((args, kwargs))))
         result = func(*args, **kwargs)
         name = compat.operator_schema(func).name.rpartition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.names.append(name)
             self._see_collective(func.namespace, name, args, result)
         elif marks:
-            self._add_marks(nests.tensors_in(result), marks)
+            self._add_marks(inputs.tensors_in(result), marks)
         return result
 
     def _see_collective(self, namespace: str, name: str, args: tuple[Any, ...], result: Any) -> None:
         """Remember a collective of the user's that gets a tensor with a graph, and mark its result."""
         # outputs are the result, or the first argument. Without a second one they are the inputs too
-        first, second = nests.tensors_in(args[:1]), nests.tensors_in(args[1:2])
-        inputs, outputs = (first, nests.tensors_in(result)) if namespace != "c10d" else (second or first, first)
-        with_graph = [tensor for tensor in inputs if tensor.is_floating_point() and _GRAPH in self._marks_of(tensor)]
+        first, second = inputs.tensors_in(args[:1]), inputs.tensors_in(args[1:2])
+        sources, outputs = (first, inputs.tensors_in(result)) if namespace != "c10d" else (second or first, first)
+        with_graph = [tensor for tensor in sources if tensor.is_floating_point() and _GRAPH in self._marks_of(tensor)]
         is_inference = any(tensor.is_inference() for tensor in outputs)  # no graph takes these
         line = _users_line() if with_graph and not is_inference and "broadcast" not in name else ""
         if not line:

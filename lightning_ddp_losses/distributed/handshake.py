@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat, precision
-from lightning_ddp_losses.core.forward_patch import capture_error, is_capturing
+from lightning_ddp_losses.core.inputs import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.headers import (
     CALL,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import process_groups
@@ -106,7 +106,7 @@ class UpstreamGradWatch:
             scale: Factor, as in ``with_scaled_gradient``.
         """
         self._everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
-        return nests.map_tensors(lambda tensor: self._watch(with_scaled_gradient(tensor, scale)), value)
+        return inputs.map_tensors(lambda tensor: self._watch(with_scaled_gradient(tensor, scale)), value)
 
     def _watch(self, value: Tensor) -> Tensor:
         if not value.requires_grad:

@@ -29,7 +29,7 @@ from pytorch_metric_learning.losses import SelfSupervisedLoss, VICRegLoss
 from pytorch_metric_learning.utils import common_functions as c_f
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.random_state import CountedDraws, preserve_random_state, torch_generators
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError, expect
@@ -514,9 +514,9 @@ class TensorCall:
             if dim is None:
                 continue
             found: list[Tensor] = []
-            nests.map_tensors(found.append, value)
+            inputs.map_tensors(found.append, value)
             expect(
-                len(found) == len(nests.tensors_in(value)),
+                len(found) == len(inputs.tensors_in(value)),
                 f"{title}: argument {name}",
                 expected="tensors, or lists, tuples and dicts of them",
                 got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
@@ -530,7 +530,7 @@ class TensorCall:
         gathered = gather(batches)
         everyone = iter(gathered.tensors)
         for name, dim in dims.items():
-            values[name] = nests.map_tensors(partial(_next_of, everyone, dim), values[name])
+            values[name] = inputs.map_tensors(partial(_next_of, everyone, dim), values[name])
         self.args = tuple(values[position] for position in range(len(args)))
         self.kwargs = {name: values[name] for name in kwargs}
         self.batches: Iterable[Any] = gathered.tensors

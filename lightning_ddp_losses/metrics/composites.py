@@ -20,7 +20,7 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, MultitaskWrapper, Running
 from torchmetrics.wrappers.transformations import MetricInputTransformer
 
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.metrics.exchange import exchange
@@ -145,7 +145,7 @@ class _DifferentiableComposition(Composite):
         remaining = iter(values)
         operands = [next(remaining) if isinstance(part, Metric) else part for part in self._parts()]
         value = self.op(*operands)  # type: ignore[attr-defined]
-        self._forward_cache = nests.map_tensors(Tensor.detach, value)
+        self._forward_cache = inputs.map_tensors(Tensor.detach, value)
         return value
 
 
@@ -167,7 +167,7 @@ class _DifferentiableMinMax(Composite):
         low = torch.where(value < self.min_val.to(value.device), value, self.min_val.to(value))  # type: ignore[has-type]
         self.max_val, self.min_val = high.detach(), low.detach()
         found = {"raw": value, "max": high, "min": low}
-        self._forward_cache = nests.map_tensors(Tensor.detach, found)
+        self._forward_cache = inputs.map_tensors(Tensor.detach, found)
         return found
 
 

@@ -27,7 +27,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.configuration import configuration_digest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect, expect_option
@@ -435,7 +435,7 @@ def _copy_of(metric: Any) -> Any:
     memo: dict[int, Any] = {id(p): p for p in metric.parameters()}
     for part in _metrics_inside(metric):
         attributes = vars(part)
-        for tensor in nests.tensors_in(list(attributes.values())):
+        for tensor in inputs.tensors_in(list(attributes.values())):
             if not tensor.is_leaf:
                 memo[id(tensor)] = tensor.detach()
         group = attributes.get("process_group")

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import nests, safe_payload
+from lightning_ddp_losses.core import inputs, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
@@ -250,13 +250,13 @@ def _head(is_inline: bool, states: Sequence[State], contents: str) -> bytes:
 
 
 def _pickled(name: str, item: Any) -> Tensor:
-    item = nests.map_tensors(lambda tensor: tensor.detach().cpu(), item)
+    item = inputs.map_tensors(lambda tensor: tensor.detach().cpu(), item)
     data = safe_payload.pack_readable(item, f"state `{name}`")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor, device: torch.device) -> Any:
-    return nests.map_tensors(lambda tensor: tensor.to(device), safe_payload.unpack(host_bytes(data)))
+    return inputs.map_tensors(lambda tensor: tensor.to(device), safe_payload.unpack(host_bytes(data)))
 
 
 # ---------------------------------------------------------------------- the plan of the buffer

@@ -19,9 +19,10 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
-from lightning_ddp_losses.core import autograd_graph, inputs, nests, precision
+from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.configuration import configuration
-from lightning_ddp_losses.core.forward_patch import eager_recursive, refuse_capture
+from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import current_window, name_value
 from lightning_ddp_losses.distributed.headers import Instance
@@ -162,7 +163,7 @@ class DifferentiableMetric(MetricStates):
     def _update_own(self, *args: Any, **kwargs: Any) -> None:
         """Add a batch to the accumulated states, with a graph only if it is kept."""
         record = self._record
-        given = nests.tensors_in((args, kwargs))
+        given = inputs.tensors_in((args, kwargs))
         self._prepare(given)
         if record.gather == "inputs" and self._has_peers:
             (rows_of_all,) = exchange(self._title("update"), [self._packet(_input_states(self, args, kwargs))])
@@ -190,7 +191,7 @@ class DifferentiableMetric(MetricStates):
             if self._record.in_forward or self._computed is not None:
                 return plain(*args, **kwargs)
             is_shared = self._has_peers and self._to_sync
-            dtype = precision.compute_dtype(nests.tensors_in(self._states()))
+            dtype = precision.compute_dtype(inputs.tensors_in(self._states()))
             with precision.full_precision(dtype, [self.device.type]):
                 value = plain(*args, **kwargs)
             if self._record.keep_graph:
@@ -291,7 +292,7 @@ class ForwardCall:
         self.packet: Packet | None = None
         self.value: Any = None
         self._args, self._kwargs = args, kwargs
-        self._given = nests.tensors_in((args, kwargs))
+        self._given = inputs.tensors_in((args, kwargs))
         self._wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self._given)
         self._aside: Progress | None = None
         self._batch: States = {}
@@ -354,7 +355,7 @@ class ForwardCall:
         expects_gradient = metric._record.expects_gradient
         if self._wants_gradient and self._rows == 0 and expects_gradient:  # takes part in backward, like its peers
             value = self._with_zero_grad(value)
-        has_gradient = any(tensor.requires_grad for tensor in nests.tensors_in(value))
+        has_gradient = any(tensor.requires_grad for tensor in inputs.tensors_in(value))
         if self._wants_gradient and expects_gradient and not has_gradient:
             raise ConfigurationError(
                 f"{metric._title()}: value",
@@ -363,9 +364,9 @@ class ForwardCall:
                 fix="Log it without gradient: differentiable(metric, without_gradient='keep').",
             )
         # other ranks have the same value: watch the gradient that comes back into it
-        metric._forward_cache = nests.map_tensors(Tensor.detach, value)
+        metric._forward_cache = inputs.map_tensors(Tensor.detach, value)
         if metric._has_peers:
-            for tensor in nests.tensors_in(value):
+            for tensor in inputs.tensors_in(value):
                 autograd_graph.remember_global_value(tensor)
             value = metric._record.upstream_grads.watch(value, group=metric.process_group)
         self.value = value
@@ -476,7 +477,7 @@ def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: d
     for value in (*args, *kwargs.values()):
         has_text = isinstance(value, (list, tuple)) and any(isinstance(item, str) for item in value)
         expect(not has_text, what, expected="tensors", got=got, fix="Use gather='states'.", error=InputError)
-    batches = [tensor for tensor in nests.tensors_in((args, kwargs)) if tensor.ndim]
+    batches = [tensor for tensor in inputs.tensors_in((args, kwargs)) if tensor.ndim]
     name = type(metric).__name__
     return [State(f"{name}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
 
@@ -484,7 +485,7 @@ def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: d
 def _with_rows(rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments of an update with the rows of all ranks in place of this rank's."""
     remaining = iter(rows)
-    return nests.map_tensors(lambda t: next(remaining) if t.ndim else t, (args, kwargs))
+    return inputs.map_tensors(lambda t: next(remaining) if t.ndim else t, (args, kwargs))
 
 
 # ---------------------------------------------------------------------- options

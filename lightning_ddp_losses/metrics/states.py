@@ -18,7 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import inputs, nests, precision
+from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.configuration import configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
@@ -252,9 +252,9 @@ class MetricStates(ExchangingMetric):
         self._enable_grad = False
         # update may change tensors in place
         self._assign({name: v if isinstance(v, list) else v.clone() for name, v in self._states().items()})
-        before = {id(tensor) for tensor in nests.tensors_in(self._states())}
+        before = {id(tensor) for tensor in inputs.tensors_in(self._states())}
         self._update_rows(args, kwargs, may_skip=may_skip)
-        return nests.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+        return inputs.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ graphs and copies
 
@@ -268,7 +268,7 @@ class MetricStates(ExchangingMetric):
         """Return the attributes to pickle and copy, without graphs."""
         state = super().__getstate__()
         for name in (*self._defaults, "_forward_cache", "_computed"):
-            state[name] = nests.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
+            state[name] = inputs.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
         return state
 
 
@@ -281,7 +281,7 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    return {name: nests.map_tensors(Tensor.detach, value) for name, value in states.items()}
+    return {name: inputs.map_tensors(Tensor.detach, value) for name, value in states.items()}
 
 
 # ---------------------------------------------------------------------- correlations

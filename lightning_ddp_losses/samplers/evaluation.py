@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core import compat, nests, safe_payload
+from lightning_ddp_losses.core import compat, inputs, safe_payload
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
@@ -294,7 +294,7 @@ class _LoaderRows(NamedTuple):
             # a slice would be sent with the whole storage
             return tensor.new_empty((0, *tensor.shape[1:]), device="cpu")
 
-        return self._replace(nest=nests.map_tensors(empty, self.nest))
+        return self._replace(nest=inputs.map_tensors(empty, self.nest))
 
 
 # ---------------------------------------------------------------------- this rank's rows
@@ -340,7 +340,7 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
     for number, (batch, indices) in enumerate(zip(batches, drawn, strict=False)):
         what, expected = f"{_TITLE}: predictions of batch {number}", f"{len(indices)} rows, as the batch has"
         _refuse_other_leaves(batch, what)
-        tensors, form = nests.tensors_in(batch), _form_of(batch)
+        tensors, form = inputs.tensors_in(batch), _form_of(batch)
         counts = {len(tensor) for tensor in tensors}
         got, fix = ", ".join(map(str, sorted(counts))) or "none", "Return one row for each row of the batch."
         expect(counts == {len(indices)}, what, expected=expected, got=got, fix=fix, error=InputError)
@@ -349,7 +349,7 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
         first = _form_of(batches[0])
         expect(form == first, what, expected=f"as of batch 0: {first}", got=form, error=InputError)
     # the tensors of all batches as one
-    parts = zip(*map(nests.tensors_in, batches), strict=True)
+    parts = zip(*map(inputs.tensors_in, batches), strict=True)
     joined = [torch.cat(part).detach() for part in parts]
     nest = _like(batches[0], joined)
     places = list(chain.from_iterable(drawn[: len(batches)]))
@@ -362,7 +362,7 @@ def _local_rows(loader: Any, batches: Sequence[Any]) -> _LoaderRows:
 def _like(nest: Any, tensors: Iterable[Tensor]) -> Any:
     """Return a nest of the same form with other tensors."""
     remaining = iter(tensors)
-    return nests.map_tensors(lambda _: next(remaining), nest)
+    return inputs.map_tensors(lambda _: next(remaining), nest)
 
 
 def _rows_of_set(loader: Any, batches: int) -> int:
@@ -425,7 +425,7 @@ def _form_of(nest: Any) -> str:
     def described(tensor: Tensor) -> str:
         return f"{tensor.dtype} {('rows', *tensor.shape[1:])} {tensor.device.type}"
 
-    return repr(nests.map_tensors(described, nest))
+    return repr(inputs.map_tensors(described, nest))
 
 
 # ---------------------------------------------------------------------- rows of all ranks
@@ -442,8 +442,8 @@ def _gather_rows(trainer: Trainer, own: _LoaderRows, by_rank: Sequence[_LoaderRo
     if nest is None:
         peer = next(rows for rows in by_rank if rows.nest is not None)
         device = trainer.strategy.root_device if peer.device != "cpu" else torch.device("cpu")
-        nest = nests.map_tensors(lambda tensor: tensor.to(device), peer.nest)
-    given = {f"tensor {number}": tensor for number, tensor in enumerate(nests.tensors_in(nest))}
+        nest = inputs.map_tensors(lambda tensor: tensor.to(device), peer.nest)
+    given = {f"tensor {number}": tensor for number, tensor in enumerate(inputs.tensors_in(nest))}
     with torch.no_grad():
         gathered = gather_batch(f"{_TITLE}, {name}", given, {}).tensors
     # every rank knows all places, so all ranks raise or none does

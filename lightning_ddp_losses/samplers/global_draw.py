@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.nests import is_array
+from lightning_ddp_losses.core.inputs import is_array
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import fingerprint, hash_bytes

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.core import compat, nests
+from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of
 from lightning_ddp_losses.errors import InputError, expect
@@ -261,7 +261,7 @@ def read_optimizer_state(
     saved_state = saved.get("state", {})  # an optimizer that has not stepped has none
     entries = {}
     for name, entry in saved_state.items():
-        entries[name] = nests.map_tensors(partial(_place_for, like=likes.get(name)), entry)
+        entries[name] = inputs.map_tensors(partial(_place_for, like=likes.get(name)), entry)
     places = {"state": entries, "param_groups": saved["param_groups"]}
     state = _read(_blocks_of(path, checkpoint), f"optimizer_{number}", places)
     groups = [{**group, "params": _elements_of(group["params"])} for group in _elements_of(state["param_groups"])]
@@ -336,7 +336,7 @@ def _read(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
     planner.set_up_planner(tree, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    found: dict[str, Any] = nests.map_tensors(_without_block, tree[title])
+    found: dict[str, Any] = inputs.map_tensors(_without_block, tree[title])
     return found
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_ddp_losses.audit import replay
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.errors import InputError
 
 Pair = namedtuple("Pair", "x y")
@@ -25,7 +25,7 @@ class Frozen:
 
 
 def flat(tree: Any) -> list[str]:
-    return [f"{path}: {leaf.tolist() if hasattr(leaf, 'tolist') else leaf!r}" for path, leaf in nests.leaves(tree)]
+    return [f"{path}: {leaf.tolist() if hasattr(leaf, 'tolist') else leaf!r}" for path, leaf in inputs.leaves(tree)]
 
 
 def one(n: int, start: float) -> dict[str, Any]:

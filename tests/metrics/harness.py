@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ddp_losses.core.nests import map_tensors
+from lightning_ddp_losses.core.inputs import map_tensors
 from lightning_ddp_losses.metrics import differentiable
 from tests.metrics.cases import Case
 from tests.oracle import cuts

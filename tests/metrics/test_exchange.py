@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torchmetrics as tm
 from torch import Tensor
 
-from lightning_ddp_losses.core.nests import tensors_in
+from lightning_ddp_losses.core.inputs import tensors_in
 from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives

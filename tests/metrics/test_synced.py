@@ -31,7 +31,7 @@ from torchmetrics.wrappers import (
 )
 
 from lightning_ddp_losses import ConfigurationError, differentiable, synced
-from lightning_ddp_losses.core.nests import map_tensors
+from lightning_ddp_losses.core.inputs import map_tensors
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.metrics import exchange
 from lightning_ddp_losses.testing import RankPool
