@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import compat, inputs, precision
-from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option

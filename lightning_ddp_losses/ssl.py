@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.autograd_graph import remember_global_value
-from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup

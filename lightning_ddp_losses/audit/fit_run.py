@@ -35,7 +35,7 @@ from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes,
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap
-from lightning_ddp_losses.core.module_search import find_hidden
+from lightning_ddp_losses.core.modules import find_hidden
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import InputError, expect

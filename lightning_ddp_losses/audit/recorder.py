@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.audit.replay import Run, batch_digest, map_batch_tensors, save_batch
 from lightning_ddp_losses.core import compat, inputs
-from lightning_ddp_losses.core.forward_patch import synchronises
+from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.fingerprint import fingerprints

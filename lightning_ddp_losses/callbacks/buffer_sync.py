@@ -23,9 +23,8 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differi
 from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
-from lightning_ddp_losses.core.module_search import unregistered_modules
+from lightning_ddp_losses.core.modules import synchronises, unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text, row_tables, start_fingerprints
 from lightning_ddp_losses.metrics.states import ExchangingMetric
 

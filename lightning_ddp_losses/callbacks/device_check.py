@@ -16,7 +16,7 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
 from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.core.host_copy import anonymous_bytes
-from lightning_ddp_losses.core.module_search import unregistered_modules
+from lightning_ddp_losses.core.modules import unregistered_modules
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity

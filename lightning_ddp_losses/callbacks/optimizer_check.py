@@ -19,7 +19,7 @@ from lightning_ddp_losses.callbacks.replicas import is_replicated, optimizer_par
 from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.host_copy import HostNumbers
-from lightning_ddp_losses.core.module_search import unregistered_modules
+from lightning_ddp_losses.core.modules import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
 
 

@@ -3,9 +3,7 @@
 * ``precision``: the precision of a loss. Parameters that a precision plugin would halve
 * ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
 * ``inputs``: nests of tensors by path, changed, rebuilt. Inputs of a call, refused with a message before the call fails on them
-* ``forward_patch``: another method in a module's place for the length of a fit
-* ``module_search``: modules that a module holds without having registered them
-* ``configuration``: a loss's configuration as text, to compare between ranks
+* ``modules``: another method in a module's place, modules that are not registered, a loss's configuration as text
 * ``random_state``: random generators, saved, seeded and put back
 * ``safe_payload``: values of other processes as bytes, read without running their content
 * ``faults``: the one table of known faults. A new fault is one row there, and the check that finds it

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.host_copy import HostCopy
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.reduction import with_scaled_gradient

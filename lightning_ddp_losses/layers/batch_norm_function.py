@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange, forbid_second_derivative
 from lightning_ddp_losses.distributed.process_groups import Group

@@ -35,8 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.core.compat import BATCH_NORM_TYPES, attached_trainer
-from lightning_ddp_losses.core.forward_patch import MethodPatch, eager_recursive
-from lightning_ddp_losses.core.module_search import unregistered_modules
+from lightning_ddp_losses.core.modules import MethodPatch, eager_recursive, unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import RankMismatchError, expect, expect_count, listed

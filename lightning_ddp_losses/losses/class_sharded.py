@@ -24,9 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
-from lightning_ddp_losses.core.configuration import configuration_digest
-from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.inputs import refuse_capture
+from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints

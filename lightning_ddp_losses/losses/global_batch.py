@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.core.configuration import configuration_digest
-from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.inputs import refuse_capture
+from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward

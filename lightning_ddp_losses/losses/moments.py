@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad, remember_global_value
-from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import sum_with_grad

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.inputs import refuse_capture
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.collectives import BackwardExchange

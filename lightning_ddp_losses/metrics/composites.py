@@ -21,7 +21,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWra
 from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.core.forward_patch import eager_recursive
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.metrics.exchange import exchange
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward

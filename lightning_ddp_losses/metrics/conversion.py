@@ -28,7 +28,7 @@ from torchmetrics.wrappers import ClasswiseWrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_ddp_losses.core import inputs
-from lightning_ddp_losses.core.configuration import configuration_digest
+from lightning_ddp_losses.core.modules import configuration_digest
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed

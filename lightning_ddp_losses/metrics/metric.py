@@ -20,9 +20,8 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.configuration import configuration
-from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.core.inputs import refuse_capture
+from lightning_ddp_losses.core.modules import configuration, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import current_window, name_value
 from lightning_ddp_losses.distributed.headers import Instance

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs, precision
-from lightning_ddp_losses.core.configuration import configuration
+from lightning_ddp_losses.core.modules import configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import expect

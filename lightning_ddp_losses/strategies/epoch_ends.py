@@ -39,8 +39,8 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_ddp_losses.core import compat, safe_payload
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.faults import FAULTS
-from lightning_ddp_losses.core.forward_patch import synchronises
 from lightning_ddp_losses.core.inputs import children_of, is_array, rebuild_nest
+from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.upstream_grad import is_global_value
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect

@@ -33,8 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import uncompiled
-from lightning_ddp_losses.core.forward_patch import MethodPatch, eager
-from lightning_ddp_losses.core.module_search import Hidden, find_hidden
+from lightning_ddp_losses.core.modules import Hidden, MethodPatch, eager, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_ddp_losses.core import module_search
-from lightning_ddp_losses.core.module_search import unregistered_modules
+from lightning_ddp_losses.core import modules
+from lightning_ddp_losses.core.modules import unregistered_modules
 
 
 class Samples(Mapping[int, Any]):
@@ -69,7 +69,7 @@ def test_objects_without_items_are_not_asked_whether_they_are_mappings(monkeypat
     class AnyMapping(metaclass=Asked):
         pass
 
-    monkeypatch.setattr(module_search, "Mapping", AnyMapping)
+    monkeypatch.setattr(modules, "Mapping", AnyMapping)
     holder, inside = nn.Module(), {"a": nn.Linear(2, 2)}
     holder.things = [Thing(), inside]
     assert [path for path, _ in unregistered_modules(holder, {})] == ["self.things[1]['a']"]

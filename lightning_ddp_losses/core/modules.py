@@ -1,0 +1,283 @@
+"""Modules: methods in another's place, modules that are not registered, and a configuration as text.
+
+A patch surrounds one method of one module for the length of a fit, without a change of the module's type. It sits in the instance under the
+method's name: attributes, parameter names, hooks and ``isinstance`` stay those of the plain module. A copy or a pickle of the module
+carries the plain method again.
+
+``nn.Module`` sees only modules in its attributes. Other places that hold modules (a list, a dict, a closure, a callback) are searched
+here. Lightning does not move, synchronise or save unregistered ones. *Hidden* modules are held by an optimizer (or run with gradients
+inside ``training_step``) without being in ``module.parameters()``. Copies without an optimizer are left alone.
+
+The configuration of a loss or a metric is what ranks compare once: values that must be equal, without those that training changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_ddp_losses.core import compat
+
+_MAX_OBJECTS = 20_000  # looked into
+_MAX_ITEMS = 1_000  # of one container: a longer one is data
+_MAX_DEPTH = 8
+_LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
+_BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, Tensor)
+_READ_CHARACTERS = 2000  # of a configuration, in an error
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype)  # compared as they are
+_COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
+# tensors that hold a loss's earlier batches
+_MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr")
+
+
+# ---------------------------------------------------------------------- methods
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """Run the function itself outside torch.compile. Functions that it calls may still be compiled."""
+    return cast("F", torch.compiler.disable(function, recursive=False))  # type: ignore[no-untyped-call]
+
+
+def eager_recursive(function: F) -> F:
+    """Run the function, and all that it calls, outside torch.compile."""
+    return cast("F", torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+def _plain_method(module: nn.Module, name: str) -> Callable[..., Any]:
+    return types.MethodType(getattr(type(module), name), module)
+
+
+class MethodPatch:
+    """Takes the place of a method of one module. A subclass defines the call.
+
+    Args:
+        module: Module that has the method.
+        name: Name of the method.
+
+    Attributes:
+        synchronises: The method's result depends on the rows of all ranks.
+    """
+
+    synchronises: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        self.module = module
+        self._name = name
+        self._original: Callable[..., Any] | None = module.__dict__.get(name)
+
+    def install(self) -> None:
+        """Take the method's place."""
+        self.module.__dict__[self._name] = self
+
+    def remove(self) -> None:
+        """Give the place back, unless somebody else has taken it since."""
+        if self.module.__dict__.get(self._name) is self:
+            del self.module.__dict__[self._name]
+            if self._original is not None:
+                self.module.__dict__[self._name] = self._original
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method as it was."""
+        if self._original is not None:
+            return self._original(*args, **kwargs)
+        return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _plain_method(copy.deepcopy(self.module, memo), self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _plain_method, (self.module, self._name)
+
+
+def synchronises(module: nn.Module) -> bool:
+    """Return whether a patch of this package computes the module's forward over the rows of all ranks."""
+    return bool(getattr(module.__dict__.get("forward"), "synchronises", False))
+
+
+# ---------------------------------------------------------------------- modules that are not registered
+
+
+def unregistered_modules(module: nn.Module, elsewhere: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost unregistered modules with their paths, each once, breadth first.
+
+    Args:
+        module: Module to search, with its submodules.
+        elsewhere: Other objects to search, by the name that paths should start with.
+    """
+    seen = {id(inner) for inner in module.modules()}
+    queue: list[tuple[str, Any, int]] = []
+    for name, inner in module.named_modules():
+        prefix = f"self.{name}" if name else "self"
+        queue += [(f"{prefix}.{key}", value, 0) for key, value in _own_attributes(inner)]
+    queue += [(name, value, 0) for name, value in elsewhere.items()]
+    # the queue grows while it is read, and holds only values that can lead to a module
+    for path, value, depth in queue:
+        if isinstance(value, _PLAIN) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            seen.update(id(inner) for inner in value.modules())
+            yield path, value
+        elif depth < _MAX_DEPTH:
+            room = min(_MAX_ITEMS, _MAX_OBJECTS - len(queue))
+            items = itertools.islice(_inside(path, value), max(room, 0))
+            queue += [(p, v, depth + 1) for p, v in items if not isinstance(v, _PLAIN)]
+
+
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield a module's own attributes, without what nn.Module and Lightning keep there."""
+    kept_by_others = ("_modules", "_parameters", "_buffers", "_trainer", "_fabric", "forward")
+    for key, value in vars(module).items():
+        if key not in kept_by_others and not isinstance(value, MethodPatch):
+            yield key, value
+
+
+def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    # measured: asked of every class, isinstance(value, Mapping) takes a second, as it walks through all subclasses of Mapping
+    if hasattr(type(value), "items") and isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield f"{path}.func", value.func
+        yield from ((f"{path}.args[{i}]", item) for i, item in enumerate(value.args))
+        yield from ((f"{path}.keywords[{key!r}]", item) for key, item in value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield f"{path}.__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+                yield f"{path}.<closure>.{name}", cell.cell_contents
+        yield from ((f"{path}.<default {i}>", item) for i, item in enumerate(value.__defaults__ or ()))
+    elif _may_hold(type(value).__module__):
+        yield from ((f"{path}.{key}", item) for key, item in _vars(value).items())
+
+
+def _may_hold(package: str) -> bool:
+    """Return whether an object of a class from that package may hold a user's module (Lightning's own callbacks may)."""
+    return package.startswith("lightning.pytorch.callbacks") or package.split(".", maxsplit=1)[0] not in _LIBRARIES
+
+
+def _vars(value: Any) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    if not isinstance(found, dict):
+        return {}
+    return {key: item for key, item in found.items() if key not in _BACK_REFERENCES}
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Result of the search.
+
+    Attributes:
+        optimised: Unregistered modules with parameters in an optimizer, by path.
+        idle: Other unregistered modules with trainable parameters, by path.
+        loose: Optimised parameters of no module that the search could reach, described.
+    """
+
+    optimised: dict[str, nn.Module]
+    idle: dict[str, nn.Module]
+    loose: list[str]
+
+
+def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: Mapping[str, Any]) -> Hidden:
+    """Search the module's attributes, and other roots, for unregistered trainable modules.
+
+    Args:
+        module: The LightningModule.
+        optimizers: Its optimizers.
+        elsewhere: Other objects to search, by the name that paths should start with (callbacks, data module).
+    """
+    registered = {id(p) for p in module.parameters()}
+    # 1. optimised parameters that the module does not know
+    unregistered: dict[int, str] = {}
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in registered:
+                    place = f"optimizer {i}, group {j}"
+                    unregistered[id(parameter)] = f"a parameter of shape {tuple(parameter.shape)} in {place}"
+    # 2. the modules that hold them, and others that could be trained
+    optimised: dict[str, nn.Module] = {}
+    idle: dict[str, nn.Module] = {}
+    for path, found in unregistered_modules(module, elsewhere):
+        own = [p for p in found.parameters() if id(p) not in registered]
+        if any(id(p) in unregistered for p in own):
+            optimised[path] = found
+            for p in own:
+                unregistered.pop(id(p), None)
+        elif any(p.requires_grad for p in own):
+            idle[path] = found
+    # 3. the rest belongs to no module within reach
+    return Hidden(optimised, idle, list(unregistered.values()))
+
+
+# ---------------------------------------------------------------------- the configuration as text
+
+
+def configuration(loss: nn.Module) -> str:
+    """Return classes and plain attributes of a loss and everything inside it, sorted, without statistics and states of metrics."""
+    lines = []
+    for name, module in loss.named_modules():
+        settings = ", ".join(_settings(module))
+        lines.append(f"{name or 'loss'}: {type(module).__name__}({settings})")
+    return "; ".join(lines)
+
+
+def configuration_digest(module: nn.Module) -> str:
+    """Return the configuration, for an error that shows how ranks differ, and a hash of all of it."""
+    text = configuration(module)
+    return f"{text[:_READ_CHARACTERS]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Return what must be equal of one module: plain attributes, hashes of tensors that are settings, shapes of parameters."""
+    states = compat.torchmetrics_states(module)
+    is_metric = states is not None
+    changing = {*compat.recorded_statistics(module), *(states or ())}
+    settings = []
+    for key, value in sorted(vars(module).items()):
+        if key.startswith("_") or key in changing or key in _COUNTERS:
+            continue
+        if _is_setting(value):
+            settings.append(f"{key}={value!r}")
+    # a metric also remembers batches in plain attributes
+    tensors: dict[str, Any] = {} if is_metric else dict(vars(module))
+    tensors.update(compat.buffer_slots(module))
+    own = [key for key in sorted(tensors) if key not in changing and _sets_up(key, tensors[key])]
+    settings += [f"{key}#{_hash(tensors[key])}" for key in own]
+    settings += [f"{key}{tuple(parameter.shape)}" for key, parameter in module.named_parameters(recurse=False)]
+    return settings
+
+
+def _sets_up(name: str, value: Any) -> bool:
+    """Return whether a value is a tensor that sets the loss up (class weights), and not one that remembers its batches."""
+    return isinstance(value, torch.Tensor) and not name.startswith("_") and name not in _MEMORIES
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
+    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_setting(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_setting(item) for item in value.values())
+    return isinstance(value, _SETTINGS)
