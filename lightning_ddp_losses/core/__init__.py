@@ -5,7 +5,6 @@
 * ``inputs``: nests of tensors by path, changed, rebuilt. Inputs of a call, refused with a message before the call fails on them
 * ``modules``: another method in a module's place, modules that are not registered, a loss's configuration as text
 * ``random_state``: random generators, saved, seeded and put back
-* ``safe_payload``: values of other processes as bytes, read without running their content
 * ``faults``: the one table of known faults. A new fault is one row there, and the check that finds it
 * ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
 """

@@ -3,7 +3,7 @@
 * ``process_groups``: ranks and world size of a group, and the process groups of our own
 * ``rendezvous``: how a world starts, and how its ranks agree before they have a group
 * ``liveness``: ranks that fail, stand still or are gone
-* ``headers``: the header of a handshake, reports of failed ranks, and the one error that ranks which disagree raise
+* ``messages``: the header of a handshake, the one error that ranks which disagree raise, and values that are read without running them
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward

@@ -27,7 +27,7 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.inputs import capture_error, is_capturing
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.headers import (
+from lightning_ddp_losses.distributed.messages import (
     CALL,
     FAILURE,
     HEADER_BYTES,
@@ -108,7 +108,7 @@ def all_gather(
     Args:
         what: The operation, the same on every rank.
         must_match: Values that must be equal on every rank, by name. Values are compared as text, an ``Instance`` as ``Meetings`` does.
-        payload: This rank's own bytes, at most ``headers.LARGEST_PAYLOAD``.
+        payload: This rank's own bytes, at most ``messages.LARGEST_PAYLOAD``.
         group: Process group. None is the world.
         channel: Our group that carries the handshake. The checks have a separate one.
         handshake_bytes: Size of this handshake, for a caller with a size that its ranks have agreed on before. None: the channel's.

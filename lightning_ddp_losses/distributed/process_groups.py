@@ -46,7 +46,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness, rendezvous
-from lightning_ddp_losses.distributed.headers import Instance
+from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
 Group: TypeAlias = "dist.ProcessGroup | None"

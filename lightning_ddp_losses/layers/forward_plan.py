@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.handshake import Channel, PendingHandshake
-from lightning_ddp_losses.distributed.headers import Header
+from lightning_ddp_losses.distributed.messages import Header
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 

@@ -38,12 +38,12 @@ import torch
 from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import inputs, safe_payload
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.gathered_batch import aligned
-from lightning_ddp_losses.distributed.headers import Instance
+from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
 from lightning_ddp_losses.errors import RankMismatchError
@@ -251,12 +251,12 @@ def _head(is_inline: bool, states: Sequence[State], contents: str) -> bytes:
 
 def _pickled(name: str, item: Any) -> Tensor:
     item = inputs.map_tensors(lambda tensor: tensor.detach().cpu(), item)
-    data = safe_payload.pack_readable(item, f"state `{name}`")
+    data = messages.pack_readable(item, f"state `{name}`")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _unpickled(data: Tensor, device: torch.device) -> Any:
-    return inputs.map_tensors(lambda tensor: tensor.to(device), safe_payload.unpack(host_bytes(data)))
+    return inputs.map_tensors(lambda tensor: tensor.to(device), messages.unpack(host_bytes(data)))
 
 
 # ---------------------------------------------------------------------- the plan of the buffer

@@ -24,7 +24,7 @@ from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.accumulation import current_window, name_value
-from lightning_ddp_losses.distributed.headers import Instance
+from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange

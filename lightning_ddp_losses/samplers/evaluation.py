@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_ddp_losses.core import compat, inputs, safe_payload
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches, GlobalBatchSampler
@@ -250,11 +250,11 @@ def gather_predictions(trainer: Trainer, predictions: Any, *, dst: int | None = 
         expect(is_rank, f"{_TITLE}: dst", expected=f"a rank from 0 to {ranks[-1]}, or None", got=repr(dst))
         loaders = current_loaders(trainer)
         local_rows = [_local_rows(*each) for each in zip(loaders, _by_loader(predictions, loaders), strict=True)]
-        payload = safe_payload.pack([tuple(rows.without_values()) for rows in local_rows])
+        payload = messages.pack([tuple(rows.without_values()) for rows in local_rows])
     # 2. places and form of the rows of all ranks
     payloads = handshake.all_gather(_TITLE, {"dst": dst, "loaders": len(loaders)}, payload, of_user=True)
     try:
-        rows_by_rank = [list(starmap(_LoaderRows, safe_payload.unpack(payload))) for payload in payloads]
+        rows_by_rank = [list(starmap(_LoaderRows, messages.unpack(payload))) for payload in payloads]
     except pickle.UnpicklingError as error:
         expected = "tensors in dicts, lists, tuples and dataclasses of modules that every rank has imported"
         got = str(error).partition("WeightsUnpickler error: ")[2].splitlines()[0]

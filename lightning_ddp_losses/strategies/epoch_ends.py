@@ -36,12 +36,12 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_ddp_losses.core import compat, safe_payload
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.inputs import children_of, is_array, rebuild_nest
 from lightning_ddp_losses.core.modules import synchronises
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.upstream_grad import is_global_value
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
@@ -416,11 +416,11 @@ class _Stream:
         if batch is not None:
             self._keep_structure(batch)
             with self._ends.fit.raise_on_all_ranks(_FETCH):
-                own = safe_payload.pack_readable(self._empty_batch(), _STRUCTURE)
+                own = messages.pack_readable(self._empty_batch(), _STRUCTURE)
         payloads = handshake.all_gather_between_steps("structure of a batch", {}, own)
         first = next(rank for rank, payload in enumerate(payloads) if payload)
         with self._ends.fit.raise_on_all_ranks(_FETCH):  # every rank reads it, so that all refuse the same one
-            shared = safe_payload.unpack_from(payloads[first], _STRUCTURE, first)
+            shared = messages.unpack_from(payloads[first], _STRUCTURE, first)
         if batch is None and not self._has_empty:
             self._empty, self._has_empty = shared, True
 

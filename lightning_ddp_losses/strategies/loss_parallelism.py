@@ -37,7 +37,7 @@ from lightning_ddp_losses.core import autograd_graph, inputs
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
-from lightning_ddp_losses.distributed.headers import Instance
+from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.distributed.upstream_grad import take_late_notes
 from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed

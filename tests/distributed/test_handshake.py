@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import handshake, headers
+from lightning_ddp_losses.distributed import handshake, messages
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
@@ -285,15 +285,15 @@ def test_a_pending_handshake_that_met_another_ends_all_ranks(pool: RankPool, wor
 
 def announce_much(of_rank_1: int) -> None:
     if dist.get_rank() == 1:
-        pack = headers.Header.pack
-        headers.Header.pack = lambda kind, text, payload_bytes, *rest: pack(kind, text, of_rank_1, *rest)
+        pack = messages.Header.pack
+        messages.Header.pack = lambda kind, text, payload_bytes, *rest: pack(kind, text, of_rank_1, *rest)
     try:
         # nothing is made ready for what it announces
         with mock.patch.object(handshake.PendingHandshake, "_gather_rest", side_effect=AssertionError("gathered")):
             handshake.all_gather("this", {})
     finally:
         if dist.get_rank() == 1:
-            headers.Header.pack = pack
+            messages.Header.pack = pack
 
 
 def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool: RankPool) -> None:
@@ -305,7 +305,7 @@ def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool:
 
 
 def send_much(of_user: bool) -> list[int]:
-    with mock.patch.object(headers, "LARGEST_PAYLOAD", 4 << 10):
+    with mock.patch.object(messages, "LARGEST_PAYLOAD", 4 << 10):
         payload = bytes((dist.get_rank() + 1) * 10_000)
         return list(map(len, handshake.all_gather("this", {}, payload, of_user=of_user)))
 
@@ -317,7 +317,7 @@ def test_what_the_users_program_made_may_be_longer(pool: RankPool) -> None:
 
 def speak_another_version() -> None:
     version = 1 + (dist.get_rank() == 1)
-    with mock.patch.object(headers, "VERSION", version):
+    with mock.patch.object(messages, "VERSION", version):
         handshake.all_gather("this", {}, bytes(20_000))
 
 
