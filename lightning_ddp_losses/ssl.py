@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses.core import precision
-from lightning_ddp_losses.core.autograd_graph import remember_global_value
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
+from lightning_ddp_losses.distributed.global_values import remember_global_value
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_count

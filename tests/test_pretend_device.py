@@ -195,7 +195,7 @@ PROGRAMS: dict[str, str] = {
     # upstream gradients of a backward are compared two calls later, without a wait; those of the host in the next call
     "a loss that is called twice in a step": """
 import torch
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from tests.pretend_device import DEVICE, catch_up, counting
 
 watch = UpstreamGradWatch()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs, precision
 
-_recent_global_values: deque[Tensor] = deque(maxlen=8)
 _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
 
 
@@ -36,17 +34,6 @@ def inside_global_batch() -> Iterator[None]:
 def is_inside_global_batch() -> bool:
     """Return whether this runs inside ``inside_global_batch``."""
     return _inside_global_batch.get()
-
-
-def remember_global_value(value: Any) -> None:
-    """Remember a value that is global already, so that reducing it once more can be called waste."""
-    if isinstance(value, Tensor) and value.ndim == 0:
-        _recent_global_values.append(value.detach())
-
-
-def global_values() -> list[Tensor]:
-    """Return the last few values that were global when they were made."""
-    return list(_recent_global_values)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@
 * ``accumulation``: windows of several micro-batches, divided by the counts of all of them. ``accumulation_window`` for hand-written loops
 * ``window_parts``: counts of the parts of a loss in a window, their weights, and the paths from a back-propagated value to the parameters
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line
-* ``upstream_grad``: whether a global value is back-propagated equally on all ranks
+* ``global_values``: values over the rows of all ranks: how the model's gradients are reduced, the open window, upstream gradients
 * ``shard``: the tag on a parameter that is sharded
 * ``fingerprint``: 64-bit hashes of tensors and texts, to compare between ranks
 

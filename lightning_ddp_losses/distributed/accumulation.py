@@ -38,7 +38,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -48,11 +47,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.reduction import current_reduction, gradient_reduction_of, reduced_by
+from lightning_ddp_losses.distributed.global_values import (
+    current_reduction,
+    gradient_reduction_of,
+    open_window,
+    reduced_by,
+)
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.distributed.window_parts import (
     EQUAL,
-    TITLE,
     Divisor,
     WindowCall,
     WindowGraph,
@@ -118,7 +121,7 @@ def accumulation_window(
         ...     for rows in (torch.ones(4, 3), torch.ones(2, 3)):
         ...         global_mean(model(rows).square().sum(), len(rows)).backward()
     """
-    expect(not is_open(), "accumulation_window", expected="no window around it", got="one that is open")
+    expect(open_window.get() is None, "accumulation_window", expected="no window around it", got="one that is open")
     modules = {(f"losses[{i - 1}]" if i else ""): module for i, module in enumerate((model, *losses))}
     parameters = {}
     for prefix, module in modules.items():
@@ -144,7 +147,6 @@ def _refuse_step(optimizer: Any, *_: Any) -> None:
 
 
 _ALL = object()  # stands for all losses, if one count serves for them
-_active: ContextVar[AccumulationWindow | None] = ContextVar("accumulation_window", default=None)
 
 
 # ---------------------------------------------------------------------- one window
@@ -470,27 +472,6 @@ def _title_of(source: object) -> str:
 # ---------------------------------------------------------------------- the window that runs
 
 
-def current_window() -> AccumulationWindow | None:
-    """Return the window of the current micro-batch. None outside of one, without gradients, and in a window of one micro-batch."""
-    window = _active.get()
-    if window is None or window.is_single or not torch.is_grad_enabled():
-        return None
-    return window
-
-
-def micro_batch_to_match() -> dict[str, object]:
-    """Return the values of the current window that the handshake of a loss compares."""
-    window = current_window()
-    return {} if window is None else {"micro-batch of the accumulation window": window.micro_batch}
-
-
-def name_value(value: object, title: str) -> None:
-    """Let errors of the window name a loss that compares rows, by its value."""
-    if is_open() and isinstance(value, Tensor) and value.grad_fn is not None:
-        notes: Any = value.grad_fn.metadata
-        notes[TITLE] = title
-
-
 def counts_nothing(loss: Tensor) -> bool:
     """Return whether a loss in a window depends on a mean without a count in this micro-batch, so it adds no part to the window."""
     for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
@@ -515,13 +496,13 @@ def active(window: AccumulationWindow) -> Iterator[None]:
         window.refuse_gradients_of_losses(_listed(outputs))
         return plain_grad(outputs, *args, **kwargs)
 
-    before = _active.set(window)
+    before = open_window.set(window)
     torch.autograd.backward, torch.autograd.grad = backward, grad
     try:
         yield
     finally:
         torch.autograd.backward, torch.autograd.grad = plain_backward, plain_grad
-        _active.reset(before)
+        open_window.reset(before)
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -536,8 +517,3 @@ def step_inside_window(optimizer: str) -> ConfigurationError:
         got="inside it",
         fix="Step after the block; for a step per micro-batch leave the window out.",
     )
-
-
-def is_open() -> bool:
-    """Return whether a window is open around this."""
-    return _active.get() is not None

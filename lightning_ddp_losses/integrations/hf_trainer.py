@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from lightning_ddp_losses.core.autograd_graph import global_values
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.global_values import recent_global_values
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.integrations import warn_untested
 from lightning_ddp_losses.losses.partial_sums import global_mean
@@ -114,7 +114,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
         )
         value = self._loss(outputs, labels)
         # one of our losses is remembered when it is computed
-        if any(value.data_ptr() == known.data_ptr() for known in global_values()):
+        if any(value.data_ptr() == known.data_ptr() for known in recent_global_values()):
             self._refuse_accumulation(
                 "a loss that compares the rows of one batch",
                 "With gradient_accumulation_steps=1 and a larger batch, microbatched(model, rows) runs the encoder in pieces.",

@@ -33,10 +33,10 @@ from sentence_transformers.util import cos_sim
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import precision
-from lightning_ddp_losses.core.autograd_graph import inside_global_batch, remember_global_value
+from lightning_ddp_losses.core.autograd_graph import inside_global_batch
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
 from lightning_ddp_losses.integrations import warn_untested
 from lightning_ddp_losses.losses.partial_sums import global_mean, value_with_grad
 

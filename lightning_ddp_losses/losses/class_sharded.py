@@ -27,12 +27,16 @@ from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.global_values import (
+    UpstreamGradWatch,
+    current_window,
+    micro_batch_to_match,
+    remember_global_value,
+)
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import collects_counts, partial_sums_of
@@ -307,8 +311,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             )
         except Exception as error:
             self._raise_on_all_ranks(error)
-        autograd_graph.remember_global_value(value)
-        name_value(value, self._title)
+        remember_global_value(value, self._title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 

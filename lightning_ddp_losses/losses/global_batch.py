@@ -22,13 +22,16 @@ from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match, name_value
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.global_values import (
+    UpstreamGradWatch,
+    micro_batch_to_match,
+    remember_global_value,
+)
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
@@ -206,8 +209,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         args, kwargs, tensors, rows = self._prepare(args, kwargs)
         evaluate = partial(self._evaluate, rows)
         value = autograd_graph.run_full_precision(self, evaluate, args, kwargs, tensors=tensors)
-        autograd_graph.remember_global_value(value)
-        name_value(value, self._title)
+        remember_global_value(value, self._title)
         if self.backward == "sum":
             return value
         return self._upstream_grad.watch(value, group=self._group)

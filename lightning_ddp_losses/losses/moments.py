@@ -25,13 +25,16 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import precision
-from lightning_ddp_losses.core.autograd_graph import match_requires_grad, remember_global_value
+from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import sum_with_grad
+from lightning_ddp_losses.distributed.global_values import (
+    UpstreamGradWatch,
+    micro_batch_to_match,
+    remember_global_value,
+)
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import InputError
 
 _ROWS = struct.Struct("<q?")  # rows of a rank, and whether they need a gradient

@@ -43,16 +43,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_ddp_losses.core import autograd_graph, precision
+from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.accumulation import current_window, micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import forbid_second_derivative, once_differentiable_strict
+from lightning_ddp_losses.distributed.global_values import (
+    UpstreamGradWatch,
+    chosen_reduction,
+    current_window,
+    micro_batch_to_match,
+    remember_global_value,
+)
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
-from lightning_ddp_losses.distributed.reduction import chosen_reduction
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
@@ -563,7 +567,7 @@ def global_mean(
     note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
-    autograd_graph.remember_global_value(mean)
+    remember_global_value(mean)
     return watch.watch(mean, group=group, scale=scale)  # type: ignore[no-any-return]
 
 

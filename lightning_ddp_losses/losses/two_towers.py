@@ -26,10 +26,10 @@ from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.accumulation import name_value
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import aligned, gather_batch
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import (
     NARROW_DTYPES,
@@ -38,7 +38,6 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     as_bytes,
     ring_round_trip,
 )
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
@@ -527,8 +526,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         # rows are not cast: those of bfloat16 are multiplied as they are
         forward = partial(self._forward, rows, form, dtype, must_match)
         value: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
-        autograd_graph.remember_global_value(value)
-        name_value(value, title)
+        remember_global_value(value, title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 

@@ -40,9 +40,9 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
-from lightning_ddp_losses.distributed.accumulation import micro_batch_to_match
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.gathered_batch import aligned
+from lightning_ddp_losses.distributed.global_values import micro_batch_to_match
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device

@@ -23,7 +23,7 @@ from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.accumulation import current_window, name_value
+from lightning_ddp_losses.distributed.global_values import current_window, name_value, remember_global_value
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
@@ -366,7 +366,7 @@ class ForwardCall:
         metric._forward_cache = inputs.map_tensors(Tensor.detach, value)
         if metric._has_peers:
             for tensor in inputs.tensors_in(value):
-                autograd_graph.remember_global_value(tensor)
+                remember_global_value(tensor)
             value = metric._record.upstream_grads.watch(value, group=metric.process_group)
         self.value = value
 

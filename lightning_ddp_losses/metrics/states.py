@@ -21,7 +21,7 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.modules import configuration
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradWatch
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.metrics.exchange import Packet, State
 

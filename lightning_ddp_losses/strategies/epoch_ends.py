@@ -42,7 +42,7 @@ from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.inputs import children_of, is_array, rebuild_nest
 from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
-from lightning_ddp_losses.distributed.upstream_grad import is_global_value
+from lightning_ddp_losses.distributed.global_values import is_global_value
 from lightning_ddp_losses.errors import DDPLossError, InputError, expect
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 

@@ -35,9 +35,9 @@ from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.compat import uncompiled
 from lightning_ddp_losses.core.modules import Hidden, MethodPatch, eager, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
+from lightning_ddp_losses.distributed.global_values import UpstreamGradRecorder
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.distributed.upstream_grad import UpstreamGradRecorder
 from lightning_ddp_losses.errors import HiddenLossError, LossCallError, RankMismatchError, expect, format_error
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, is_loss, named_tensors

@@ -29,8 +29,8 @@ from lightning_ddp_losses.core.compat import attached_trainer, unwrapped_optimiz
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts
+from lightning_ddp_losses.distributed.global_values import forget_late_notes
 from lightning_ddp_losses.distributed.shard import tags_kept
-from lightning_ddp_losses.distributed.upstream_grad import forget_late_notes
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.strategies import checkpoint_files, shards
 from lightning_ddp_losses.strategies.checkpoint_files import BLOCKS, METADATA, is_folder

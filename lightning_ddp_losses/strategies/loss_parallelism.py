@@ -33,13 +33,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_ddp_losses.core import autograd_graph, inputs
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
+from lightning_ddp_losses.distributed.global_values import recent_global_values, take_late_notes
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.shard import shard_of
-from lightning_ddp_losses.distributed.upstream_grad import take_late_notes
 from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed
 from lightning_ddp_losses.strategies.checkpoint_files import LOSS_KINDS
 from lightning_ddp_losses.strategies.epoch_ends import JoinedEnds, UnevenEnds, name_module
@@ -496,7 +496,7 @@ class Advice:
         # comparing values on an accelerator would synchronize it. A zero may be anything
         if tensor.device.type != "cpu" or tensor == 0:
             return
-        values = [v for v in autograd_graph.global_values() if v.device.type == "cpu"]
+        values = [v for v in recent_global_values() if v.device.type == "cpu"]
         if any(torch.equal(tensor, value.to(tensor)) for value in values):
             self._waste = True
             rank_zero_warn("A logged value is a global loss already, equal on every rank: leave out sync_dist=True.")

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_ddp_losses.core.compat import tensor_version
 from lightning_ddp_losses.core.precision import parameters_of
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
-from lightning_ddp_losses.distributed.reduction import gradient_reduction_of, reduced_by
+from lightning_ddp_losses.distributed.global_values import gradient_reduction_of, reduced_by
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
