@@ -5,8 +5,7 @@
 | ``evaluator`` | which losses are evaluated in tiles; one call, forward and backward |
 | ``pair_losses`` | a loss on tiles (``PairLoss``) and its reducers: NT-Xent, SupCon, multi-similarity, contrastive, triplet margin |
 | ``tile_functions`` | their formulas: one pure function per loss and direction; compiled (``compile_tiles=True``) |
-| ``masks`` | positives and negatives of a tile |
-| ``distances`` | distances of rows and columns, and their gradient |
+| ``tiles`` | distances of a tile's rows and columns with their gradient, masks of its positives and negatives |
 
 A new loss in tiles is its formula and a ``PairLoss``, named in the row of the loss in ``pml_registry.LOSSES``. Its tests come from
 ``LOSSES`` in ``tests/losses/test_tiled.py``.

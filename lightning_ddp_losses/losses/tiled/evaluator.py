@@ -30,10 +30,19 @@ from lightning_ddp_losses.losses.partial_sums import GlobalSums, PartialSum, Sum
 from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
 from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
-from lightning_ddp_losses.losses.tiled.distances import Side, is_one_product, tile_distance
-from lightning_ddp_losses.losses.tiled.masks import NamedPairs, NamedTriplets, Pairs, SortedPairs, Tile, WholePairs
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
 from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
+from lightning_ddp_losses.losses.tiled.tiles import (
+    NamedPairs,
+    NamedTriplets,
+    Pairs,
+    Side,
+    SortedPairs,
+    Tile,
+    WholePairs,
+    is_one_product,
+    tile_distance,
+)
 
 # few rows have few classes, hence few columns with positives. Too few read the columns too often, and small tiles are all overhead
 _FEWEST_ROWS, _HOST_BYTES = 64, 512 << 10

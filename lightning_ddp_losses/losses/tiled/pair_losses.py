@@ -22,8 +22,7 @@ from torch import Tensor
 from lightning_ddp_losses.losses.partial_sums import ElementCounts, PartialSum, host_number, stack_numbers
 from lightning_ddp_losses.losses.pml_registry import Reduction
 from lightning_ddp_losses.losses.tiled import tile_functions as formulas
-from lightning_ddp_losses.losses.tiled.distances import is_one_product
-from lightning_ddp_losses.losses.tiled.masks import LabelKeys, Tile, Triplets
+from lightning_ddp_losses.losses.tiled.tiles import LabelKeys, Tile, Triplets, is_one_product
 
 _LOG_COLUMNS = 25.0  # logarithm of more columns than fit any memory
 _CLOSE = 0.65  # log-sum-exps are so close, in units of the largest exponent, that products of their exponentials lose nothing

@@ -1,6 +1,6 @@
 """Formulas of losses on a tile: pure functions of its matrix and its pairs, for each loss the numbers of rows and their gradient.
 
-A formula is written once for all masks of pairs (``masks``): on an accelerator of all columns, on the CPU of a band of columns, of a
+A formula is written once for all masks of pairs (``tiles``): on an accelerator of all columns, on the CPU of a band of columns, of a
 miner's names. No function here waits for a device, and ``torch.compile`` can fuse each function into one or two kernels.
 
 Every ``*_rows`` returns numbers of the tile's rows, (T,) each. Every ``*_grad`` returns the gradient of the tile's entries, (T, C), plus
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.losses.pml_registry import pass_limits
-from lightning_ddp_losses.losses.tiled.masks import Keys, Masks, Triplets, masks_of
+from lightning_ddp_losses.losses.tiled.tiles import Keys, Masks, Triplets, masks_of
 
 Numbers = tuple[Tensor, ...]
 Limits = tuple[float | None, float | None]
