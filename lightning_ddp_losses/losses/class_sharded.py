@@ -39,11 +39,11 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
-from lightning_ddp_losses.losses.element_losses import collects_counts, partial_sums_of
+from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
-from lightning_ddp_losses.losses.pml_registry import can_split, is_separable, reduction_of
+from lightning_ddp_losses.losses.pml_registry import can_split, collects_counts, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import (
     Operand,
     ProductChoice,
@@ -482,13 +482,13 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
         self.value_reading.raise_late()
         inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
-        expect(
-            self._training_sampler() is None or self._row_optimizer is not None,
-            f"{self._title}: sample_rate",
-            expected="an optimizer that steps only the sampled rows",
-            got="none attached",
-            fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
-        )
+        if self._training_sampler() is not None and self._row_optimizer is None:
+            raise ConfigurationError(
+                f"{self._title}: sample_rate",
+                expected="an optimizer that steps only the sampled rows",
+                got="none attached",
+                fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
+            )
         return labels if read_values else self.value_reading.clamp_labels(self._title, labels, self.num_classes)
 
     # ------------------------------------------------------------------ sharding, loading, saving

@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pytorch_metric_learning.reducers import BaseReducer
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
@@ -111,13 +110,8 @@ def _partial_sum(
     return partial
 
 
-def regularizes_embeddings(loss: Any) -> bool:
-    """Return whether a loss has a regulariser of its embeddings, which every rank computes in full."""
-    return getattr(loss, "embedding_regularizer", None) is not None
-
-
 def embedding_term(loss: Any, embeddings: Tensor) -> Tensor:
-    """Return the regulariser of all ranks' embeddings."""
+    """Return the regulariser of all ranks' embeddings, which every rank computes in full."""
     return loss.embedding_regularization_loss(embeddings)["losses"]  # type: ignore[no-any-return]
 
 
@@ -223,8 +217,6 @@ def _weight_of(target: Tensor, weight: Tensor | None, ignore_index: int | None) 
 
 def record_norms(distance: Any, embeddings: Tensor, references: Tensor) -> None:
     """Record the mean norms of all ranks' rows, on the distance that compared them."""
-    if distance is None or not distance.collect_stats:
-        return
     with torch.no_grad():
         distance.reset_stats()
         normalized = (distance.maybe_normalize(rows) for rows in (embeddings, references))
@@ -257,8 +249,3 @@ def record_sub_loss(loss: Any, name: str, counts: ElementCounts) -> None:
             last.num_above_high = int(counts.passed)
     if reduction.given_divisor:
         last.divisor = counts.passed
-
-
-def collects_counts(loss: Any) -> bool:
-    """Return whether a reducer of the loss records anything. Its numbers then travel through the hosts."""
-    return any(module.collect_stats for module in loss.modules() if isinstance(module, BaseReducer))

@@ -79,10 +79,12 @@ def by_rows(loss: Any, exchange: SumExchange, call: PMLCall, chunk_bytes: int | 
     # sums and divisors of this rank's anchors
     chunks = RowChunks(loss, call, chunks_of(loss, call, chunk_bytes))
     partials = chunks.local_sums()
-    element_losses.record_norms(getattr(loss, "distance", None), call.arguments["embeddings"], call.references)
+    distance = getattr(loss, "distance", None)
+    if distance is not None and distance.collect_stats:
+        element_losses.record_norms(distance, call.arguments["embeddings"], call.references)
     # the embedding regulariser, which every rank computes in full
     regularizer = None
-    if element_losses.regularizes_embeddings(loss):
+    if getattr(loss, "embedding_regularizer", None) is not None:
         regularizer = element_losses.embedding_term(loss, call.arguments["embeddings"])
         full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=partial_sums.ONE_ELEMENT)
         partials = [*partials, full]
@@ -119,7 +121,7 @@ def _copied_distances(loss: nn.Module) -> Iterator[None]:
 
 def _gather_sums(loss: Any, exchange: SumExchange, partials: list[PartialSum], like: Tensor) -> GlobalSums:
     """Return the sums of all ranks, and record their counts on a loss that collects statistics."""
-    with_counts = element_losses.collects_counts(loss)
+    with_counts = pml_registry.collects_counts(loss)
     sums, _ = exchange.gather(partials, like, with_counts=with_counts)
     if with_counts:
         element_losses.record_counts(loss, sums)

@@ -223,13 +223,12 @@ class PMLCall:
         self._inner, self._rank, self._two_views = inner, rank, two_views
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
         self._identities_wanted = without_labels and not pml_registry.facts_of(inner).pairs_views
-        expect(
-            not (self._identities_wanted and "ref_labels" in given),
-            f"{type(inner).__name__}: labels",
-            expected="labels and ref_labels, or neither (each row its own identity)",
-            got="ref_labels only",
-            error=InputError,
-        )
+        if self._identities_wanted and "ref_labels" in given:
+            raise InputError(
+                f"{type(inner).__name__}: labels",
+                expected="labels and ref_labels, or neither (each row its own identity)",
+                got="ref_labels only",
+            )
         # each tensor travels once, and each index tensor of this rank's own tuples
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         aliases = {name: own for name, own in _REFERENCES if name in tensors and tensors[name] is given.get(own)}
@@ -239,7 +238,7 @@ class PMLCall:
         own_tuples: Sequence[Tensor] = ()
         if tuples is not None and not isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
             own_tuples = tuples
-        if pml_registry.compares_named_rows(inner):
+        if len(own_tuples) and pml_registry.compares_named_rows(inner):
             row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", own_tuples)
         indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(own_tuples)}
         gathered = gather(batches | indices)

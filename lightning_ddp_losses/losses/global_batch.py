@@ -231,7 +231,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
-            weights = self._weights.take(tensors.parameters, self._group)
+            weights = self._weights.take(tensors.parameters, self._group) if tensors.parameters else ""
             if self.products != "float32":
                 rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
                 form = choose_form(self._title, self.products, rows) if rows else "float32"

@@ -457,6 +457,11 @@ def has_per_anchor(reducer: Any) -> bool:
     return any(reduction is not None and reduction.per_anchor for reduction in all_reductions(reducer))
 
 
+def collects_counts(loss: nn.Module) -> bool:
+    """Return whether a reducer of the loss records anything. Its numbers then travel through the hosts."""
+    return any(module.collect_stats for module in loss.modules() if isinstance(module, reducers.BaseReducer))
+
+
 def returns_no_number(reducer: object) -> bool:
     """Return whether a reducer hands the element losses on as they are."""
     return isinstance(reducer, reducers.DoNothingReducer)

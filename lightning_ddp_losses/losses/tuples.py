@@ -265,8 +265,6 @@ def refuse_malformed_tuples(what: str, tuples: Sequence[Tensor]) -> None:
     Raises:
         InputError: for such tuples, with their dtypes and shapes.
     """
-    if not len(tuples):
-        return
     expected, fix = "3 or 4 tensors of row numbers (torch.int64), (n,) each", "Pass what a miner returns."
     if not all(isinstance(index, Tensor) for index in tuples):
         raise InputError(what, expected=expected, got=", ".join(type(index).__name__ for index in tuples), fix=fix)

@@ -27,7 +27,14 @@ from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import element_losses, partial_sums
 from lightning_ddp_losses.losses.gathered_call import PMLCall
 from lightning_ddp_losses.losses.partial_sums import GlobalSums, PartialSum, SumExchange
-from lightning_ddp_losses.losses.pml_registry import DISTANCES, Reduction, facts_of, pair_loss_of, reduction_of
+from lightning_ddp_losses.losses.pml_registry import (
+    DISTANCES,
+    Reduction,
+    collects_counts,
+    facts_of,
+    pair_loss_of,
+    reduction_of,
+)
 from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
@@ -168,9 +175,10 @@ class TiledCall:
         graph, value = forward.value(sums, row_stats)
         if self.records:
             element_losses.record_counts(self.loss, sums)
-        element_losses.record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
+        if self.loss.distance.collect_stats:
+            element_losses.record_norms(self.loss.distance, call.arguments["embeddings"], call.references)
         # the embedding regulariser, which every rank computes in full
-        if not element_losses.regularizes_embeddings(self.loss):
+        if getattr(self.loss, "embedding_regularizer", None) is None:
             return graph
         regularizer = element_losses.embedding_term(self.loss, self._rows_with_grad())
         element_losses.record_sub_loss(self.loss, "embedding_reg_loss", partial_sums.ONE_ELEMENT)
@@ -194,7 +202,7 @@ class TiledCall:
     @cached_property
     def records(self) -> bool:
         """Whether reducers record numbers of elements."""
-        return element_losses.collects_counts(self.loss)
+        return collects_counts(self.loss)
 
     @cached_property
     def on_device(self) -> bool:
