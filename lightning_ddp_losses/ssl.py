@@ -30,7 +30,7 @@ from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_w
 from lightning_ddp_losses.distributed.global_values import remember_global_value
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
-from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_count
+from lightning_ddp_losses.errors import InputError, expect, expect_count
 from lightning_ddp_losses.losses.moments import (
     Moments,
     barlow_twins,
@@ -83,11 +83,9 @@ def sinkhorn(logits: Tensor, *, temperature: float, iterations: int = 3, group: 
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    try:
+    with handshake.raising_on_all_ranks("sinkhorn", group=group):
         expect_positive("sinkhorn: temperature", temperature)
         expect_count("sinkhorn: iterations", iterations)
-    except ConfigurationError as error:
-        handshake.raise_on_all_ranks(error, "sinkhorn", group=group)
     options = {"temperature": temperature, "iterations": iterations}
     (rows,), _ = meet("sinkhorn", {"logits": logits}, options, group)
     scaled = rows / temperature
@@ -219,10 +217,8 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
         >>> import torch
         >>> loss = koleo(torch.randn(8, 3))
     """
-    try:
+    with handshake.raising_on_all_ranks("koleo", group=group):
         expect_count("koleo: groups", groups)
-    except ConfigurationError as error:
-        handshake.raise_on_all_ranks(error, "koleo", group=group)
     must_match = {"groups": groups, "eps": eps}
     (own,), counts = meet("koleo", {"rows": rows}, must_match, group, parts=groups, at_least=2 * groups)
     with precision.without_autocast([rows.device.type]):

@@ -127,15 +127,13 @@ def accumulation_window(
     for prefix, module in modules.items():
         parameters.update(dict(module.named_parameters(prefix=prefix)))
     window = AccumulationWindow(parameters, micro_batches, modules)
-    try:
+    with handshake.raising_on_all_ranks("accumulation_window"):
         window.refuse_left_gradients()
         if counts is not None or totals is not None:
             window.expect_counts(counts, totals)
         reduction = current_reduction() or gradient_reduction_of(model.named_modules())
         with reduced_by(reduction), active(window), register_optimizer_step_pre_hook(_refuse_step):
             yield window
-    except Exception as error:  # the peers are inside their blocks, or wait at the end of them
-        handshake.raise_on_all_ranks(error, "accumulation_window")
     # before anything is judged, ranks with another number of micro-batches are found
     handshake.all_gather("end of accumulation_window", {"micro-batches": window.micro_batch - 1})
     window.correct_()
@@ -270,7 +268,7 @@ class AccumulationWindow:
         totals = totals or {}
         titles = [*map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
         own = [*map(_several, by_loss.values()), *map(_several, totals.values())]
-        try:
+        with handshake.raising_on_all_ranks("expect_counts"):
             for i, (title, numbers) in enumerate(zip(titles, own, strict=True)):
                 is_count = i < len(by_loss)
                 is_right = all(math.isfinite(number) and (number >= 0 or not is_count) for number in numbers)
@@ -283,8 +281,6 @@ class AccumulationWindow:
                 )
             expected, got = "before the first backward of the accumulation window", f"in micro-batch {self.micro_batch}"
             expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
-        except InputError as error:
-            handshake.raise_on_all_ranks(error, "expect_counts")
         must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())
         sums = [_sums_over_ranks(of_ranks) for of_ranks in zip(*map(json.loads, payloads), strict=True)]

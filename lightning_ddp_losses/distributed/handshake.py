@@ -446,12 +446,12 @@ def raise_on_all_ranks(
 
 
 @contextlib.contextmanager
-def raising_on_all_ranks(where: str, *, group: Group = None) -> Iterator[None]:
-    """Raise an error that one rank has inside the block on every rank (``raise_on_all_ranks``)."""
+def raising_on_all_ranks(where: str, *, group: Group = None, handshake_bytes: int | None = None) -> Iterator[None]:
+    """Raise an error that one rank has inside the block on every rank (``raise_on_all_ranks``). One that all ranks raise passes through."""
     try:
         yield
     except Exception as error:
-        raise_on_all_ranks(error, where, group=group)
+        raise_on_all_ranks(error, where, group=group, handshake_bytes=handshake_bytes)
 
 
 def notify_subgroups(error: Exception, where: str) -> bool:

@@ -97,12 +97,10 @@ class SyncBatchNorm(LayerSync):
         Communication: one handshake of the world. Every rank must call it.
         """
         # refuse on every rank
-        try:
+        with handshake.raising_on_all_ranks("SyncBatchNorm.apply"):
             found = list(_named_layers(model))
             self._refuse_wrong_order(model, found)
             self._scope()
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, "SyncBatchNorm.apply")
         check_same_names(
             "batch norms to synchronise",
             [f"{title} {type(layer).__name__}" for title, layer in found],

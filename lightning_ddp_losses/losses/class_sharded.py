@@ -623,13 +623,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _class_logits(self, embeddings: Tensor, k: int | None = None) -> ClassLogits:
         """Gather the embeddings of all ranks, for their logits with this rank's classes. ``k`` must be equal on all ranks."""
-        try:
+        with handshake.raising_on_all_ranks(self._title, group=self._group):
             is_number = k is None or (isinstance(k, int) and 1 <= k <= self.num_classes)
             expect(is_number, f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k), error=InputError)
             self._check_embeddings(embeddings)
             inputs.check_devices(self._title, {"embeddings": embeddings}, [self.weight])
-        except DDPLossError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
         narrow = {"embeddings": raw_collectives.NarrowRows(embeddings, lambda rows: rows.to(dtype))}

@@ -32,7 +32,7 @@ from lightning_ddp_losses.distributed.global_values import (
 )
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
-from lightning_ddp_losses.errors import DDPLossError, InputError, expect
+from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
 from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
@@ -224,7 +224,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tensors = precision.CallTensors.of(self, args, kwargs)
         read = self.value_reading.next_call(tensors.given)
         form: ProductForm = "float32"
-        try:
+        with handshake.raising_on_all_ranks(self._title, group=self._group):
             refuse_capture(self._title)
             self._check_devices(tensors, args, kwargs)
             self.value_reading.raise_late()
@@ -235,8 +235,6 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             if self.products != "float32":
                 rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
                 form = choose_form(self._title, self.products, rows) if rows else "float32"
-        except DDPLossError as error:
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if not read:
             args, kwargs = inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
         return args, kwargs, tensors, RowsAsGiven(precision.narrow_dtype(tensors.given), form, weights)
@@ -257,15 +255,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Choose an evaluation for this call, and run it."""
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
-        if mode not in modes:
-            handshake.raise_on_all_ranks(not_exact(self._title, mode, modes), self._title, group=self._group)
-        try:
+        with handshake.raising_on_all_ranks(self._title, group=self._group):
+            if mode not in modes:
+                raise not_exact(self._title, mode, modes)
             if is_pml_loss(self.loss):
                 value = self._evaluate_pml(mode, rows, args, kwargs)
             else:
                 value = self._evaluate_torch(mode, rows, args, kwargs)
-        except Exception as error:  # errors that all ranks raise pass through
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
         if self.queue_position is not None:
             self.queue_position.update_()
         return value
@@ -469,14 +465,12 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
-        try:
+        with handshake.raising_on_all_ranks(self._title, group=self._group):
             refuse_capture(self._title)
             given = gathered_call.by_name(self._title, self.miner, names, args, kwargs)
             inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
-        except Exception as error:  # errors that all ranks raise pass through
-            handshake.raise_on_all_ranks(error, self._title, group=self._group)
 
     def _mine(self, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
         if not self._fingerprint:

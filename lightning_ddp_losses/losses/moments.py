@@ -311,10 +311,8 @@ def meet(
     Communication: one handshake.
     """
     tensors = list(given.values())
-    try:
+    with handshake.raising_on_all_ranks(title, group=group):
         _check(title, given, features, parts)
-    except InputError as error:
-        handshake.raise_on_all_ranks(error, title, group=group)
     dtype, device = precision.compute_dtype(tensors), tensors[0].device.type
     layout = {
         "rows": f"(rows, {tensors[0].shape[1]}) {dtype} on {device}",

@@ -58,7 +58,7 @@ from lightning_ddp_losses.distributed.global_values import (
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
-from lightning_ddp_losses.errors import ConfigurationError, InputError
+from lightning_ddp_losses.errors import InputError
 
 SUM_BYTES = 6 * torch.float64.itemsize
 """The most that one sub-loss takes in a handshake: its sum, its divisor and its counts."""
@@ -512,14 +512,12 @@ def global_mean(
     """
     title = "global_mean" if name is None else f"global_mean `{name}`"
     # 1. the sums of this rank
-    try:
+    with handshake.raising_on_all_ranks(title, group=group):
         counts = _checked_counts(title, total, count)
         if mesh is not None or copies is not None:
             group = process_groups.group_of_mesh(title, mesh, copies, group)
         reduction = chosen_reduction(reduces, module, process_groups.members(group), exact_ranks=mesh is not None)
         scale = 1.0 if reduction is None else reduction.scale
-    except (InputError, ConfigurationError) as error:
-        handshake.raise_on_all_ranks(error, title, group=group)
     dtype = precision.compute_dtype([total])
     totals = total.to(dtype)
     if copies is not None:

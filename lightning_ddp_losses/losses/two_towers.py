@@ -38,7 +38,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     as_bytes,
     ring_round_trip,
 )
-from lightning_ddp_losses.errors import DDPLossError, InputError, expect, expect_count, expect_option
+from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
     TOWER_BYTES,
@@ -500,13 +500,11 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             numbers: The caller's numbers in place of the loss's own parameters, by their names.
         """
         title = type(self).__name__
-        try:
+        with handshake.raising_on_all_ranks(title, group=self._group):
             refuse_capture(title)
             self._check_rows(*rows)
             given = {name: self._given_number(name, number, rows[0]) for name, number in numbers.items()}
             form = choose_form(title, self.products, [tensor for tensor in rows if tensor is not None])
-        except DDPLossError as error:
-            handshake.raise_on_all_ranks(error, title, group=self._group)
         # parameters of float64 make all of it float64
         tensors = precision.CallTensors.of(self, (rows, given), {})
         dtype = precision.compute_dtype([*tensors.parameters, *tensors.given])

@@ -215,10 +215,8 @@ class SyncedMetric(ExchangingMetric):
             super()._sync_dist(dist_sync_fn, process_group=process_group)
             return
         group, title = process_group or self.process_group, self._title("compute")
-        try:
+        with handshake.raising_on_all_ranks(title, group=group):
             packet = self.packet()
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, title, group=group)
         self._receive(*exchange(title, [packet._replace(group=group)]))
 
     def _receive(self, values: Sequence[Any]) -> States:

@@ -168,14 +168,12 @@ def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
     for chosen in by_ranks.values():
         states = list(itertools.chain.from_iterable(packet.states for packet in chosen))
         devices = list(dict.fromkeys(state.device.type for state in states)) or ["cpu"]
-        try:
+        with handshake.raising_on_all_ranks(title, group=chosen[0].group):
             for device in devices:
                 name = title if len(devices) == 1 else f"{title}, on {device}"
                 on_device = [state for state in states if state.device.type == device]
                 values = _exchange_states(name, on_device, chosen)
                 reduced.update(zip(map(id, on_device), values, strict=True))
-        except Exception as error:  # an error that all ranks raise passes through
-            handshake.raise_on_all_ranks(error, title, group=chosen[0].group)
     return [[reduced[id(state)] for state in packet.states] for packet in packets]
 
 

@@ -157,11 +157,9 @@ class TiledCall:
         self._rehearse()
         # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
         handshake_bytes = handshake.HANDSHAKE_BYTES + self._payload_capacity()
-        try:
+        with handshake.raising_on_all_ranks(exchange.title, handshake_bytes=handshake_bytes, group=exchange.group):
             forward = self._forward()
             partials, present = forward.local_sums(), forward.is_no_zero()
-        except Exception as error:
-            handshake.raise_on_all_ranks(error, exchange.title, handshake_bytes=handshake_bytes, group=exchange.group)
         # those of all ranks: the number now, the gradient tile by tile in backward
         sums, row_stats = exchange.gather(
             partials,
