@@ -18,7 +18,7 @@ Layout. Imports go down only (``tests/test_layers.py``):
 | folder | content |
 |---|---|
 | ``errors`` | the errors a user can cause. Each formats itself: what, expected, got, ranks, fix |
-| ``core`` | knowledge of one rank: precision, autograd graph, inputs, patched forwards, the reader of ``faults.yaml`` |
+| ``core`` | knowledge of one rank: precision, autograd graph, inputs, modules and their patched methods, the reader of ``faults.yaml`` |
 | ``distributed`` | joint work of ranks: groups, the handshake before every collective, collectives, shards, fingerprints |
 | ``samplers`` | batches that make up the batch of one process together, and predictions of all ranks in one order |
 | ``losses`` | losses over the global batch: any loss wrapped, tiles, class shards, two towers |

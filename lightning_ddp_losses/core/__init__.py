@@ -4,6 +4,7 @@
 * ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
 * ``inputs``: nests of tensors by path, changed, rebuilt. Inputs of a call, refused with a message before the call fails on them
 * ``modules``: another method in a module's place, modules that are not registered, a loss's configuration as text
+* ``host_copy``: values of an accelerator on their way to the host, read when they have arrived
 * ``random_state``: random generators, saved, seeded and put back
 * ``faults``: the one table of known faults. A new fault is one row there, and the check that finds it
 * ``compat``: every read of a private name of torch, Lightning, torchmetrics and pytorch-metric-learning
