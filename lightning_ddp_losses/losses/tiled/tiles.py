@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -311,7 +312,7 @@ class SortedPairs(Pairs):
     def masks(self, rows: slice, *, overwrites: bool) -> Masks:
         """Return the masks of some rows against their band of columns."""
         band = slice(self._starts[rows.start], self._stops[rows.stop - 1])
-        longest = max(stop - start for start, stop in zip(self._starts[rows], self._stops[rows], strict=True))
+        longest = max(map(operator.sub, self._stops[rows], self._starts[rows]))
         own = None
         if self._own_columns is not None:
             own, longest = self._own_columns[rows] - band.start, longest - 1
