@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
-from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
@@ -473,7 +472,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _check_embeddings(self, embeddings: Tensor) -> None:
         """Shard the classes if that is not done, and refuse embeddings of another width."""
         self.shard_classes()
-        refuse_capture(self._title)
+        inputs.refuse_capture(self._title)
         inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
 
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
@@ -225,7 +224,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         read = self.value_reading.next_call(tensors.given)
         form: ProductForm = "float32"
         with handshake.raising_on_all_ranks(self._title, group=self._group):
-            refuse_capture(self._title)
+            inputs.refuse_capture(self._title)
             self._check_devices(tensors, args, kwargs)
             self.value_reading.raise_late()
             inputs.check_inputs(
@@ -466,7 +465,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         with handshake.raising_on_all_ranks(self._title, group=self._group):
-            refuse_capture(self._title)
+            inputs.refuse_capture(self._title)
             given = gathered_call.by_name(self._title, self.miner, names, args, kwargs)
             inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, precision.narrow_dtype(given.values()))

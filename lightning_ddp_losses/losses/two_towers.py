@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
@@ -501,7 +500,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         """
         title = type(self).__name__
         with handshake.raising_on_all_ranks(title, group=self._group):
-            refuse_capture(title)
+            inputs.refuse_capture(title)
             self._check_rows(*rows)
             given = {name: self._given_number(name, number, rows[0]) for name, number in numbers.items()}
             form = choose_form(title, self.products, [tensor for tensor in rows if tensor is not None])

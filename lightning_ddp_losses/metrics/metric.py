@@ -20,7 +20,6 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.inputs import refuse_capture
 from lightning_ddp_losses.core.modules import configuration, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import current_window, name_value, remember_global_value
@@ -458,7 +457,7 @@ def run(owner: Any, title: str, function: Callable[..., Any], args: tuple[Any, .
         kwargs: Its keyword arguments.
     """
     try:
-        refuse_capture(title)
+        inputs.refuse_capture(title)
         return autograd_graph.run_full_precision(owner, function, args, kwargs)
     except Exception as error:  # what all ranks raise alike passes through
         if not owner._has_peers:
