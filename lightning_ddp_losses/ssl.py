@@ -27,7 +27,6 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
-from lightning_ddp_losses.distributed.global_values import remember_global_value
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
 from lightning_ddp_losses.errors import InputError, expect, expect_count
@@ -230,9 +229,7 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
         )
         distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
         total = -(distances + eps).log().sum()
-    value = global_mean(total, len(rows), name="koleo", group=group)
-    remember_global_value(value)
-    return value
+    return global_mean(total, len(rows), name="koleo", group=group)
 
 
 def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:

@@ -249,6 +249,22 @@ assert sharded.fingerprint(other) == first
 assert sharded.fingerprint(other, at_once=True) != first
 assert sharded.fingerprint(device.to_device(weight * torch.nan), at_once=True) == b""
 """,
+    # a copy or a pickle of a loss between two steps begins anew
+    "fingerprints of weights that are on their way to the host": """
+import copy, pickle
+import torch
+from unittest import mock
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
+
+weights = [device.to_device(torch.arange(3.0))]
+fingerprints = WeightFingerprints(wanted=True)
+with mock.patch.object(process_groups, "world_size", lambda group=None: 2):
+    assert not fingerprints.take(weights, None)
+    for other in (copy.deepcopy(fingerprints), pickle.loads(pickle.dumps(fingerprints))):
+        assert not other.take(weights, None) and other.take(weights, None)
+    assert fingerprints.take(weights, None)
+""",
     # classes are drawn on the device, equal to those of the CPU; the optimizer waits once, to see whether the gradient was zeroed
     "sampled classes": """
 import torch

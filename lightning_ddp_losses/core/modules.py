@@ -14,7 +14,6 @@ The configuration of a loss or a metric is what ranks compare once: values that 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
 import itertools
@@ -96,9 +95,6 @@ class MethodPatch:
         if self._original is not None:
             return self._original(*args, **kwargs)
         return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _plain_method(copy.deepcopy(self.module, memo), self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_method, (self.module, self._name)

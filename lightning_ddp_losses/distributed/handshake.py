@@ -158,7 +158,7 @@ def start(
     handshake_bytes: int | None = None,
     of_user: bool = False,
 ) -> PendingHandshake:
-    """As ``all_gather``, in two halves: the message leaves now, and ``finish`` waits for the others'."""
+    """Start what ``all_gather`` does: the message leaves now, and ``finish`` waits for the others'."""
     if is_capturing():
         raise_on_all_ranks(capture_error(what), what, group=group)
     if process_groups.world_size(group) == 1:
@@ -245,9 +245,6 @@ class PendingHandshake:
         timeout: Time to wait for a handshake that is still pending on the channel. None: the group's.
         origin: ``OURS`` or ``OF_USER``.
         instance: Identity of the calling loss. None: there is one of its kind.
-
-    Attributes:
-        sent_bytes: Bytes that this rank sends to each other.
     """
 
     def __init__(
@@ -276,7 +273,6 @@ class PendingHandshake:
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
-        self.sent_bytes = self._size if self._is_inline else self._size + len(payload)
         message.extend(bytes(self._size - len(message)))
         # 3. all of them to all ranks
         self._messages, self._work = _start_gather_bytes(message, channel.group)
@@ -374,7 +370,7 @@ class _OwnHandshake(PendingHandshake):
     """The handshake of a world of one, which is complete."""
 
     def __init__(self, payload: bytes) -> None:
-        self._payload, self.sent_bytes = payload, 0
+        self._payload = payload
 
     def is_completed(self) -> bool:
         return True
@@ -429,10 +425,10 @@ def raise_on_all_ranks(
     if compat.stops_recomputation(error):
         raise error
     note_on(error, collective=True)
-    channel = Channel.of(group, "handshakes")
-    mark_reported(error, channel.group)
     report = failure_report(error, where)
     try:
+        channel = Channel.of(group, "handshakes")  # peers that do not come do not make it either
+        mark_reported(error, channel.group)
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
         headers = pending.receive(timeout)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
@@ -502,11 +498,12 @@ def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
 
 def has_reached_all(error: BaseException) -> bool:
     """Return whether every rank of the world raises this error, or the one that it has become there."""
+    if getattr(error, "is_unheard", False):
+        return False
     groups = getattr(error, "reported_in", ())
     if not groups:  # decided by all ranks, or by those that are left after a lost connection
         return getattr(error, "collective", False) and not isinstance(error, PeerError)
-    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
-    return is_of_world and not getattr(error, "is_unheard", False)
+    return bool(process_groups.internal_groups().made().intersection(groups))
 
 
 def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:

@@ -512,12 +512,14 @@ def global_mean(
     """
     title = "global_mean" if name is None else f"global_mean `{name}`"
     # 1. the sums of this rank
-    with handshake.raising_on_all_ranks(title, group=group):
-        counts = _checked_counts(title, total, count)
-        if mesh is not None or copies is not None:
+    try:
+        if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group
             group = process_groups.group_of_mesh(title, mesh, copies, group)
+        counts = _checked_counts(title, total, count)
         reduction = chosen_reduction(reduces, module, process_groups.members(group), exact_ranks=mesh is not None)
         scale = 1.0 if reduction is None else reduction.scale
+    except Exception as error:
+        handshake.raise_on_all_ranks(error, title, group=group)
     dtype = precision.compute_dtype([total])
     totals = total.to(dtype)
     if copies is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import handshake, messages
+from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
@@ -187,6 +188,25 @@ def test_alone_an_error_is_raised_as_it_is(pool: RankPool) -> None:
     assert pool.run(1, fail_on, [0], InputError("x"), True) == [("InputError", "x")]
 
 
+def failed_alone() -> None:
+    process_groups.set_timeout(timedelta(seconds=1))
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(InputError, match="rank 0 met this") as met:
+                handshake.raise_on_all_ranks(InputError("rank 0 met this"), "before any handshake")
+            assert not handshake.has_reached_all(met.value)
+    finally:
+        process_groups.set_timeout(None)
+        dist.barrier()
+    raise InputError("ranks have made different groups: no other test may use them")
+
+
+def test_an_error_that_no_peer_comes_for_stays_itself(pool: RankPool) -> None:
+    """Our groups are not made yet either: all ranks must come for that."""
+    for error in pool.errors(2, failed_alone, fresh=True):
+        assert "no other test may use them" in error.message
+
+
 def skipped_call() -> tuple[str, str]:
     try:
         if dist.get_rank() != 1:
@@ -208,10 +228,11 @@ def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
     """(collectives, bytes sent) of each handshake."""
     found = []
     for size in sizes:
-        with CountCollectives() as counter:
-            sending = handshake.start("follow", {}, bytes(size * (dist.get_rank() + 1)))
-            assert [len(p) for p in sending.finish()] == [size * (r + 1) for r in range(dist.get_world_size())]
-        found.append((len(counter.take()), sending.sent_bytes))
+        plain_gather = mock.patch.object(handshake, "start_gather", wraps=handshake.start_gather)
+        with CountCollectives() as counter, plain_gather as gathers:
+            sent = handshake.all_gather("follow", {}, bytes(size * (dist.get_rank() + 1)))
+            assert [len(p) for p in sent] == [size * (r + 1) for r in range(dist.get_world_size())]
+        found.append((len(counter.take()), sum(gather.args[0].nbytes for gather in gathers.call_args_list)))
     return found
 
 
