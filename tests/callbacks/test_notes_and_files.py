@@ -153,6 +153,18 @@ def test_a_wrapper_that_does_not_gather_is_called_local(pool: RankPool) -> None:
     assert "`contrast.loss`" in texts["F29"]
 
 
+class OwnReductions(Subject):
+    """A module with an attribute that torchmetrics' metrics have too."""
+
+    def build(self) -> None:
+        self.own = nn.Identity()
+        self.own._reductions = ["mean"]  # type: ignore[assignment]
+
+
+def test_a_module_with_reductions_of_its_own_is_no_metric(pool: RankPool) -> None:
+    assert "CHECK" not in {fault for fault, *_ in pool.run(2, found_in, OwnReductions)[0]}
+
+
 class GlobalTowers(Subject):
     """Two towers whose rows are compared over all ranks."""
 
