@@ -250,8 +250,12 @@ class AuditContext:
 
     def rows_per_rank(self, step: int) -> list[int]:
         """Count the rows that each rank had for a step."""
-        of_ranks = [record.batches for record in self.ranks.records]
-        return [sum(batch.total_rows for batch in batches if batch.step == step) for batches in of_ranks]
+        of_ranks, first = [record.batches for record in self.ranks.records], self._batch_step(step)
+        return [sum(batch.total_rows for batch in batches if batch.step == first) for batches in of_ranks]
+
+    def _batch_step(self, step: int) -> int:
+        """Return the step under which the batches of a step are recorded: the first one of a batch that makes several."""
+        return max(batch.step for batch in self.record.batches if batch.step <= step)
 
     @cached_property
     def losses(self) -> list[compare.StepLoss]:
@@ -261,7 +265,7 @@ class AuditContext:
     @property
     def losses_at_step(self) -> Sequence[float | None]:
         """Each rank's first loss of the first step that differs."""
-        return next(loss.ranks for loss in self.losses if loss.step == self.step)
+        return next(loss.ranks for loss in self.losses if loss.step == self._batch_step(self.step))
 
     @property
     def first_odd_batch(self) -> int | None:
@@ -269,7 +273,7 @@ class AuditContext:
         for index, loss in enumerate(self.losses):
             of_ranks = [value is None or math.isfinite(value) for value in loss.ranks]
             is_finite = loss.one is not None and math.isfinite(loss.one)
-            if loss.step == self.step and is_finite and not all(of_ranks):
+            if loss.step == self._batch_step(self.step) and is_finite and not all(of_ranks):
                 return index
         return None
 

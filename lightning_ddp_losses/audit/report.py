@@ -342,8 +342,9 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditRepo
     if len(rows) > _NAMED:
         axes.set_xlabel(f"{len(rows)} parameters")
         return False
-    names = [_shortened(report.name(row.parameter)) for row in rows]
-    axes.set_xticks(range(len(rows)), names, rotation=40, ha="right", fontsize=8)
+    names = [report.name(row.parameter) for row in rows]
+    shown = [name if len(name) <= 34 else f"...{name[-31:]}" for name in names]
+    axes.set_xticks(range(len(rows)), shown, rotation=40, ha="right", fontsize=8)
     for i, (label, row) in enumerate(zip(axes.get_xticklabels(), rows, strict=False)):
         if row.owner != "encoder":
             label.set_color("tab:brown")
@@ -356,7 +357,3 @@ def _label_parameters(axes: Axes, rows: Sequence[ComparedRow], report: AuditRepo
 def _height(ratio: float) -> float:
     """Place a ratio on the axis. Zero, infinite and NaN sit at its edge."""
     return _HIGH if math.isnan(ratio) else min(_HIGH, max(_LOW, ratio))
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= 34 else f"...{name[-31:]}"

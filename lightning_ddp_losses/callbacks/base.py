@@ -32,9 +32,10 @@ class CheckCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner before the module is wrapped. It is a callback of the trainer until the fit or validation ends."""
-        callbacks = [callback for callback in trainer.callbacks if isinstance(callback, CheckCallback)]  # type: ignore[attr-defined]
-        # one runner serves all callbacks
-        if stage not in ("fit", "validate") or callbacks[0] is not self:
+        given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = [*dict.fromkeys(callback for callback in given if isinstance(callback, CheckCallback))]
+        # one runner serves all callbacks. Lightning comes here twice if one of them was given twice
+        if stage not in ("fit", "validate") or callbacks[0] is not self or self._own_runner in given:
             return
         # the first with settings decides
         settings = next((callback for callback in callbacks if isinstance(callback, Settings)), Settings())
@@ -42,7 +43,7 @@ class CheckCallback(Callback):
         if stage == "validate":
             checks = [check for check in checks if not _IN_VALIDATION.isdisjoint(check.stages)]
         self._own_runner = CheckRunner(checks, settings, trainer, pl_module)
-        trainer.callbacks.insert(trainer.callbacks.index(self) + 1, self._own_runner)  # type: ignore[attr-defined]
+        given.insert(given.index(self) + 1, self._own_runner)
         self._own_runner.open()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -36,7 +36,7 @@ KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
 _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps with compared random states
-_GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "BaseLossWrapper", "BaseDistributedLossWrapper"}
+_GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "CrossBatchMemory"}
 _CALLS_ON_DEVICE = 20
 _ENDS = "number of batches"
 _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")

@@ -48,22 +48,15 @@ class DDPSnapshot:
     """Remembers the parameters as DDP saw them at the start of training (``runner.shared(DDPSnapshot)``).
 
     Attributes:
-        ddp: DDP of the model. None without one.
         forwards: Forward passes through it since the last batch ended.
         gradients: Gradients of the current step by place, as far as a check has read them.
     """
 
     def __init__(self, runner: CheckRunner) -> None:
         self._runner = runner
-        self.ddp: DistributedDataParallel | None = None
-        self.forwards = 0
         self._handle: Any = None
-        ignored: Any = ()
-        model = runner.trainer.strategy.model
-        if isinstance(model, DistributedDataParallel):
-            self.ddp = model
-            self._handle = model.register_forward_pre_hook(self._count_forward)
-            ignored = model.parameters_to_ignore
+        self.batch_end()
+        ignored = () if self.ddp is None else self.ddp.parameters_to_ignore
         # every parameter, and those among them that DDP has hooks on
         self._known: dict[str, WrappedParameter] = {}
         self._hooked: dict[str, Tensor] = {}
@@ -72,15 +65,23 @@ class DDPSnapshot:
             self._known[name] = WrappedParameter.of(parameter, is_hooked=is_seen and self.ddp is not None)
             if is_seen and parameter.requires_grad:
                 self._hooked[name] = parameter
-        self.gradients: dict[str, StartedGradients] = {}
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        """DDP of the model. None without one."""
+        model = self._runner.trainer.strategy.model
+        return model if isinstance(model, DistributedDataParallel) else None
 
     def _count_forward(self, *_: Any) -> None:
         self.forwards += 1
 
     def batch_end(self) -> None:
-        """Reset the counters of a step."""
+        """Reset the counters of a step. `DDPLossStrategy` wraps the model again when parameters were frozen."""
+        self.close()
+        if self.ddp is not None:
+            self._handle = self.ddp.register_forward_pre_hook(self._count_forward)
         self.forwards = 0
-        self.gradients = {}
+        self.gradients: dict[str, StartedGradients] = {}
 
     def close(self) -> None:
         """Remove the hook."""
@@ -183,25 +184,17 @@ class StepState:
 
     def describe(self) -> dict[str, Any]:
         """Return the state as it travels as JSON, with the present settings and scale."""
+        gradients, seen = self._gradients.items(), {"backwards": self._backwards, "forwards": self._forwards}
+        faults = {name: self._snapshot.unreduced_fault(name, p, **seen) for name, p in self._parameters.items()}
         return {
-            "gradients": {place: _finished(gradients) for place, gradients in self._gradients.items()},
-            "unreduced": self._unreduced_faults(),
+            "gradients": {at: {name: HostNumbers(x).read() for name, x in each.items()} for at, each in gradients},
+            "unreduced": {name: fault for name, fault in faults.items() if fault},
             "settings": OptimizerSettings(self._runner).read(),
             "scale": next(iter(send_gradient_scale(self._runner.trainer).read()), None),
             "stepped": self._stepped,
             "clips": bool(self._runner.trainer.gradient_clip_val),
             "static": bool(getattr(self._snapshot.ddp, "static_graph", False)) and self._is_first,
         }
-
-    def _unreduced_faults(self) -> dict[str, str]:
-        """Return ``unreduced_fault`` of each parameter that has one."""
-        seen = {"backwards": self._backwards, "forwards": self._forwards}
-        faults = {name: self._snapshot.unreduced_fault(name, p, **seen) for name, p in self._parameters.items()}
-        return {name: fault for name, fault in faults.items() if fault}
-
-
-def _finished(gradients: StartedGradients) -> dict[str, list[int]]:
-    return {name: HostNumbers(started).read() for name, started in gradients.items()}
 
 
 # ---------------------------------------------------------------------- reasons, from the states of all ranks

@@ -86,11 +86,6 @@ def encode(measured: object, title: str, found: Sequence[Finding] = ()) -> bytes
     raise InputError(f"{title}.measure", expected=expected, got=got)
 
 
-def encode_failure(text: str) -> bytes:
-    """Encode the error of a check in place of its part."""
-    return _part(_FAILED, text.encode())
-
-
 def _part(kind: bytes, data: bytes = b"", found: Sequence[Finding] = ()) -> bytes:
     texts = hash_text(json.dumps(texts_of(found))) if found else 0
     return _PART_HEAD.pack(kind, len(data), texts) + data
@@ -405,7 +400,7 @@ class RowExchange:
         except Exception as error:
             self.note_failure(check, "measure", error)
         if id(check) in self._failures:
-            return encode_failure(self._failures.pop(id(check)))
+            return _part(_FAILED, self._failures.pop(id(check)).encode())
         return part
 
     def exchange(

@@ -843,7 +843,8 @@ def torchmetrics_states(module: Any) -> dict[str, Any] | None:
 
 def state_reductions(metric: Any) -> dict[str, Any] | None:
     """Return how each state of a metric is reduced over ranks, by name. None for anything but a metric."""
-    return cast("dict[str, Any] | None", getattr(metric, "_reductions", None))
+    reductions = getattr(metric, "_reductions", None)
+    return reductions if isinstance(reductions, dict) else None
 
 
 # ---------------------------------------------------------------------- pytorch-metric-learning 2.9

@@ -325,7 +325,7 @@ class HeldOutSlices(DistributedSampler[list[int]]):
     """This rank's slice of every held-out batch, in rank order: one list of row numbers per step.
 
     Every row exactly once, in order, in batches of `batch_size` rows at most that do not depend on the number of ranks.
-    the ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
+    The ranks' slices differ by one row at most. (With one row per rank, batches are larger and no rank gets an empty one.)
     Give it as ``DataLoader(dataset, sampler=..., batch_size=None)``: a `DistributedSampler` is the one thing that Lightning (2.6,
     measured 2026) evaluates with on several ranks without advising against it.
 

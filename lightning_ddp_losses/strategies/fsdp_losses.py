@@ -162,7 +162,6 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         )
         self._losses = LossParallelism(self, options)
         self._sharded: list[FSDPModule] = []  # each step needs them, and the search takes long
-        self.divided_parameters: frozenset[str] = frozenset()
         self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
 
     @classmethod

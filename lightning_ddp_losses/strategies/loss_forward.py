@@ -346,6 +346,11 @@ class Adoption(FitPart):
         super().__init__(fit)
         self._modules: nn.ModuleDict | None = None
 
+    def setup(self) -> None:
+        """Forget the losses of an earlier fit. Until the next one, checkpoints hold them."""
+        if self.fit.is_fitting:
+            self._modules = None
+
     def find(self) -> Hidden:
         """Search the module, the callbacks and the data module for hidden losses. Refuse those that will not be adopted.
 

@@ -326,6 +326,8 @@ class LossParallelism(Fit):
         """Give the module back as it came."""
         if self.call_check is not None:
             self.call_check.remove()
+        if self.reducer is not None:
+            take_late_notes()  # of a fit that has failed: other ranks may have noted more or less
         for part in reversed(self.parts):
             part.teardown()
 

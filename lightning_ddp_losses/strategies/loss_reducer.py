@@ -435,15 +435,13 @@ class ModelReduction(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        self._reduced: list[tuple[str, nn.Module]] = []  # what reduces: to find it takes long
+        self._reduced: list[tuple[str, nn.Module]] = []  # divided modules: to find them takes long
         self._scale = 1.0
         self._hooked: list[Tensor] = []
 
     def on_train_start(self) -> None:
         """Compare the ranks. Communication: one handshake, if a rank holds parts of the model."""
-        strategy = self.fit.strategy
-        self._reduced = [("", strategy.wrapped_model)] if strategy.wrapped_model is not None else []
-        if strategy.divides_model:
+        if self.fit.strategy.divides_model:
             self._reduced = list(self.fit.module.named_modules())
             must_match = {"gradients end as": gradient_reduction_of(self._reduced)}
             handshake.all_gather_between_steps("the model's gradients", must_match)
@@ -452,7 +450,8 @@ class ModelReduction(FitPart):
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Read the reduction, which the user may set at any time."""
-        reduction = gradient_reduction_of(self._reduced)
+        ddp = self.fit.strategy.wrapped_model  # another one since parameters were frozen
+        reduction = gradient_reduction_of(self._reduced if ddp is None else [("", ddp)])
         self._scale = 1.0 if reduction is None else reduction.scale
         if self._scale != 1.0:
             self._watch_others()

@@ -452,6 +452,21 @@ class Manual(Module):
         return loss
 
 
+class TwoSteps(Module):
+    """Two optimizer steps with each batch: the loss of the second one weights rows by their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer = self.optimizers()
+        for weights in (torch.ones(len(batch[1])), torch.arange(len(batch[1]))):
+            optimizer.zero_grad()
+            self.manual_backward((self.encoder(batch[0])[:, 0] * weights).square().mean())
+            optimizer.step()
+
+
 class RateOfOwnLoss(Module):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for group in optimizer.param_groups:

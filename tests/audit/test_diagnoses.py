@@ -141,6 +141,7 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "one rank writes a parameter": ("SYNC", m.Nudged, even, TWO_STEPS),
     "unfrozen after the wrap": ("F08", m.Unfrozen, even, TWO_STEPS),
     "own backward": ("F09", m.OwnBackward, even, {}),
+    "the second step of a batch": ("F26", m.TwoSteps, even, TWO_STEPS),
     "loss.backward in manual optimisation": ("F10", partial(m.Manual, right=False), even, {}),
     "registered in another order": ("F12", m.OtherOrder, even, {}),
     "learning rates that differ": ("F17", m.RateOfOwnLoss, even, {}),

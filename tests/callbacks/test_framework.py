@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_ddp_losses import DDPChecks, GlobalBatchLoss, LossCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, odd_ranks
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
+from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Subject, fit, slices
@@ -108,6 +109,31 @@ def test_two_of_them_in_one_trainer_are_told_and_run_each_check_once(pool: RankP
         assert findings == 1, "the first one's action: nothing was raised"
         assert all("expected one, got 2" in text for text in said)
     assert [len(said) for said, _, _ in answers] == [1, 0]
+
+
+def fit_with_the_same_twice(make: Callable[[], Any]) -> tuple[list[int], list[str]]:
+    """The runners in each of two fits, and the callbacks that are left."""
+    runners: list[int] = []
+
+    class Looks(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            runners.append(sum(isinstance(callback, CheckRunner) for callback in trainer.callbacks))
+
+    callback = make()
+    for _ in range(2):
+        trainer = make_trainer("ddp", callbacks=[callback, callback, Looks()])
+        trainer.fit(Subject(False))
+    return runners, [type(each).__name__ for each in trainer.callbacks]
+
+
+@pytest.mark.parametrize(
+    "make", [ParameterSyncCheck, partial(DDPChecks, summary=False, file=False)], ids=["one", "all"]
+)
+@pytest.mark.filterwarnings("ignore:.*expected one, got 2")
+def test_a_callback_that_is_given_twice_runs_once(pool: RankPool, make: Callable[[], Any]) -> None:
+    for runners, left in pool.run(2, fit_with_the_same_twice, make):
+        assert runners == [1, 1]
+        assert "CheckRunner" not in left
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])

@@ -136,6 +136,35 @@ def test_a_global_loss_is_not_called_local(pool: RankPool) -> None:
     assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, found_in, GlobalContrast)[0]}
 
 
+class TwoViews(Contrast):
+    """A wrapper that makes labels, and gathers nothing, around a loss that compares rows."""
+
+    def build(self) -> None:
+        super().build()
+        self.contrast = pml.SelfSupervisedLoss(pml.NTXentLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        return Subject.objective(self, features, labels, index) + self.contrast(embeddings, embeddings.flip(1))
+
+
+def test_a_wrapper_that_does_not_gather_is_called_local(pool: RankPool) -> None:
+    texts = {fault: text for fault, _, text in pool.run(2, found_in, TwoViews)[0]}
+    assert "`contrast.loss`" in texts["F29"]
+
+
+class OwnReductions(Subject):
+    """A module with an attribute that torchmetrics' metrics have too."""
+
+    def build(self) -> None:
+        self.own = nn.Identity()
+        self.own._reductions = ["mean"]  # type: ignore[assignment]
+
+
+def test_a_module_with_reductions_of_its_own_is_no_metric(pool: RankPool) -> None:
+    assert "CHECK" not in {fault for fault, *_ in pool.run(2, found_in, OwnReductions)[0]}
+
+
 class GlobalTowers(Subject):
     """Two towers whose rows are compared over all ranks."""
 

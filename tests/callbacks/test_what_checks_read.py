@@ -40,7 +40,7 @@ def test_rows_that_do_not_fit_together() -> None:
     assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
     assert table([1], [1.5]) == [[1], [1.5]]
     assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
-    sent = [row_exchange.encode([1], "Check"), row_exchange.encode_failure("broke")]
+    sent = [row_exchange.encode([1], "Check"), row_exchange._part(row_exchange._FAILED, b"broke")]
     assert row_exchange.decode_tables(sent, 1) == [({1: "broke"}, (0, 0))]
 
 

@@ -15,12 +15,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
-from lightning_ddp_losses import DDPLossStrategy, ModelParallelLossStrategy
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, ModelParallelLossStrategy
 from lightning_ddp_losses.testing import RankError, RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.fsdp_jobs import Towers, make_job
-from tests.strategies.jobs import TASK, Job, fit_alone
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss
 from tests.strategies.sharded_jobs import Plain, Sharded, whole_state
 from tests.strategies.test_signals import rows
 
@@ -162,3 +162,39 @@ def test_a_model_that_is_divided_is_saved_where_all_ranks_stand_together(pool: R
     # of a rank that fails alone the others stand in a collective of FSDP's, until they are ended
     assert_told(pool.errors(2, fit_and_fail, "fsdp", str(tmp_path), "on_train_batch_end", EVERYONE))
     assert saved(tmp_path)
+
+
+class Divided(Job):
+    """A loss with a divisor that a window knows."""
+
+    def build(self, loss: str) -> None:
+        self.loss = GlobalBatchLoss(make_loss(loss))
+
+
+def fit_again(options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """Fail on rank 1 between two batches of one optimizer step, then fit the same module."""
+    module = Divided()
+    objective = module.objective
+
+    def fails(features: Tensor, labels: Tensor, index: int) -> Tensor:
+        if module.global_rank == 1 and index == 1:
+            raise ZeroDivisionError("the user's own")
+        return objective(features, labels, index)
+
+    module.objective = fails  # type: ignore[method-assign]
+    said = ""
+    try:
+        make_trainer(DDPLossStrategy(**options), accumulate_grad_batches=2).fit(module, loader(2, dist.get_rank()))
+    except Exception as error:
+        said = str(error)
+    module.objective = objective  # type: ignore[method-assign]
+    make_trainer(DDPLossStrategy(**options), accumulate_grad_batches=2).fit(module, loader(2, dist.get_rank()))
+    return said, dict(module.state_dict())
+
+
+@pytest.mark.parametrize("accumulation", ["mean", "window"])
+def test_the_next_fit_knows_nothing_of_the_one_that_failed(pool: RankPool, accumulation: str) -> None:
+    expected = pool.run(2, fit, Divided, {"accumulation": accumulation}, accumulate_grad_batches=2)[0]
+    for said, state in pool.run(2, fit_again, {"accumulation": accumulation}):
+        assert "the user's own" in said
+        assert_close(state, expected)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.optim import Optimizer
@@ -115,6 +117,30 @@ def test_freezing_inside_the_step_is_exact_where_unused_parameters_are_searched(
 class FrozenLayer(Job):
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         self.encoder[0].requires_grad_(index < 2)
+
+
+class OldWraps(Callback):
+    """Whether the DDP that the fit began with is still there behind each batch."""
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.first, self.lives = weakref.ref(trainer.strategy.model), list[bool]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gc.collect()
+        self.lives.append(self.first() is not None)
+
+
+def lives_of_the_first_wrap(checks: bool) -> list[bool]:
+    wraps = OldWraps()
+    fit(FrozenLayer, callbacks=[wraps, *([DDPChecks(summary=False, file=False)] if checks else [])])
+    return wraps.lives
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_the_first_wrap_goes_when_the_model_is_wrapped_again(pool: RankPool, checks: bool) -> None:
+    for lives in pool.run(2, lives_of_the_first_wrap, checks):
+        assert lives == [True] * 2 + [False] * (len(lives) - 2)
+        assert not lives[-1]
 
 
 def test_a_hook_that_keeps_something_of_each_bucket_is_an_error(pool: RankPool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,23 @@ def test_a_hidden_loss_can_be_adopted(pool: RankPool, place: str) -> None:
 def test_a_hidden_loss_that_no_optimizer_holds_is_told_when_it_runs(pool: RankPool, place: str) -> None:
     errors = pool.errors(2, fit_hidden, partial(Hidden, place, optimise=False), {}, place)
     assert_same_error(errors, "ArcFaceLoss", PLACES[place])
+
+
+def fit_two_modules(folder: str) -> list[str]:
+    """Fit a module with a hidden loss, then another one with the same strategy; what a checkpoint of the other one holds."""
+    trainer = make_trainer(strategy_of({"adopt": True}))
+    for module in (Hidden("list"), Job()):
+        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+        trainer.save_checkpoint(f"{folder}/{type(module).__name__}.ckpt")
+        trainer.fit_loop.max_epochs += 1
+    saved = [torch.load(f"{folder}/{name}.ckpt", weights_only=True)["state_dict"] for name in ("Hidden", "Job")]
+    assert any(key.startswith("_adopted_losses.") for key in saved[0])
+    return sorted(saved[1])
+
+
+def test_an_adopted_loss_is_not_in_a_checkpoint_of_the_next_module(pool: RankPool, tmp_path: Path) -> None:
+    for keys in pool.run(2, fit_two_modules, str(tmp_path)):
+        assert keys == sorted(Job().state_dict())
 
 
 class HiddenOnOneRank(Job):
