@@ -18,13 +18,26 @@ _CARRIED = (
     *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
     "P2POp",  # what a ring sends and receives
 )
-_carries = False
+_carries = _stuck = False
 
 
 def carry(*, carries: bool) -> None:
     """Says whether torch names a backend that carries the device's tensors, or gloo; to be said before our groups are made."""
     global _carries
     _carries = carries
+
+
+def get_stuck(*, stuck: bool) -> None:
+    """Says whether this rank's device waits for a peer that does not come, behind which its collectives never run; the host goes on."""
+    global _stuck
+    _stuck = stuck
+
+
+class _NeverRun:
+    """A collective that waits on the device behind another one."""
+
+    def wait(self) -> None:
+        """Lets the device wait, as NCCL's does."""
 
 
 def install() -> None:
@@ -39,6 +52,8 @@ def install() -> None:
 def _carrying(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def carried(*args: Any, **kwargs: Any) -> Any:
+        if _stuck and any(hasattr(value, "_host") for value in args):
+            return _NeverRun()
         host_args, host_kwargs = _pytree.tree_map(lambda value: getattr(value, "_host", value), (args, kwargs))
         return collective(*host_args, **host_kwargs)
 

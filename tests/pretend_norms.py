@@ -1,23 +1,37 @@
-"""The plan of a model's batch norms on ranks whose collectives carry the device's tensors: what a step costs, numbers, and errors."""
+"""The plan of a model's batch norms on ranks whose collectives carry the device's tensors: what a step costs, numbers, and errors.
+
+Steps by hand, and whole fits of a Lightning Trainer.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import traceback
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import SyncBatchNorm
+from lightning_ddp_losses import DDPLossStrategy, SyncBatchNorm
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
+from lightning_ddp_losses.layers.forward_plan import PlannedCall
+from tests import pretend_collectives
 from tests.counting import CountCollectives
-from tests.devices import HOST, Device
+from tests.devices import HOST, Device, waits_in
+from tests.lightning_ranks import QUIET
+from tests.pretend_fits import OneNodePerRank, PretendAccelerator, PretendStrategy
 from tests.pretend_forks import on_forked_ranks
 
 WIDTH, LAYERS, STEPS = 4, 5, 5
@@ -44,6 +58,8 @@ class Normed(pl.LightningModule):
                 x = x[:1] if dist.get_rank() == 0 else x[:0]
             if number == 2 and self.odd == "raises":
                 raise KeyError("rank 1 alone")
+            if number == 2 and self.odd == "waits for a peer":
+                pretend_collectives.get_stuck(stuck=True)
             if number == 2 and self.odd == "another layer":
                 self.wide(torch.cat([x, x[:, :1]], 1))
             elif number == 2 and self.odd == "another shape":
@@ -52,6 +68,8 @@ class Normed(pl.LightningModule):
                 continue
             elif number == 2 and self.odd == "evaluates":
                 x = norm.eval()(x)
+            elif self.odd == "checkpointed":  # it runs again in backward
+                x = checkpoint(norm, x, use_reentrant=number % 2 == 0, preserve_rng_state=False)
             else:
                 x = norm(x)
         if self.odd == "one more":
@@ -121,17 +139,33 @@ def other_rows(step: int) -> str:
     return "fewer rows" if step == BAD_STEP and dist.get_rank() else ""
 
 
-SAME: dict[str, Callable[[int], str]] = {"the same": always, "all leave": all_leave, "other rows": other_rows}
+def checkpointed(step: int) -> str:
+    return "checkpointed"
+
+
+SAME: dict[str, Callable[[int], str]] = {
+    "the same": always,
+    "all leave": all_leave,
+    "other rows": other_rows,
+    "checkpointed": checkpointed,
+}
 ODD = ("another layer", "another shape", "skips", "skips the last", "evaluates", "one more", "raises", "one row")
+ENDS = ("on_train_end", "revert")  # where the last step is judged
 
 
-def error_of(device: Device, odd: str) -> str:
-    """The error of a rank where rank 1 differs in a step that follows the plan."""
+def error_of(device: Device, odd: str, end: str | None = None) -> str:
+    """The error of a rank where rank 1 differs in a step that follows the plan.
+
+    Args:
+        device: The device.
+        odd: How it differs.
+        end: What comes behind that step. None: further steps.
+    """
     try:
         module, plugin = Normed(), plugin_of_the_world()
         plugin.apply(module)
         module.to(device.name)
-        for step in range(BAD_STEP + 2):
+        for step in range(BAD_STEP + (3 if end is None else 1)):
             is_bad = step == BAD_STEP and (dist.get_rank() == 1 or odd == "one row")
             module.odd = odd if is_bad else ""
             x = device.to_device(rows(dist.get_rank(), step)).requires_grad_()
@@ -144,6 +178,10 @@ def error_of(device: Device, odd: str) -> str:
             module.on_before_backward(loss)
             loss.backward()
             device.catch_up()
+        if end == "on_train_end":
+            module.on_train_end()
+        elif end == "revert":
+            plugin.revert(module)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     else:
@@ -152,9 +190,115 @@ def error_of(device: Device, odd: str) -> str:
     return found
 
 
+def waits_of_two_forwards(device: Device) -> int:
+    """How often the host waits for the device in steps of two forwards, from the first one that follows the plan on."""
+    module, plugin, waits = Normed(), plugin_of_the_world(), 0
+    plugin.apply(module)
+    module.to(device.name)
+    for step in range(STEPS):
+        x = device.to_device(rows(dist.get_rank(), step)).requires_grad_()
+        with device.counting() as counts:
+            loss = module(x).square().mean() + module(x.flip(1)).square().mean()
+            module.on_before_backward(loss)
+            loss.backward()
+        waits += sum(waits_in(counts).values()) if step > 1 else 0
+        device.catch_up()
+    plugin.revert(module)
+    return waits
+
+
+# ---------------------------------------------------------------------- whole fits
+
+
+class PretendDDP(DDPStrategy):
+    """Lightning's own, as ``PretendStrategy`` is ours."""
+
+    def determine_ddp_device_ids(self) -> None:
+        return None
+
+
+STRATEGIES: dict[str, Callable[[], DDPStrategy]] = {
+    "ddp_losses": PretendStrategy,
+    "ddp_losses, check_calls=False": lambda: PretendStrategy(check_calls=False),
+    "ddp": PretendDDP,
+}
+FAILS = ("raises", "its device fails", "one row")  # in the last step, which follows the plan
+
+
+class NormedFit(Normed):
+    """Trains; in its last step all ranks are odd, or rank 1 alone."""
+
+    def __init__(self, fails: str = "") -> None:
+        super().__init__()
+        self.wide.requires_grad_(False)  # it is not used
+        self.fails = fails
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.odd = ""
+        if batch_idx == BAD_STEP and self.fails:
+            self.odd = "raises" if self.fails == "its device fails" else self.fails
+            if dist.get_rank() != 1 and self.fails != "one row":
+                self.odd = "waits for a peer" if self.fails == "its device fails" else ""
+        value: Tensor = self(batch).square().mean()
+        return value
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(device: Device, strategy: DDPStrategy, fails: str = "") -> list[Tensor]:
+    """Trains; returns parameters and averages."""
+    module, rank = NormedFit(fails), dist.get_rank()
+    trainer = pl.Trainer(
+        accelerator="cpu" if device is HOST else PretendAccelerator(),
+        devices=1,
+        num_nodes=dist.get_world_size(),
+        strategy=strategy,
+        plugins=[OneNodePerRank(), SyncBatchNorm()],
+        **QUIET,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader([rows(rank, step) for step in range(BAD_STEP + 1)], batch_size=None))  # type: ignore[arg-type]
+    return [device.to_host(tensor).double() for tensor in module.state_dict().values()]
+
+
+def error_of_fit(device: Device, strategy: str, fails: str) -> str:
+    """The error of a rank in a fit, on whose device a collective may not be possible any more."""
+    broken = mock.patch.object(PlannedCall, "without_rows", side_effect=RuntimeError("CUDA error: unspecified"))
+    try:
+        with broken if fails == "its device fails" and dist.get_rank() == 1 else contextlib.nullcontext():
+            fit(device, STRATEGIES[strategy](), fails)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = "no error"
+    pretend_collectives.get_stuck(stuck=False)
+    dist.barrier()
+    return found
+
+
+def fits(device: Device) -> dict[str, Any]:
+    """The errors of all fits, and how far one that follows each of them ends from the CPU's."""
+    found: dict[str, Any] = {}
+    expected = fit(HOST, DDPLossStrategy(process_group_backend="gloo"))
+    for strategy, make in STRATEGIES.items():
+        for fails in FAILS:
+            error = error_of_fit(device, strategy, fails)
+            off = max(float((a - b).norm()) for a, b in zip(expected, fit(device, make()), strict=True))
+            found[f"{strategy}, {fails}"] = {"error": error, "off": off}
+    return found
+
+
 def _as_rank(device: Device, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: compared(device, odd) for name, odd in SAME.items()}
+    found["waits of two forwards"] = waits_of_two_forwards(device)
     found["errors"] = {odd: error_of(device, odd) for odd in ODD}
+    found["errors"] |= {f"one row, {end}": error_of(device, "one row", end) for end in ENDS}
+    try:
+        found["fits"] = fits(device) if dist.get_world_size() < 4 else {}
+    except Exception:
+        found["fits"] = traceback.format_exc()
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import pretend_fits, pretend_runs, pretend_worlds
+from tests import pretend_failures, pretend_fits, pretend_runs, pretend_worlds
 from tests.devices import HOST, waits_in
 from tests.processes import run_python
 
@@ -168,6 +168,18 @@ def test_three_ranks(tmp_path: Path) -> None:
             if error or not difference < pretend_runs.EXACT:
                 problems.append(f"{name}, rank {rank}: {error or difference}")
     assert not problems, "\n".join(problems)
+
+
+def test_a_rank_that_fails_in_its_tiles(tmp_path: Path) -> None:
+    """The peers' hosts wait for no device, so that they learn of it in their next handshake: all ranks end, and the next call is right."""
+    for world_size, ranks in found_by("pretend_failures", tmp_path).items():
+        for rank, found in enumerate(ranks):
+            assert len(found["errors"]) == len(pretend_failures.LOSSES) * len(pretend_failures.RUNS)
+            failed = rank == pretend_failures.FAILED
+            words = ("OutOfMemoryError: ",) if failed else ("PeerError: ", f"(rank 1 of {world_size}, in ")
+            for name, error in found["errors"].items():
+                assert all(word in error for word in (*words, pretend_failures.WORDS)), (world_size, rank, name, error)
+            assert max(found["off"].values()) < 1e-5, found["off"]
 
 
 def beyond(found: dict[str, Any], bound: pretend_runs.Bound, rounded: float) -> str:

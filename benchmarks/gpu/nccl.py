@@ -13,6 +13,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytorch_metric_learning.losses as pml
@@ -32,7 +34,14 @@ from benchmarks.gpu.several_ranks import (
     row_of,
 )
 from benchmarks.records import Row
-from lightning_ddp_losses import ClipLoss, DDPLossError, DDPLossStrategy, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ClipLoss,
+    DDPLossError,
+    DDPLossStrategy,
+    GlobalBatchLoss,
+    SigLipLoss,
+)
 from tests.devices import Device
 from tests.lightning_ranks import QUIET
 from tests.pretend_ranks import run_jobs
@@ -41,6 +50,7 @@ from tests.strategies.jobs import Job, fit_alone, loader
 
 HALF = 2.0  # distance of a fit in float16 from float64, over that of Lightning's own
 COMPILED = 1e-5  # relative, float32 whose sums have another order
+COMPILED_BF16 = 2.0**-16  # gradients of products are rounded by 2^-17, not always to the same side
 FREED_SECONDS = 30.0  # a stuck device is noticed after 10 s
 _TABLE = "gpu e: NCCL"
 _NOT_RUN = "not run"
@@ -87,6 +97,11 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
             "fit, fsdp2_ddp_losses": (lambda: _sharded_fit(device), FIT_EXACT),
             "compile_tiles, SigLIP": (lambda: _compiled(device, SigLipLoss), COMPILED),
             "compile_tiles, CLIP": (lambda: _compiled(device, ClipLoss), COMPILED),
+            "compile_tiles, ArcFace, class shards": (lambda: _compiled(device, _class_shards), COMPILED),
+            "compile_tiles, ArcFace, class shards, bf16": (
+                lambda: _compiled(device, partial(_class_shards, products="bf16")),
+                COMPILED_BF16,
+            ),
         }
         for name, (job, limit) in jobs.items():
             yield _row(name, job, limit)
@@ -159,17 +174,24 @@ def _hf_fit(device: Device) -> float | str:
     return largest_difference(whole_state(trainer.model), truth)
 
 
+def _class_shards(**options: Any) -> nn.Module:
+    return ClassShardedLoss(pml.ArcFaceLoss(300, 64), **options)
+
+
 def _compiled(device: Device, make: Callable[..., nn.Module]) -> float:
-    """Compare a compiled two-tower loss with the same one uncompiled, value and gradients."""
+    """Compare a compiled loss of two towers, or of rows and labels, with the same one uncompiled, value and gradients."""
     place = device.name if device.name.startswith("cuda") else "cpu"
-    torch.manual_seed(0)
-    rows = torch.randn(2, 512, 64, device=place)
     found = []
     for compile_tiles in (False, True):
-        images, texts = rows.clone().requires_grad_().unbind()
+        torch.manual_seed(0)
+        left, right = torch.randn(2, 512, 64, device=place, requires_grad=True).unbind()
         loss = make(compile_tiles=compile_tiles).to(place)
-        value = loss(images, texts)
-        leaves = [images, texts, *loss.parameters()]
+        leaves = [left, *loss.parameters()]
+        if isinstance(loss, ClassShardedLoss):
+            right = torch.arange(512, device=place) % loss.num_classes
+        else:
+            leaves.append(right)
+        value = loss(left, right)
         found.append([value.detach(), *torch.autograd.grad(value, leaves)])
     eager, compiled = (dict(enumerate(tensors)) for tensors in found)
     return largest_difference(compiled, eager)

@@ -141,11 +141,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
             table, known = _gather_moments(moments, count, scope)
             plan.count(planned, known)
             return _merge_moments(known, table, x, _exchange_in_backward(call, agreed.in_backward))
-        for earlier, found in plan.counts():
-            if sum(found) == 1:
-                # other subgroups do not know these counts
-                collective = scope.subgroup_size is None
-                _refuse_one_value(f"an earlier call of {earlier.title}", earlier.size, found, collective=collective)
+        refuse_earlier_calls(plan, scope)
         offer = plan.offer(planned, count, scope.group, scope.handshake_group)
 
     # handshake: counts, need of a gradient, and the moments themselves if they may be inline
@@ -170,6 +166,24 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
         table = gather_stacked(moments, scope.group)
     own_counts = [counts[rank] for rank in scope.own_subgroup()]
     return _merge_moments(own_counts, table, x, _exchange_in_backward(call, in_backward))
+
+
+def refuse_earlier_calls(plan: ForwardPlan, scope: Scope, *, of_all: bool = False) -> None:
+    """Refuse calls in a plan with one value per channel over all ranks, whose counts have come to the host since.
+
+    Args:
+        plan: The plan.
+        scope: Ranks that normalise together.
+        of_all: Judge the last plan too, for which the host may have to wait.
+
+    Raises:
+        TooFewValuesError: on every rank of a subgroup.
+    """
+    for call, counts in plan.counts(of_all=of_all):
+        if sum(counts) == 1:
+            # other subgroups do not know these counts
+            is_known = scope.subgroup_size is None
+            _refuse_one_value(f"an earlier call of {call.title}", call.size, counts, collective=is_known)
 
 
 def _gather_moments(moments: Tensor, count: int, scope: Scope) -> tuple[Tensor, Tensor]:

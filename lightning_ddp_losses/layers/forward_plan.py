@@ -17,6 +17,7 @@ The numbers of rows travel with the statistics, as they may change from step to 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.handshake import Channel, PendingHandshake
 from lightning_ddp_losses.distributed.messages import Header
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -79,9 +81,9 @@ class ForwardPlan(PendingHandshake):
         self._first: tuple[PlannedCall, int] | None = None
         self._seen: list[PlannedCall] = []  # since the first call
         self._left: list[PlannedCall] = []
-        # calls in plans, and the values per channel of each rank in them
+        # calls in the last plan, and the values per channel of each rank in them. Those of plans before on their way to the host
         self._counted: list[tuple[PlannedCall, Tensor]] = []
-        self._copied: tuple[list[PlannedCall], HostCopy] | None = None
+        self._copied: list[tuple[list[PlannedCall], HostCopy]] = []
         self._opened = 0  # handshakes up to the last one of a batch norm
         # by first call and its number of rows: the calls of the last forward, and how often they came in a row
         self._learnt: dict[tuple[PlannedCall, int], tuple[list[PlannedCall], int]] = {}
@@ -89,14 +91,15 @@ class ForwardPlan(PendingHandshake):
 
     # ------------------------------------------------------------------ calls
 
+    @property
+    def is_open(self) -> bool:
+        """Whether gathers of the plan are left."""
+        return bool(self._left)
+
     def follow(self, call: PlannedCall) -> PlannedCall | None:
         """Return the call as all ranks have agreed on it. None: it is not the next one of a plan, and needs a handshake."""
         if self._left and self._left[0]._replace(in_backward=False) == call:
-            agreed = self._left.pop(0)
-            self._seen.append(agreed)
-            if not self._left:
-                self._channel.pending = None
-            return agreed
+            return self._left[0]
         self._leave(f"{call.title} {call.text}")
         return None
 
@@ -129,17 +132,31 @@ class ForwardPlan(PendingHandshake):
             self._channel.pending = self
 
     def count(self, call: PlannedCall, counts: Tensor) -> None:
-        """Note the values per channel of each rank, (W,), which are on their way to the host from the last call on."""
+        """Note that a call has run its gather, with the values per channel of each rank, (W,), which the host does not know yet."""
+        self._seen.append(self._left.pop(0))
         self._counted.append((call, counts))
         if not self._left:
-            self._copied = [call for call, _ in self._counted], HostCopy(torch.stack([c for _, c in self._counted]))
+            self._channel.pending = None
+            self._copy_counts()
+
+    def _copy_counts(self) -> None:
+        if self._counted:
+            calls, counts = zip(*self._counted, strict=True)
+            self._copied.append(([*calls], HostCopy(torch.stack(counts))))
             self._counted = []
 
-    def counts(self) -> Iterator[tuple[PlannedCall, list[int]]]:
-        """Yield the calls of the last plan, each with the values per channel of each rank."""
-        copied, self._copied = self._copied, None
-        if copied is not None:
-            for call, counts in zip(copied[0], copied[1].read().tolist(), strict=True):
+    def counts(self, *, of_all: bool = False) -> Iterator[tuple[PlannedCall, list[int]]]:
+        """Yield the calls of plans, each with the values per channel of each rank. Each call once.
+
+        Args:
+            of_all: Of all plans. False: those of the last plan are left, so that a step with two forwards does not wait for the device
+                between them.
+        """
+        self._copy_counts()
+        kept = 0 if of_all else 1
+        while len(self._copied) > kept:
+            calls, copy = self._copied.pop(0)
+            for call, counts in zip(calls, copy.read().tolist(), strict=True):
                 yield call, [int(count) for count in counts]
 
     def _remember(self) -> None:
@@ -173,12 +190,16 @@ class ForwardPlan(PendingHandshake):
 
     def receive(self, timeout: timedelta | None = None) -> list[Header]:
         """Leave the plan without a word. Communication: the gathers that are left."""
-        left, self._left, self._counted = self._left, [], []
+        left, self._left = self._left, []
         if left:
             self._channel.pending = None
             assert self._first is not None
             self._breaks[self._first] += 1
-            with torch.no_grad():
+            for call in left:  # peers that go on number them
+                if call.in_backward:
+                    BackwardExchange(call.title, self._groups[1])
+            # where the peers or this rank's device are gone, the reason is still to be told
+            with torch.no_grad(), contextlib.suppress(RuntimeError):
                 for call in left:
                     gather_stacked(call.without_rows(), self._groups[0])
         return []

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -39,7 +40,13 @@ from lightning_ddp_losses.core.modules import MethodPatch, eager_recursive, unre
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import RankMismatchError, expect, expect_count, listed
-from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
+from lightning_ddp_losses.layers.batch_norm_function import (
+    Call,
+    Scope,
+    gather_statistics,
+    normalise,
+    refuse_earlier_calls,
+)
 from lightning_ddp_losses.layers.forward_plan import ForwardPlan
 
 
@@ -118,19 +125,28 @@ class SyncBatchNorm(LayerSync):
         self._patches = [*layers]
         if isinstance(model, pl.LightningModule):
             self._patches.append(BeforeBackwardPatch(model, layers, self._scope))
+            self._patches.append(TrainEndPatch(model, self._plan, self._scope))
         for patch in self._patches:
             patch.install()
         return model
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Restore the modules. If this rank failed in a forward, its peers may still be in one."""
-        if self._plan is not None:
-            with contextlib.suppress(RuntimeError):  # the peers are gone
-                self._plan.receive()
-        self._plan = None
+        """Restore the modules. If this rank fails inside a forward with a plan, its peers learn of it.
+
+        Raises:
+            InputError: on every rank, for one value per channel in a last forward that no ``on_train_end`` has judged.
+        """
         for patch in self._patches:
             patch.remove()
-        self._patches = []
+        plan, error = self._plan, sys.exc_info()[1]
+        self._patches, self._plan = [], None
+        if plan is not None and plan.is_open:
+            with contextlib.suppress(Exception):  # it goes on with the error itself
+                if isinstance(error, Exception):
+                    raise_in_scope(self._scope(), error, "a forward with batch norms")
+            plan.receive()
+        elif plan is not None and error is None:
+            refuse_earlier_calls(plan, self._scope(), of_all=True)
         return model
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
@@ -418,6 +434,31 @@ class BeforeBackwardPatch(MethodPatch):
             for node in nodes:
                 node.is_agreed = True
         return self.original(loss, *args, **kwargs)
+
+
+class TrainEndPatch(MethodPatch):
+    """Replaces the LightningModule's ``on_train_end``, which no forward follows that would judge the last one.
+
+    Args:
+        module: The LightningModule.
+        plan: Plan of its batch norms.
+        scope: Function that returns the ranks that exchange statistics.
+    """
+
+    def __init__(self, module: pl.LightningModule, plan: ForwardPlan, scope: Callable[[], Scope]) -> None:
+        super().__init__(module, "on_train_end")
+        self._plan, self._scope = plan, scope
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Judge the last forward, then call the module's own hook. Communication: one handshake, if there are subgroups."""
+        scope = self._scope()
+        try:
+            refuse_earlier_calls(self._plan, scope, of_all=True)
+            if scope.subgroup_size is not None:  # the others do not know its counts
+                handshake.all_gather("batch norms at the end of training", {}, group=scope.handshake_group)
+        except Exception as error:
+            raise_in_scope(scope, error, "the end of training")
+        return self.original(*args, **kwargs)
 
 
 def synced_nodes(loss: Tensor) -> list[Any]:

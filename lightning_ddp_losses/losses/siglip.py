@@ -173,7 +173,8 @@ def _visit_tiles(
     def visit(block: ColumnBlock) -> Tensor | None:
         column_sums = call.column_sums(block) if with_grads else None
         for tile, products in call.tiles(block, scale):
-            found, d_bias, terms = call.run(siglip_tile, products, tile.factors, bias, with_grads, call.splits)
+            options = tile.factors, bias.detach(), with_grads, call.splits
+            found, d_bias, terms = call.run(siglip_tile, products, *options)
             losses.append(found)
             if image_sums is not None:
                 d_biases.append(d_bias)

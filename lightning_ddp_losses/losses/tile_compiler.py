@@ -44,13 +44,13 @@ class TileCompiler:
         """
         if self._eager or kind in self._rehearsed:
             return
-        self._rehearsed.add(kind)
         failed = b""
         try:
             rehearsal(self._run)
         except Exception as error:
             failed = f"{type(error).__name__}: {str(error)[:300]}".encode()
         reasons = handshake.all_gather(f"{title}: compile_tiles", {"kind": kind}, failed, group=group)
+        self._rehearsed.add(kind)
         self._eager = any(reasons)
         if self._eager and process_groups.rank(group) == 0:
             rank = next(rank for rank, reason in enumerate(reasons) if reason)
@@ -72,7 +72,7 @@ class TileCompiler:
                 f"{type(error).__name__}: {str(error)[:300]}",
                 stacklevel=2,
             )
-            self._eager = True
+            self._compiled[function] = function  # the ranks agree on all else
             return function(*args)
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:

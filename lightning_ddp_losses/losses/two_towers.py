@@ -287,7 +287,7 @@ class TowerCall:
         """
         images, columns = self.images, block.columns
         of_rows, of_columns = images.factors, columns.factors
-        scale_of_tiles = None if self.form == "float32" else scale
+        scale_of_tiles = None if self.form == "float32" else scale.detach()  # as compiled
         buffer, entries = scale.new_empty(0), self.tile_bytes // scale.element_size()
         for rows, place in tiles_of(len(images.rows), len(columns.rows), entries):
             left, right = images.rows[rows], columns.rows[place]
@@ -504,25 +504,25 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             self._check_rows(*rows)
             given = {name: self._given_number(name, number, rows[0]) for name, number in numbers.items()}
             form = choose_form(title, self.products, [tensor for tensor in rows if tensor is not None])
-        # parameters of float64 make all of it float64
-        tensors = precision.CallTensors.of(self, (rows, given), {})
-        dtype = precision.compute_dtype([*tensors.parameters, *tensors.given])
-        if dtype == torch.float64:
-            form = "float32"
-        must_match = {
-            "which": self._instance,
-            "gather": self.gather,
-            "options": self.extra_repr(),
-            **{name: _kind_of_number(number) for name, number in numbers.items()},
-            "weights": self._weights.take(self.parameters(), self._group),
-            "queue": "none" if rows[3] is None else _described(rows[3]),
-            "coefficient of the last backward": self._upstream_grads.take(),
-        }
-        if self._compiler is not None:
-            must_match["compile_tiles"] = True
-        # rows are not cast: those of bfloat16 are multiplied as they are
-        forward = partial(self._forward, rows, form, dtype, must_match)
-        value: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
+            # parameters of float64 make all of it float64
+            tensors = precision.CallTensors.of(self, (rows, given), {})
+            dtype = precision.compute_dtype([*tensors.parameters, *tensors.given])
+            if dtype == torch.float64:
+                form = "float32"
+            must_match = {
+                "which": self._instance,
+                "gather": self.gather,
+                "options": self.extra_repr(),
+                **{name: _kind_of_number(number) for name, number in numbers.items()},
+                "weights": self._weights.take(self.parameters(), self._group),
+                "queue": "none" if rows[3] is None else _described(rows[3]),
+                "coefficient of the last backward": self._upstream_grads.take(),
+            }
+            if self._compiler is not None:
+                must_match["compile_tiles"] = True
+            # rows are not cast: those of bfloat16 are multiplied as they are
+            forward = partial(self._forward, rows, form, dtype, must_match)
+            value: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
         remember_global_value(value, title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched

@@ -9,13 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from pytorch_metric_learning import losses as pml
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._inductor import config, metrics
 from torch.utils._pytree import tree_leaves
 
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from lightning_ddp_losses.losses import tile_compiler
 from lightning_ddp_losses.losses.clip import clip_stats, clip_terms
 from lightning_ddp_losses.losses.sharded_softmax import Chunk, class_stats, class_terms
@@ -49,10 +53,54 @@ def compiled_classes(names: list[str]) -> dict[str, Any]:
         return sharded_cases.measure(names, compile_tiles=True)
 
 
-def test_compiled_classes_are_one_process(pool: RankPool) -> None:
-    results = pool.run(1, compiled_classes, CLASS_NAMES, seconds=240)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_compiled_classes_are_one_process(pool: RankPool, world_size: int) -> None:
+    """Of 7 classes each of three ranks has 3, 3 or 1, which torch compiles once more; batches are uneven too."""
+    results = pool.run(world_size, compiled_classes, CLASS_NAMES, seconds=600)
     problems = sharded_cases.problems_of(CLASS_NAMES, results)
     assert not problems, "\n".join(problems)
+
+
+def compiled_graphs(name: str, dtype: torch.dtype) -> list[int]:
+    """How many graphs are compiled where the ranks compile together, and after that."""
+    found, rehearse = [0, 0], tile_compiler.TileCompiler.rehearse
+    graphs = counters["stats"]
+
+    def counted(self: tile_compiler.TileCompiler, *args: Any) -> None:
+        before = graphs["unique_graphs"]
+        rehearse(self, *args)
+        found[0] += graphs["unique_graphs"] - before
+
+    torch._dynamo.reset()
+    start = graphs["unique_graphs"]
+    rows = torch.randn(2, 48, 8).to(dtype)
+    with warnings.catch_warnings(), mock.patch.object(tile_compiler.TileCompiler, "rehearse", counted):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        left, right = rows.clone().requires_grad_().unbind()
+        if name == "ArcFace":
+            ClassShardedLoss(pml.ArcFaceLoss(12, 8), chunk_size=4, compile_tiles=True)(
+                left, torch.arange(48) % 12
+            ).backward()
+        else:
+            {"SigLIP": SigLipLoss, "CLIP": ClipLoss}[name](compile_tiles=True, tile_bytes=4096)(left, right).backward()
+    found[1] = graphs["unique_graphs"] - start - found[0]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("SigLIP", torch.float32),
+        ("SigLIP", torch.bfloat16),
+        ("CLIP", torch.float32),
+        ("CLIP", torch.bfloat16),
+        ("ArcFace", torch.float32),
+    ],
+)
+def test_what_the_ranks_compile_together_is_what_a_call_runs(pool: RankPool, name: str, dtype: torch.dtype) -> None:
+    ((together, later),) = pool.run(1, compiled_graphs, name, dtype, seconds=240)
+    assert together > 0
+    assert later == 0
 
 
 # ---------------------------------------------------------------------- kernels of a tile of bf16 rows, forward and backward

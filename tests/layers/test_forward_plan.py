@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.pretend_norms import BAD_STEP, LAYERS, ODD, SAME
+from tests.pretend_norms import BAD_STEP, ENDS, FAILS, LAYERS, ODD, SAME, STRATEGIES
 from tests.test_pretend_device import found_by
 
 WORDS = {  # what the error of every rank names
@@ -40,9 +41,25 @@ def test_costs_numbers_and_errors_of_a_plan(tmp_path: Path) -> None:
             # all ranks left it at one call: the rest of its gathers, a handshake that says so, and one for each call from there on
             forward = found["all leave"]["device"][BAD_STEP][0]
             assert forward == [1 + 1 + 2, 1 + LAYERS + 1 + 2 * 2]
-        for odd in ODD:
+            assert found["waits of two forwards"] == 0
+        for odd in (*ODD, *(f"one row, {end}" for end in ENDS)):
             errors = [found["errors"][odd] for found in ranks]
             for error in errors:
-                assert all(words in error for words in WORDS[odd]), (world_size, odd, error)
+                assert all(words in error for words in WORDS[odd.partition(",")[0]]), (world_size, odd, error)
             if odd != "raises":
                 assert len(set(errors)) == 1
+        if world_size != "4":
+            judge_fits([found["fits"] for found in ranks])
+
+
+def judge_fits(ranks: list[dict[str, Any]]) -> None:
+    """All ranks end with an error that names the rank which failed in the last step, and a fit after it is that of the CPU."""
+    for strategy in STRATEGIES:
+        for fails in FAILS:
+            name = f"{strategy}, {fails}"
+            for rank, found in enumerate(ranks):
+                assert found[name]["off"] < 1e-4, (name, found[name])
+                words = WORDS["one row" if fails == "one row" else "raises"]
+                if fails != "one row":
+                    words = (*words, "KeyError") if rank == 1 else (*words, "PeerError", "rank 1")
+                assert all(word in found[name]["error"] for word in words), (name, rank, found[name])

@@ -5,6 +5,7 @@ Compiling takes seconds, so that most tests call the functions as they are; ``te
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
+from lightning_ddp_losses import PeerError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
 from lightning_ddp_losses.testing import RankPool
 from tests.losses import sharded_cases
@@ -118,6 +120,60 @@ def test_a_function_that_cannot_be_compiled_later_is_called_as_it_is() -> None:
     assert compiler(successor, 2) == 3  # and is not tried again
 
 
+def with_a_compiler_that_fails_later(name: str) -> list[Tensor]:
+    """What a rank gets, less what it gets uncompiled, where rank 1 cannot compile for the sizes of its first batch."""
+    fails = [False]
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if fails[0] and dist.get_rank() == 1:
+                raise RuntimeError("no compiler here")
+            return function(*args)
+
+        return run
+
+    def rehearse(self: tile_compiler.TileCompiler, *args: Any) -> None:
+        fails[0] = False
+        original(self, *args)
+        fails[0] = True
+
+    original, differences = tile_compiler.TileCompiler.rehearse, []
+    rows = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    loss, eager = (TOWERS[name](compile_tiles=compile_tiles).double() for compile_tiles in (True, False))
+    with (
+        warnings.catch_warnings(),
+        mock.patch.object(tile_compiler, "compiled", compiled),
+        mock.patch.object(tile_compiler.TileCompiler, "rehearse", rehearse),
+    ):
+        warnings.simplefilter("ignore")
+        for has_grad in (True, False):  # another kind of call: the ranks compile together once more
+            with torch.set_grad_enabled(has_grad):
+                leaves = rows.clone().requires_grad_(has_grad)
+                differences.append((loss(*leaves) - eager(*leaves)).detach())
+    return differences
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_rank_that_cannot_compile_later_still_meets_its_peers(pool: RankPool, name: str) -> None:
+    for differences in pool.run(2, with_a_compiler_that_fails_later, name):
+        assert all(abs(float(difference)) < 1e-12 for difference in differences)
+
+
+def stopped_before_the_ranks_compile() -> float:
+    """The value of a call after one that rank 1 has left before it compiled."""
+    loss, rows = SigLipLoss(compile_tiles=True).double(), torch.randn(2, 6, 4, dtype=torch.float64)
+    fails = mock.patch.object(SigLipLoss, "_number", side_effect=MemoryError("rank 1 alone"))
+    with mock.patch.object(tile_compiler, "compiled", as_it_is):
+        with fails if dist.get_rank() else contextlib.nullcontext(), contextlib.suppress(MemoryError, PeerError):
+            loss(*rows)
+        return float(loss(*rows))
+
+
+def test_a_call_that_no_rank_has_compiled_is_compiled_later(pool: RankPool) -> None:
+    first, second = pool.run(2, stopped_before_the_ranks_compile)
+    assert first == second
+
+
 def test_what_is_compiled_stays_in_its_process() -> None:
     original = tile_compiler.TileCompiler()
     original._eager = True
@@ -165,7 +221,7 @@ def classes_with_masks(names: list[str]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {3}))
 def test_classes_with_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     names = [name for name in sharded_cases.CASES if "mined" not in name]
     results = pool.run(world_size, classes_with_masks, names)

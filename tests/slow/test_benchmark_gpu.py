@@ -45,17 +45,19 @@ def test_one_rank_and_two(tmp_path: Path) -> None:
     """Fits, compiled tiles, and a step that fails; each row is in a file as soon as it is known."""
     code, said = command("--device", "pretend", "--part", "e", "--output", str(tmp_path))
     assert code == 0, said
+    assert "WRONG" not in said
     for expected in (
         "fit, 16-true",
         "deterministic=True",
         "fsdp2_ddp_losses",
         "compile_tiles, SigLIP",
+        "compile_tiles, ArcFace, class shards, bf16",
         "2 ranks, gloo",
         "not run",
     ):
         assert expected in said
     assert {file.name: len(file.read_text().splitlines()) for file in tmp_path.iterdir()} == {
-        "gpu_e_rank_0_of_1.jsonl": 6,
+        "gpu_e_rank_0_of_1.jsonl": 8,
         "gpu_e_rank_0_of_2.jsonl": 18,
         "gpu_e_rank_1_of_2.jsonl": 18,
     }
