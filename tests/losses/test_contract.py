@@ -379,6 +379,19 @@ def test_nan_on_an_accelerator_is_an_error_one_call_later() -> None:
             patch.value_reading.raise_late()
 
 
+def break_before_the_gather() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    broken = RuntimeError("the device is lost") if dist.get_rank() == 1 else None
+    with mock.patch.object(inputs, "check_inputs", side_effect=broken):
+        loss(torch.randn(4, DIM), torch.tensor([0, 0, 1, 1]))
+
+
+def test_any_error_of_one_rank_before_the_gather_is_raised_on_all(pool: RankPool) -> None:
+    errors = pool.errors(2, break_before_the_gather)
+    assert [error.type for error in errors] == ["PeerError", "RuntimeError"]
+    assert all("the device is lost" in error.message for error in errors)
+
+
 class Noisy(pml.SupConLoss):
     pass
 
