@@ -228,14 +228,10 @@ def _name_first_difference(finding: Finding, lines_by_rank: Sequence[list[str]])
     # a rank with fewer lines has "nothing" there
     shown = [(position, [line or "nothing" for line in column]) for position, column in columns.items()]
     shown = shown[: findings.MOST_NAMES]
-    values = [_lines_of(rank, shown) for rank in range(len(lines_by_rank))]
+    values = ["; ".join(f"position {at}: {column[rank]}" for at, column in shown) for rank in range(len(lines_by_rank))]
     first_names = dict.fromkeys(line.split(" ")[0] for line in shown[0][1])
     numbers: dict[str, Any] = {"number": len(columns), "longest": max(map(len, lines_by_rank))}
     return Finding.of("F12", ranks=finding.ranks, name=", ".join(first_names), values=tuple(values), **numbers)
-
-
-def _lines_of(rank: int, shown: Sequence[tuple[int, list[str]]]) -> str:
-    return "; ".join(f"position {position}: {column[rank]}" for position, column in shown)
 
 
 def _judge_shards(ranges: Sequence[Sequence[int]], names: Sequence[str]) -> list[Finding]:
