@@ -162,7 +162,7 @@ def gradient_reduction_of(modules: Iterable[tuple[str, nn.Module]]) -> GradientR
 def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
     """Yield how ``fully_shard`` reduces the parameters of one module."""
     for factor, forces_sum, mesh, own_ranks in compat.sharded_reductions(module):
-        ranks = tuple(mesh.mesh.flatten().tolist())
+        ranks = process_groups.mesh_ranks(mesh)
         if factor is None:
             yield GradientReduction(float(len(ranks)), ranks, "fully_shard")
             continue

@@ -36,6 +36,7 @@ import contextlib
 import copy
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -309,6 +310,16 @@ def replica_group(group: Group) -> Group:
     return _replica_groups[ranks]
 
 
+_mesh_ranks: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def mesh_ranks(mesh: Any) -> tuple[int, ...]:
+    """Return the ranks of a ``DeviceMesh``. They are remembered: torch computes them at each question, in 130 calls."""
+    if mesh not in _mesh_ranks:
+        _mesh_ranks[mesh] = tuple(mesh.mesh.flatten().tolist())
+    return _mesh_ranks[mesh]
+
+
 def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None) -> Group:
     """Return the group of the ranks in this rank's part of a device mesh. None if that is the world.
 
@@ -331,7 +342,7 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
     if mesh is None or group is not None:
         wrong = "copies without mesh" if mesh is None else "a group, too"
     if not wrong and copies is not None:
-        shared = sorted(set(mesh.mesh.flatten().tolist()) & set(copies.mesh.flatten().tolist()))
+        shared = sorted(set(mesh_ranks(mesh)) & set(mesh_ranks(copies)))
         if shared != [rank()]:
             wrong = f"copies={copies.mesh.tolist()} and mesh={mesh.mesh.tolist()}, both with ranks {shared}"
     expect(
@@ -341,7 +352,7 @@ def group_of_mesh(title: str, mesh: Any, copies: Any = None, group: Group = None
         got=wrong,
         fix="Take both from the mesh that init_device_mesh has made of the ranks.",
     )
-    ranks = tuple(mesh.mesh.flatten().tolist())
+    ranks = mesh_ranks(mesh)
     if sorted(ranks) == list(range(world_size())):
         return None
     for dim in range(mesh.ndim):
