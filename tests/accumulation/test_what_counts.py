@@ -290,8 +290,9 @@ def weighed_on_one_rank(net: Net) -> None:
     for _ in range(2):  # the others learn of it at their next handshake
         net.zero_grad()
         with accumulation_window(net):
-            for i, rows in enumerate(own_rows()):
-                (mean_square(net, rows) * (1 + i * dist.get_rank())).backward()
+            for rows in own_rows():
+                mean_square(net, rows).backward()
+            (mean_square(net, rows) * (1 + dist.get_rank())).backward()
 
 
 def by_gradient(net: Net) -> None:
