@@ -226,7 +226,8 @@ class RowChunks:
         """Return the gradients of embeddings, references (zeros where not wanted) and parameters."""
         embeddings, references = self._call.given["embeddings"], self._call.references
         dtype, devices = embeddings.dtype, {embeddings.device.type}
-        with precision.full_precision(dtype, devices), precision.cast_module(self._loss, dtype):
+        # casts of parameters need a gradient, as in forward
+        with torch.enable_grad(), precision.full_precision(dtype, devices), precision.cast_module(self._loss, dtype):
             anchors, columns = embeddings.detach().requires_grad_(), references.detach().requires_grad_(wanted[1])
             leaves = [anchors, columns, *(p for p in self._loss.parameters() if p.requires_grad)]
             gradients = {leaf: torch.zeros_like(leaf) for leaf in leaves}

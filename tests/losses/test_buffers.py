@@ -1,4 +1,4 @@
-"""Floating buffers of a loss (class weights, running statistics) in another precision than its rows.
+"""Floating buffers and parameters of a loss (class weights, running statistics) in another precision than its rows.
 
 The one process is torch's loss in float64 on the very same numbers; a loss computes in float32 at least, so low rows agree to float32.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning.losses import MarginLoss
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
@@ -138,3 +139,40 @@ def test_what_a_loss_writes_into_a_buffer_stays(inference: bool) -> None:
         assert after[name] is before[name], name
     assert after["twice"].tolist() == after["written"].tolist() == after["replaced"].tolist() == [6, 6]
     assert after["written"].dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------- trained parameters
+
+
+def backwards() -> Tensor:
+    """Classes that do not count from 0 on several ranks, which looks like rows that are each of a class."""
+    return classes().flip(0)
+
+
+def margin_loss(dtype: torch.dtype) -> MarginLoss:
+    return MarginLoss(beta=0.8, learn_beta=True, num_classes=CLASSES).to(dtype)
+
+
+def in_chunks() -> dict[str, Tensor]:
+    """Rows of float64, a trained margin of float32, and a few anchors at a time, which backward computes again."""
+    rank, sizes = dist.get_rank(), SIZES[dist.get_world_size()]
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    rows, loss = scores()[own].requires_grad_(), margin_loss(torch.float32)
+    value = GlobalBatchLoss(loss, mode="rows", tile_bytes=500)(rows, backwards()[own])
+    value.backward()
+    return {"value": value.detach(), "rows": rows.grad, "beta": loss.beta.grad}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_lower_parameter_gets_its_gradient_from_every_chunk(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, in_chunks)
+    rows, loss = scores().requires_grad_(), margin_loss(torch.float64)
+    value = loss(rows, backwards())
+    value.backward()
+    found = {
+        "value": results[0]["value"],
+        "rows": torch.cat([result["rows"] for result in results]) / world_size,
+        "beta": torch.stack([result["beta"] for result in results]).double().mean(0),
+    }
+    # the gradient of a margin in float32 is rounded to that
+    assert_close(found, {"value": value.detach(), "rows": rows.grad, "beta": loss.beta.grad}, rtol=2e-5)
