@@ -509,9 +509,9 @@ def global_mean(
     title = "global_mean" if name is None else f"global_mean `{name}`"
     # 1. the sums of this rank
     try:
-        counts = _checked_counts(title, total, count)
-        if mesh is not None or copies is not None:
+        if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group
             group = process_groups.group_of_mesh(title, mesh, copies, group)
+        counts = _checked_counts(title, total, count)
         reduction = chosen_reduction(reduces, module, process_groups.members(group), exact_ranks=mesh is not None)
         scale = 1.0 if reduction is None else reduction.scale
     except (InputError, ConfigurationError) as error:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import global_mean
+from lightning_ddp_losses import InputError, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.oracle import assert_close
@@ -177,6 +178,23 @@ def test_errors_on_every_rank(pool: RankPool, case: str, text: str) -> None:
         assert error.is_a("DDPLossError"), error
         assert text in error.message, error.message
         assert not error.timed_out
+
+
+def in_a_mesh() -> str:
+    mesh, rank = DeviceMesh("cpu", [0, 1]), dist.get_rank()
+    try:
+        if rank < 2:
+            global_mean(torch.ones((), requires_grad=True), -1 if rank else 1, mesh=mesh)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_inside_a_mesh_goes_to_its_ranks(pool: RankPool) -> None:
+    first, second, outside = pool.run(3, in_a_mesh)
+    assert "finite, 0 or more, got [-1]" in first
+    assert first == second
+    assert not outside
 
 
 def weighed_by_rank() -> None:
