@@ -203,7 +203,9 @@ def _gather_packed(
             sizes[rank] += aligned(each.num_bytes(rank, number))
     longest = max(sizes)
     if longest == 0:
-        return [each.own.clone() for each in travelling]
+        return [
+            each.own.new_empty(sum(rows), *each.own.shape[1:]) for each, rows in zip(travelling, counts, strict=True)
+        ]
     packed = _pack_rows(sent, longest)
     everyone = packed.new_empty(len(sizes) * longest)
     # 2. one gather

@@ -73,6 +73,17 @@ def test_rows_and_gradients_however_they_travel(pool: RankPool, world_size: int,
     pool.run(world_size, gather_and_differentiate, rides, backward)
 
 
+def only_counted() -> torch.Size:
+    with nothing_rides():
+        return (
+            gather_batch("bundle", {"rows": torch.ones(1 + dist.get_rank(), 4)}, {}, counted=["rows"]).tensors[0].shape
+        )
+
+
+def test_rows_that_are_only_counted_come_back_without_a_width(pool: RankPool) -> None:
+    assert pool.run(3, only_counted) == [torch.Size([6, 0])] * 3
+
+
 def sizes_that_change() -> list[tuple[int, int, int, int]]:
     """Over many calls: collectives, bytes of the longest and of the shortest rank, and those that a handshake has room for."""
     world, rank, found = dist.get_world_size(), dist.get_rank(), []
