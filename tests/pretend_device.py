@@ -400,6 +400,9 @@ class _Event:
         _on_their_way.clear()
         _Event._open.append(self)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle 'torch.Event' object")  # as that of CUDA
+
     def query(self) -> bool:
         return self._done
 

@@ -249,6 +249,20 @@ assert sharded.fingerprint(other) == first
 assert sharded.fingerprint(other, at_once=True) != first
 assert sharded.fingerprint(device.to_device(weight * torch.nan), at_once=True) == b""
 """,
+    # a copy or a pickle of a loss between two steps begins anew
+    "fingerprints of weights that are on their way to the host": """
+import copy, pickle
+import torch
+from unittest import mock
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints, start_fingerprints
+
+fingerprints = WeightFingerprints(wanted=True)
+fingerprints._started = start_fingerprints([device.to_device(torch.arange(3.0))])
+for other in (copy.deepcopy(fingerprints), pickle.loads(pickle.dumps(fingerprints))):
+    with mock.patch.object(process_groups, "world_size", lambda group=None: 2):
+        assert other.take([torch.ones(3)], None)
+""",
     # classes are drawn on the device, equal to those of the CPU; the optimizer waits once, to see whether the gradient was zeroed
     "sampled classes": """
 import torch

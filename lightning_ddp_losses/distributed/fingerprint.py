@@ -169,8 +169,9 @@ class WeightFingerprints:
         found = combine((self._started if on_host else late).read())
         return f"{found & _MASK:x}" if found else ""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightFingerprints:
-        return WeightFingerprints(wanted=self._wanted)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # a copy or pickle begins anew: numbers on their way from a device cannot be pickled
+        return functools.partial(WeightFingerprints, wanted=self._wanted), ()
 
 
 def _part_of(weight: Tensor, part: int) -> Tensor:
