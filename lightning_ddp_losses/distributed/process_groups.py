@@ -457,8 +457,9 @@ def close(*, world: bool = False) -> None:
     global _world  # noqa: PLW0603 - the cache goes with the groups
     if is_distributed() and dist.group.WORLD is _world:
         for ours in _groups_by_ranks.values():
-            # a gloo group that serves for everything is the user's own
-            for group in ours.made() - set(_groups_by_group):
+            if ours.has("host") and ours.get("host") is ours.handshakes:
+                continue  # a gloo group that serves for everything is the user's own
+            for group in ours.made():
                 # a peer that died before us has taken its side of the connection along
                 with contextlib.suppress(RuntimeError, ValueError, AssertionError):
                     dist.destroy_process_group(group)

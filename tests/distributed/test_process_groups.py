@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups, rendezvo
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
 from lightning_ddp_losses.distributed.shard import ClassShard
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies.shards import assemble
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
@@ -90,6 +92,24 @@ def close_and_go_on() -> None:
 def test_close_can_be_repeated_and_groups_come_back(pool: RankPool, world_size: int) -> None:
     pool.run(world_size, close_and_go_on, fresh=True)
     assert pool.run(world_size, ranks_and_sizes, fresh=True) == [(True, r, world_size) for r in range(world_size)]
+
+
+def closed_after_an_error() -> None:
+    """A part of the world with a backend for accelerators, whose ranks have passed an error on."""
+    part = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        with mock.patch.object(dist, "get_backend", return_value="pretended"):
+            ours = process_groups.internal_groups(part)
+            handshake.notify_subgroups(InputError("x"), "a fit")
+        with mock.patch.object(dist, "destroy_process_group", wraps=dist.destroy_process_group) as destroy:
+            process_groups.close()
+        assert {call.args[0] for call in destroy.call_args_list} >= ours.made()
+    raise InputError("ranks have made different groups: no other test may use them")
+
+
+def test_groups_that_have_passed_an_error_on_are_closed_too(pool: RankPool) -> None:
+    for error in pool.errors(3, closed_after_an_error, fresh=True):
+        assert "no other test may use them" in error.message
 
 
 def gather_once() -> list[float]:
