@@ -429,10 +429,10 @@ def raise_on_all_ranks(
     if compat.stops_recomputation(error):
         raise error
     note_on(error, collective=True)
-    channel = Channel.of(group, "handshakes")
-    mark_reported(error, channel.group)
     report = failure_report(error, where)
     try:
+        channel = Channel.of(group, "handshakes")  # peers that do not come do not make it either
+        mark_reported(error, channel.group)
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
         headers = pending.receive(timeout)
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
@@ -502,11 +502,12 @@ def was_reported_in(group: dist.ProcessGroup, error: Exception) -> bool:
 
 def has_reached_all(error: BaseException) -> bool:
     """Return whether every rank of the world raises this error, or the one that it has become there."""
+    if getattr(error, "is_unheard", False):
+        return False
     groups = getattr(error, "reported_in", ())
     if not groups:  # decided by all ranks, or by those that are left after a lost connection
         return getattr(error, "collective", False) and not isinstance(error, PeerError)
-    is_of_world = bool(process_groups.internal_groups().made().intersection(groups))
-    return is_of_world and not getattr(error, "is_unheard", False)
+    return bool(process_groups.internal_groups().made().intersection(groups))
 
 
 def mark_reported(error: Exception, group: dist.ProcessGroup) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from lightning_ddp_losses.distributed import handshake, headers
+from lightning_ddp_losses.distributed import handshake, headers, process_groups
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
@@ -185,6 +186,25 @@ def test_a_peers_copy_of_an_error_has_its_parts(pool: RankPool) -> None:
 def test_alone_an_error_is_raised_as_it_is(pool: RankPool) -> None:
     assert pool.errors(1, fail_on, [0], KeyboardInterrupt("stop"), False)[0].type == "KeyboardInterrupt"
     assert pool.run(1, fail_on, [0], InputError("x"), True) == [("InputError", "x")]
+
+
+def failed_alone() -> None:
+    process_groups.set_timeout(timedelta(seconds=1))
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(InputError, match="rank 0 met this") as met:
+                handshake.raise_on_all_ranks(InputError("rank 0 met this"), "before any handshake")
+            assert not handshake.has_reached_all(met.value)
+    finally:
+        process_groups.set_timeout(None)
+        dist.barrier()
+    raise InputError("ranks have made different groups: no other test may use them")
+
+
+def test_an_error_that_no_peer_comes_for_stays_itself(pool: RankPool) -> None:
+    """Our groups are not made yet either: all ranks must come for that."""
+    for error in pool.errors(2, failed_alone, fresh=True):
+        assert "no other test may use them" in error.message
 
 
 def skipped_call() -> tuple[str, str]:
