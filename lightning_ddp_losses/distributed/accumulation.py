@@ -135,7 +135,8 @@ def accumulation_window(
         handshake.raise_on_all_ranks(error, "accumulation_window")
     # before anything is judged, ranks with another number of micro-batches are found
     handshake.all_gather("end of accumulation_window", {"micro-batches": window.micro_batch - 1})
-    window.correct_()
+    with handshake.raising_on_all_ranks("accumulation_window"):
+        window.correct_()
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:

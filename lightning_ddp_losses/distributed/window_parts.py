@@ -203,7 +203,6 @@ def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
             got=f"{divisor.functions}{divisor.title}, whose upstream gradients are {', '.join(f'{s:.6g}' for s in slopes)}",
             fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
             "product of two) needs the counts and totals of the whole window.",
-            collective=True,
         )
 
 

@@ -286,6 +286,15 @@ def weighed(net: Net) -> None:
             (mean_square(net, rows) * (1 + i)).backward()
 
 
+def weighed_on_one_rank(net: Net) -> None:
+    for _ in range(2):  # the others learn of it at their next handshake
+        net.zero_grad()
+        with accumulation_window(net):
+            for rows in own_rows():
+                mean_square(net, rows).backward()
+            (mean_square(net, rows) * (1 + dist.get_rank())).backward()
+
+
 def by_gradient(net: Net) -> None:
     with accumulation_window(net):
         for rows in own_rows():
@@ -368,6 +377,7 @@ def unknown_module(net: Net) -> None:
 ORIGINAL = torch.autograd.backward
 ERRORS: dict[Callable[[Net], None], list[str]] = {
     unbalanced: ["a weighted sum of losses", "PowBackward0 of", "counts and totals of the whole window"],
+    weighed_on_one_rank: ["with the same weights in every micro-batch"],
     weighed: ["with the same weights in every micro-batch", "MulBackward0 of global_mean `square`"],
     by_gradient: ["torch.autograd.grad", "Call backward()"],
     hidden_module: ["a parameter of shape (3,)", "hand in the module that holds it"],
