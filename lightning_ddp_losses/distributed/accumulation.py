@@ -128,7 +128,8 @@ def accumulation_window(
         window.refuse_left_gradients()
         if counts is not None or totals is not None:
             window.expect_counts(counts, totals)
-        reduction = current_reduction() or gradient_reduction_of(model.named_modules())
+        of_strategy = current_reduction()  # which makes up for it in other parameters itself
+        reduction = of_strategy or gradient_reduction_of(model.named_modules())
         with reduced_by(reduction), active(window), register_optimizer_step_pre_hook(_refuse_step):
             yield window
     except Exception as error:  # the peers are inside their blocks, or wait at the end of them
@@ -136,7 +137,7 @@ def accumulation_window(
     # before anything is judged, ranks with another number of micro-batches are found
     handshake.all_gather("end of accumulation_window", {"micro-batches": window.micro_batch - 1})
     with handshake.raising_on_all_ranks("accumulation_window"):
-        window.correct_()
+        window.correct_(1.0 if of_strategy or reduction is None else reduction.scale)
 
 
 def _refuse_step(optimizer: Any, *_: Any) -> None:
@@ -397,8 +398,12 @@ class AccumulationWindow:
 
     # ------------------------------------------------------------------ end
 
-    def correct_(self) -> None:
+    def correct_(self, scale: float = 1.0) -> None:
         """Multiply all gradients by the factor of the window. It is equal on every rank.
+
+        Args:
+            scale: Factor that makes up for the reduction by ``fully_shard``. Gradients that it does not divide are means, or those of
+                class shards, and must not have it.
 
         Raises:
             ConfigurationError: on every rank, for losses with different factors, for one with a changed upstream gradient, or for
@@ -428,9 +433,11 @@ class AccumulationWindow:
             "rank}), of the strategy or of what accumulation_window gives.",
             collective=True,
         )
+        grads = [p.grad for _, p in self._parameters.values() if p.grad is not None]
         if not is_equal(factors[0], 1.0):
-            grads = [local_part(p.grad) for _, p in self._parameters.values() if p.grad is not None]
-            compat.multiply_(grads, factors[0])
+            compat.multiply_([local_part(grad) for grad in grads], factors[0])
+        if scale != 1.0:
+            compat.multiply_([grad for grad in grads if local_part(grad) is grad], 1 / scale)
 
 
 def _refuse_other_numbers(what: str, title: str, expected: float | None, got: float | None) -> None:

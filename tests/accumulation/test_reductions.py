@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pytorch_metric_learning.losses import ArcFaceLoss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MeanSquaredError
 
-from lightning_ddp_losses import accumulation_window, differentiable, global_mean
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, differentiable, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import assert_close
 
 NAMES = ("dp", "cp", "tp")
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
 DIVISORS = {"mean": None, "sum": 1.0, 300: 300.0}
+CLASSES = 4
 COUNTS = ((3, 0, 2, 1), (0, 4, 1, 0), (2, 2, 0, 3))  # by micro-batch, of the ranks whose rows differ
 
 
@@ -121,6 +123,38 @@ def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
 def test_a_divided_model(pool: RankPool, factor: float | None, window: int) -> None:
     for found in pool.run(2, from_module, factor, window):
         assert_close(found, truth(2, window))
+
+
+def beside_a_divided_model(factor: float | None, kind: str) -> dict[str, Tensor]:
+    """Class weights that lie beside the model: divided by class, or under a DDP."""
+    net, rank = sharded(factor), dist.get_rank()
+    loss: Any = class_loss()
+    loss = ClassShardedLoss(loss) if kind == "shards" else DistributedDataParallel(GlobalBatchLoss(loss))
+    with accumulation_window(net, loss):
+        for i in range(2):
+            loss.require_backward_grad_sync = i == 1
+            rows = rows_of(i, rank)
+            loss(net(rows), torch.arange(len(rows)) % CLASSES).backward()
+    if kind == "shards":
+        parts: list[Any] = [None] * 2
+        dist.all_gather_object(parts, loss.weight.grad)
+        return {**gradients(net), "weight": torch.cat(parts, 1)}
+    return {**gradients(net), "weight": loss.module.loss.W.grad}
+
+
+def class_loss() -> nn.Module:
+    torch.manual_seed(2)
+    return ArcFaceLoss(CLASSES, 2).double()
+
+
+@pytest.mark.parametrize("kind", ["shards", "under DDP"])
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_class_weights_beside_a_divided_model(pool: RankPool, factor: float | None, kind: str) -> None:
+    net, loss = make_net(), class_loss()
+    batches = [rows_of(i, place) for i in range(2) for place in range(2)]
+    loss(net(torch.cat(batches)), torch.cat([torch.arange(len(rows)) % CLASSES for rows in batches])).backward()
+    for found in pool.run(2, beside_a_divided_model, factor, kind):
+        assert_close(found, {**gradients(net), "weight": loss.W.grad})
 
 
 def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
