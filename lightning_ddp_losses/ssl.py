@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses.core import precision
-from lightning_ddp_losses.core.autograd_graph import remember_global_value
 from lightning_ddp_losses.core.forward_patch import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
@@ -234,9 +233,7 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
         )
         distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
         total = -(distances + eps).log().sum()
-    value = global_mean(total, len(rows), name="koleo", group=group)
-    remember_global_value(value)
-    return value
+    return global_mean(total, len(rows), name="koleo", group=group)
 
 
 def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:

@@ -6,7 +6,6 @@ module. A copy or a pickle of the module carries the plain method again.
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
@@ -97,9 +96,6 @@ class MethodPatch:
         if self._original is not None:
             return self._original(*args, **kwargs)
         return getattr(type(self.module), self._name)(self.module, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _plain_method(copy.deepcopy(self.module, memo), self._name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_method, (self.module, self._name)

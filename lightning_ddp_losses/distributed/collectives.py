@@ -138,9 +138,9 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
         return tensor
     _, needs_grad = _exchange_rows("all_reduce_with_grad", tensor, None, backward, group)
     tensor = match_requires_grad(tensor, needs_grad)
-    exchange = BackwardExchange("all_reduce_with_grad", group)
     if backward == "own_slice":
         return sum_with_grad(tensor, group)
+    exchange = BackwardExchange("all_reduce_with_grad", group)
     return _with_grad(lambda: sum_over_ranks(tensor, group), exchange.all_reduce, tensor)
 
 

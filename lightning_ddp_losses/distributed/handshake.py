@@ -158,7 +158,7 @@ def start(
     handshake_bytes: int | None = None,
     of_user: bool = False,
 ) -> PendingHandshake:
-    """As ``all_gather``, in two halves: the message leaves now, and ``finish`` waits for the others'."""
+    """Start what ``all_gather`` does: the message leaves now, and ``finish`` waits for the others'."""
     if is_capturing():
         raise_on_all_ranks(capture_error(what), what, group=group)
     if process_groups.world_size(group) == 1:
@@ -245,9 +245,6 @@ class PendingHandshake:
         timeout: Time to wait for a handshake that is still pending on the channel. None: the group's.
         origin: ``OURS`` or ``OF_USER``.
         instance: Identity of the calling loss. None: there is one of its kind.
-
-    Attributes:
-        sent_bytes: Bytes that this rank sends to each other.
     """
 
     def __init__(
@@ -276,7 +273,6 @@ class PendingHandshake:
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
-        self.sent_bytes = self._size if self._is_inline else self._size + len(payload)
         message.extend(bytes(self._size - len(message)))
         # 3. all of them to all ranks
         self._messages, self._work = _start_gather_bytes(message, channel.group)
@@ -374,7 +370,7 @@ class _OwnHandshake(PendingHandshake):
     """The handshake of a world of one, which is complete."""
 
     def __init__(self, payload: bytes) -> None:
-        self._payload, self.sent_bytes = payload, 0
+        self._payload = payload
 
     def is_completed(self) -> bool:
         return True
@@ -446,12 +442,12 @@ def raise_on_all_ranks(
 
 
 @contextlib.contextmanager
-def raising_on_all_ranks(where: str, *, group: Group = None) -> Iterator[None]:
+def raising_on_all_ranks(where: str) -> Iterator[None]:
     """Raise an error that one rank has inside the block on every rank (``raise_on_all_ranks``)."""
     try:
         yield
     except Exception as error:
-        raise_on_all_ranks(error, where, group=group)
+        raise_on_all_ranks(error, where)
 
 
 def notify_subgroups(error: Exception, where: str) -> bool:

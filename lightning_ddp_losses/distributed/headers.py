@@ -85,9 +85,6 @@ class Instance:
     def __str__(self) -> str:
         return self.label
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Instance:
-        return Instance(self.kind, self.name)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Instance, (self.kind, self.name)
 

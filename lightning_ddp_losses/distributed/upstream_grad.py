@@ -52,18 +52,17 @@ class _NotedGrad(NamedTuple):
     """What came back into one value.
 
     Attributes:
-        value: Upstream gradient. On an accelerator it may still be computed.
-        copy: Its copy on the way to the host. None on the CPU.
+        copy: Upstream gradient on its way to the host.
+        is_late: It is on an accelerator and may still be computed.
         number: Notes of all watches count up.
     """
 
-    value: Tensor
-    copy: HostCopy | None
+    copy: HostCopy
+    is_late: bool
     number: int
 
     def text(self) -> str:
-        value = self.value if self.copy is None else self.copy.read()
-        return " and ".join(map(repr, value.reshape(-1).tolist()))
+        return " and ".join(map(repr, self.copy.read().reshape(-1).tolist()))
 
 
 class UpstreamGradRecorder:
@@ -78,7 +77,7 @@ class UpstreamGradRecorder:
 
     def take(self) -> str:
         """Return the upstream gradients that no watch has reported yet, as text for a handshake. They are not reported again."""
-        return _take_notes(lambda note: note.copy is None and note.number > self._first)
+        return _take_notes(lambda note: not note.is_late and note.number > self._first)
 
 
 class UpstreamGradWatch:
@@ -126,7 +125,7 @@ class UpstreamGradWatch:
         Those of an accelerator are a call older. So a value that is used twice in a step does not wait for the backward in between.
         """
         before, self._last_take = self._last_take, next(_note_numbers)
-        noted = self.take_some(lambda note: note.copy is None or note.number < before)
+        noted = self.take_some(lambda note: not note.is_late or note.number < before)
         return ", ".join(note.text() for note in noted) or "none yet"
 
     def take_some(self, wanted: Callable[[_NotedGrad], bool]) -> list[_NotedGrad]:
@@ -146,12 +145,7 @@ class UpstreamGradWatch:
             watches.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
-        is_on_host = grad.device.type == "cpu"
-        value, copy = (grad.detach().clone(), None) if is_on_host else (grad, HostCopy(grad))
-        self._noted.append(_NotedGrad(value, copy, next(_note_numbers)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UpstreamGradWatch:
-        return UpstreamGradWatch()
+        self._noted.append(_NotedGrad(HostCopy(grad), grad.device.type != "cpu", next(_note_numbers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UpstreamGradWatch, ()

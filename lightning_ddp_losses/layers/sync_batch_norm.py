@@ -453,6 +453,5 @@ def raise_in_scope(scope: Scope, error: Exception, where: str) -> NoReturn:
         handshake.raise_on_all_ranks(error, where, group=scope.handshake_group)
     except Exception as raised:
         if process_groups.world_size(scope.handshake_group) < process_groups.world_size():
-            with contextlib.suppress(AttributeError):  # an exception class may forbid it
-                raised.collective = False  # type: ignore[attr-defined]
+            handshake.note_on(raised, collective=False)
         raise

@@ -228,10 +228,11 @@ def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
     """(collectives, bytes sent) of each handshake."""
     found = []
     for size in sizes:
-        with CountCollectives() as counter:
-            sending = handshake.start("follow", {}, bytes(size * (dist.get_rank() + 1)))
-            assert [len(p) for p in sending.finish()] == [size * (r + 1) for r in range(dist.get_world_size())]
-        found.append((len(counter.take()), sending.sent_bytes))
+        plain_gather = mock.patch.object(handshake, "start_gather", wraps=handshake.start_gather)
+        with CountCollectives() as counter, plain_gather as gathers:
+            sent = handshake.all_gather("follow", {}, bytes(size * (dist.get_rank() + 1)))
+            assert [len(p) for p in sent] == [size * (r + 1) for r in range(dist.get_world_size())]
+        found.append((len(counter.take()), sum(gather.args[0].nbytes for gather in gathers.call_args_list)))
     return found
 
 
