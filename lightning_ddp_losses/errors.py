@@ -200,7 +200,7 @@ for _cls in (
 
 
 def error_class(name: str) -> type[DDPLossError]:
-    """The registered class of that name, ``PeerError`` for a class that is not ours."""
+    """Return the registered class of that name, ``PeerError`` for a class that is not ours."""
     return _BY_NAME.get(name, PeerError)
 
 

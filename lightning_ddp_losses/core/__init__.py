@@ -1,6 +1,7 @@
 """Functions of one rank, without its peers (torch only).
 
 * ``precision``: the precision of a loss. Parameters that a precision plugin would halve
+* ``host_copy``: numbers on their way from an accelerator to the host
 * ``nests``: tensors in nested containers: by path, changed, rebuilt
 * ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
 * ``inputs``: inputs of a loss, refused with a message before the loss fails on an index

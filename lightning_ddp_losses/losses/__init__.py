@@ -27,8 +27,9 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``tuples`` | pairs and triplets of rows, from labels or a miner |
 | ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's, and PML's statistics |
 | ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient, `global_mean` |
+| ``moments`` | mean and covariance over all ranks: Barlow Twins, VICReg |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
-| ``tiled`` | the common losses in tiles of our own |
+| ``tiled``, ``tile_compiler`` | the common losses in tiles of our own, and their compiled functions |
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank, places of classes and targets, logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |

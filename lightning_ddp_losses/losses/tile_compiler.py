@@ -32,7 +32,7 @@ class TileCompiler:
         return TileCompiler, ()  # a copy compiles for itself
 
     def rehearse(self, title: str, kind: object, rehearsal: Rehearsal, group: Group) -> None:
-        """Compiles the functions of a kind of call at the first such call. All ranks together.
+        """Compile the functions of a kind of call at the first such call. All ranks together.
 
         Args:
             title: How messages name the loss.
@@ -61,7 +61,7 @@ class TileCompiler:
             )
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function with its arguments, compiled unless that has failed."""
+        """Call a function with its arguments, compiled unless that has failed."""
         if self._eager:
             return function(*args)
         try:
@@ -82,5 +82,5 @@ class TileCompiler:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles a function for tiles of any size, in one graph."""
+    """Compile a function for tiles of any size, in one graph."""
     return torch.compile(function, dynamic=True, fullgraph=True)

@@ -261,7 +261,7 @@ class DifferentiableMetric(MetricStates):
         return Packet(states, self.process_group, record.configuration, record.upstream_grads.take(), self._instance)
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an update has no rows while other ranks may have some."""
+        """Return whether an update has no rows while other ranks may have some."""
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
         is_empty = bool(batches) and all(batch.numel() == 0 for batch in batches)
         return is_empty and self._has_peers and self._record.gather == "states"

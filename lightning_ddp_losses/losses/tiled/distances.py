@@ -80,7 +80,7 @@ class TileDistance:
         return prepared
 
     def row_bytes(self, columns: int, like: Tensor) -> int:
-        """Computes how many bytes one row of a tile takes, of rows ``like`` these."""
+        """Return how many bytes one row of a tile takes, of rows ``like`` these."""
         entries = columns
         if DISTANCES[type(self._distance)].form == "differences":  # PML subtracts row by row: (T, C, D)
             entries *= like.shape[1]
@@ -99,7 +99,7 @@ class TileDistance:
         return sums
 
     def vjp_(self, rows: Side, columns: Side, scale: float, matrix: Tensor, matrix_grad: Tensor) -> None:
-        """Adds a matrix's gradients to rows and columns. ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
+        """Add a matrix's gradients to rows and columns. ``rows_grad_`` and ``columns_grad_`` make gradients of the sums.
 
         Args:
             rows: Rows of the tile. Their sums are always wanted.
@@ -198,13 +198,13 @@ class EuclideanDistance(TileDistance):
 
 
 def is_one_product(distance: Any) -> bool:
-    """Tells whether tiles of a distance are products of rows with rows, which may run on tensor cores."""
+    """Return whether tiles of a distance are products of rows with rows, which may run on tensor cores."""
     facts = DISTANCES.get(type(distance))
     return facts is not None and facts.form == "product" and bool(distance.power == 1)
 
 
 def tile_distance(distance: Any, columns: int, form: products.ProductForm = "float32") -> TileDistance:
-    """Chooses how tiles of a distance are computed.
+    """Choose how tiles of a distance are computed.
 
     Args:
         distance: One of pytorch-metric-learning's own.
