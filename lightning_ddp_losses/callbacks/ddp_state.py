@@ -56,7 +56,7 @@ class DDPSnapshot:
         self._runner = runner
         self._handle: Any = None
         self.batch_end()
-        ignored = () if self.ddp is None else self.ddp.parameters_to_ignore
+        ignored: Any = () if self.ddp is None else self.ddp.parameters_to_ignore
         # every parameter, and those among them that DDP has hooks on
         self._known: dict[str, WrappedParameter] = {}
         self._hooked: dict[str, Tensor] = {}
