@@ -104,6 +104,7 @@ def _run(device: Device, name: str, run: str, *, fails: bool) -> list[Tensor]:
             num_nodes=dist.get_world_size(),
             strategy=PretendStrategy(),
             plugins=[OneNodePerRank()],
+            inference_mode=False,  # the pretended device has no such tensors
             **QUIET,
         )
         with warnings.catch_warnings():

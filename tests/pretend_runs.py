@@ -236,51 +236,98 @@ FEW_TILES, MANY_TILES = 4, 16
 
 @dataclass(frozen=True)
 class Passes:
-    """The most that an entry of a tile may cost, forward and backward, of bf16 rows at one rank and with the default options.
+    """The most that an entry of a tile may cost, forward and backward, of bf16 rows at one rank.
 
     Attributes:
-        loss: Number of bytes of a tile -> the loss.
+        loss: The loss.
+        inputs: Its arguments, on the host.
+        entries: Entries of the whole matrix.
+        tiles: Of how many tiles it is.
         products: Launches of matrix products, per tile.
         passes: Other launches that touch a whole tile, per tile.
         entry_bytes: Bytes that these read and write, per entry.
-        copies: The most memory at a time, in copies of both towers in bf16, which themselves are one.
+        copies: The most memory at a time, in copies of the floating inputs, which themselves are one.
     """
 
-    loss: Callable[[int], nn.Module]
+    loss: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    entries: int
+    tiles: int
     products: int
     passes: int
     entry_bytes: float
-    copies: float
+    copies: float = math.inf
 
 
-PASSES: dict[str, Passes] = {
-    "SigLIP": Passes(lambda tile_bytes: SigLipLoss(tile_bytes=tile_bytes), 3, 9, 62.5, 4.5),
-    "CLIP": Passes(lambda tile_bytes: ClipLoss(tile_bytes=tile_bytes), 4, 20, 147, 4.6),
-}
-# of SigLIP's copies 0.67 are sums of each tile's rows, which are 0.04 at full size (3.85 in all)
 # a sixteenth of 65,536 rows x 768 in each direction: 16 x 16 tiles, each a third of both towers in bf16, as 64 MiB are of those
 PASSES_ROWS, PASSES_WIDTH, PASSES_SIDE = 4096, 48, 256
 
 
+def towers_in_tiles(
+    loss: Callable[..., nn.Module], products: int, passes: int, entry_bytes: float, dtype: torch.dtype, **most: float
+) -> Passes:
+    """The most that both towers of so many rows may cost."""
+
+    def inputs() -> tuple[Tensor, ...]:
+        rows = torch.randn(2, PASSES_ROWS, PASSES_WIDTH, generator=torch.Generator().manual_seed(0))
+        return rows.to(dtype).unbind()
+
+    tiles = (PASSES_ROWS // PASSES_SIDE) ** 2
+    made = partial(loss, tile_bytes=PASSES_SIDE**2 * 4)
+    return Passes(made, inputs, PASSES_ROWS**2, tiles, products, passes, entry_bytes, **most)
+
+
+def labelled_rows(count: int, width: int) -> tuple[Tensor, Tensor]:
+    """Rows in bf16, and two of each class."""
+    rows = torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+    return rows.bfloat16(), torch.arange(count) // 2
+
+
+def arcface_in_chunks(chunks: int, products: int, passes: int, entry_bytes: float) -> Passes:
+    """The most that 512 rows may cost against 8,192 classes."""
+
+    def loss() -> nn.Module:
+        return ClassShardedLoss(pml.ArcFaceLoss(8192, 16), products="bf16", chunk_size=8192 // chunks)
+
+    return Passes(loss, partial(labelled_rows, 512, 16), 512 * 8192, chunks, products, passes, entry_bytes)
+
+
+# of SigLIP's copies 0.67 are sums of each tile's rows, which are 0.04 at full size (3.85 in all)
+PASSES: dict[str, Passes] = {
+    "SigLIP": towers_in_tiles(SigLipLoss, 3, 9, 62.5, torch.bfloat16, copies=4.5),
+    "SigLIP, float32 rows": towers_in_tiles(SigLipLoss, 3, 5, 32.9, torch.float32),
+    "CLIP": towers_in_tiles(ClipLoss, 4, 20, 146.5, torch.bfloat16, copies=4.6),
+    "SupCon": Passes(
+        lambda: GlobalBatchLoss(pml.SupConLoss(), mode="rows", tile_bytes=2048**2 * 4 // 16),
+        partial(labelled_rows, 2048, 48),
+        2048**2,
+        16,
+        3,
+        21,
+        135.4,
+    ),
+    "ArcFace": arcface_in_chunks(16, 4, 16, 110.5),
+    "ArcFace, one chunk": arcface_in_chunks(1, 3, 13, 94.1),
+}
+
+
 def passes_of(device: Device, name: str) -> dict[str, float]:
     """Counts products, passes and bytes of a tile, and the most memory of a call, in the units of ``Passes``."""
-    generator = torch.Generator().manual_seed(0)
-    before = pretend_device.live_bytes()  # of what ran earlier
-    rows = torch.randn(2, PASSES_ROWS, PASSES_WIDTH, generator=generator).bfloat16()
-    towers = [device.to_device(tower).requires_grad_() for tower in rows]
-    loss = PASSES[name].loss(PASSES_SIDE**2 * 4).to(device.name)
-    entries, tiles = PASSES_ROWS**2, (PASSES_ROWS // PASSES_SIDE) ** 2
+    most, before = PASSES[name], pretend_device.live_bytes()  # of what ran earlier
+    inputs = most.inputs()
+    given = [device.to_device(tensor).requires_grad_(tensor.is_floating_point()) for tensor in inputs]
+    loss = most.loss().to(device.name)
     with (
         mock.patch.object(products, "_PIECE_BYTES", products._PIECE_BYTES // 256),
-        pretend_device.counting(large=entries // tiles) as counts,
+        pretend_device.counting(large=most.entries // most.tiles) as counts,
     ):
-        loss(*towers).backward()
-    copies = (pretend_device.peak_bytes() - before) / rows.nbytes
+        loss(*given).backward()
+    size = sum(tensor.nbytes for tensor in inputs if tensor.is_floating_point())
     return {
-        "products": counts["products"] / tiles,
-        "passes": counts["passes"] / tiles,
-        "entry_bytes": counts["bytes"] / entries,
-        "copies": copies,
+        "products": counts["products"] / most.tiles,
+        "passes": counts["passes"] / most.tiles,
+        "entry_bytes": counts["bytes"] / most.entries,
+        "copies": (pretend_device.peak_bytes() - before) / size,
     }
 
 

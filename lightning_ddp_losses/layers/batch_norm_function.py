@@ -114,7 +114,7 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
 
     Raises:
         RankMismatchError: on every rank, if channels, dtype, device, settings or the place in the program differ.
-        TooFewValuesError: on every rank, for one value per channel over all ranks of a subgroup.
+        TooFewValuesError: on every rank, for one value per channel over all ranks of a subgroup. In a plan by ``refuse_earlier_calls``.
 
     Communication: one handshake, or none in a plan. One gather of 2 C + 1 numbers per rank if they do not fit into it
         (``handshake.inline_capacity``), or travel on an accelerator, or are of a subgroup.

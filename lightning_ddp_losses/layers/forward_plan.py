@@ -12,7 +12,8 @@ From that handshake to the next one, of whatever kind, each rank runs exactly th
 * A rank that has left the plan and goes on says where, in a handshake. Ranks that left it at the same call agree there, and go on with a
   handshake for each call. If some have not left it, these are elsewhere: the same error on every rank.
 
-The numbers of rows travel with the statistics, as they may change from step to step.
+The numbers of rows travel with the statistics, as they may change from step to step. The host does not wait for them: one value per
+channel over all ranks, which is an error, is refused some forwards later, as a step may have several, or at the end of the fit.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ NO_OFFER = bytes(16)
 
 _LEARNT = 2  # forwards in a row that make a plan
 _KEPT = 64  # first calls that are remembered
+_FORWARDS = 4  # of a step, as of a teacher and of a student with crops of two sizes
 
 
 class PlannedCall(NamedTuple):
@@ -149,11 +151,11 @@ class ForwardPlan(PendingHandshake):
         """Yield the calls of plans, each with the values per channel of each rank. Each call once.
 
         Args:
-            of_all: Of all plans. False: those of the last plan are left, so that a step with two forwards does not wait for the device
-                between them.
+            of_all: Of all plans. False: those of the last plans are left, so that a step with several forwards does not wait for the
+                device between them.
         """
         self._copy_counts()
-        kept = 0 if of_all else 1
+        kept = 0 if of_all else _FORWARDS
         while len(self._copied) > kept:
             calls, copy = self._copied.pop(0)
             for call, counts in zip(calls, copy.read().tolist(), strict=True):

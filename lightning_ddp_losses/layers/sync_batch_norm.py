@@ -77,7 +77,8 @@ class SyncBatchNorm(LayerSync):
         ConfigurationError: applied after a DDP wrap, or twice. An unregistered batch norm that trains. A group size that does not
             divide the world.
         RankMismatchError: on every rank, if channels, dtypes, settings or the number of calls differ.
-        InputError: on every rank, for one value per channel over all ranks (also a ``ValueError``, as in one process).
+        InputError: on every rank, for one value per channel over all ranks (also a ``ValueError``, as in one process). In a forward
+            without a handshake for each layer it is raised some forwards later, or at the end of the fit.
 
     Source: Ioffe and Szegedy, "Batch Normalization" (2015). Merging: Chan, Golub and LeVeque (1979).
 

@@ -120,9 +120,8 @@ class ClipLoss(TwoTowerLoss):
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
         run(clip_stats, products, factors, products.shape[1], False)
         if call.trained:
-            # apart: torch compiles once more for tensors that come no longer twice
-            row_lse, column_lse, own = (products.new_zeros(size) for size in (*products.shape, len(products)))
-            run(clip_terms, products, factors, row_lse, column_lse, own, call.splits, False)
+            of_rows, of_columns = products.new_zeros(len(products)), products.new_zeros(products.shape[1])
+            run(clip_terms, products, factors, of_rows, of_columns, of_rows, call.splits, False)
 
 
 def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) -> Any:

@@ -106,9 +106,7 @@ class ShardedSoftmax:
             # a chunk of a few rows and classes, which takes the same branches
             products = torch.linspace(-1, 1, 15, dtype=like.dtype, device=device).view(3, 5)
             of_rows, of_columns = products.new_ones(3), products.new_ones(5)
-            factors, of_grad = NO_FACTORS, NO_FACTORS
-            if is_bf16:  # torch compiles once more for tensors that come twice, or no longer twice
-                factors, of_grad = ((products.new_ones(3), products.new_ones(5)) for _ in range(2))
+            factors = (of_rows, of_columns) if is_bf16 else NO_FACTORS
             has_margin, keeps = self.head.has_margin, classes.number <= classes.chunk
             is_inside = None if classes.has_all and keeps else of_rows > 0
             targets = Targets(is_inside, torch.arange(3, device=device).unsqueeze(1))
@@ -116,7 +114,7 @@ class ShardedSoftmax:
             run(class_stats, products, chunk, of_rows, has_margin, keeps)
             chunk, at_targets = chunk.of_logits() if keeps else chunk, of_rows if has_margin else None
             device_splits = is_bf16 and splits("bf16", device)
-            run(class_terms, products, chunk, of_rows.unsqueeze(1), at_targets, of_grad, device_splits)
+            run(class_terms, products, chunk, of_rows.unsqueeze(1), at_targets, factors, device_splits)
 
         self.compiler.rehearse(title, kind, rehearsal, self.group)
 

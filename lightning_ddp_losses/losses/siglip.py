@@ -173,8 +173,7 @@ def _visit_tiles(
     def visit(block: ColumnBlock) -> Tensor | None:
         column_sums = call.column_sums(block) if with_grads else None
         for tile, products in call.tiles(block, scale):
-            options = tile.factors, bias.detach(), with_grads, call.splits
-            found, d_bias, terms = call.run(siglip_tile, products, *options)
+            found, d_bias, terms = call.run(siglip_tile, products, tile.factors, bias, with_grads, call.splits)
             losses.append(found)
             if image_sums is not None:
                 d_biases.append(d_bias)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from lightning_ddp_losses.core import nests
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
@@ -78,7 +80,8 @@ class TileCompiler:
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         if function not in self._compiled:
             self._compiled[function] = compiled(function)
-        return self._compiled[function](*args)
+        # torch compiles once more for a tensor that needs a gradient, or is a view of another one
+        return self._compiled[function](*nests.map_tensors(Tensor.detach, args))
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

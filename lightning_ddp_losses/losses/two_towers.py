@@ -287,7 +287,7 @@ class TowerCall:
         """
         images, columns = self.images, block.columns
         of_rows, of_columns = images.factors, columns.factors
-        scale_of_tiles = None if self.form == "float32" else scale.detach()  # as compiled
+        scale_of_tiles = None if self.form == "float32" else scale
         buffer, entries = scale.new_empty(0), self.tile_bytes // scale.element_size()
         for rows, place in tiles_of(len(images.rows), len(columns.rows), entries):
             left, right = images.rows[rows], columns.rows[place]

@@ -41,9 +41,10 @@ def test_costs_numbers_and_errors_of_a_plan(tmp_path: Path) -> None:
             # all ranks left it at one call: the rest of its gathers, a handshake that says so, and one for each call from there on
             forward = found["all leave"]["device"][BAD_STEP][0]
             assert forward == [1 + 1 + 2, 1 + LAYERS + 1 + 2 * 2]
-            assert found["waits of two forwards"] == 0
+            assert found["waits of several forwards"] == 0
         for odd in (*ODD, *(f"one row, {end}" for end in ENDS)):
-            errors = [found["errors"][odd] for found in ranks]
+            told = ranks[:2] if (world_size, odd) == ("4", "one row, revert") else ranks  # no other pair is there
+            errors = [found["errors"][odd] for found in told]
             for error in errors:
                 assert all(words in error for words in WORDS[odd.partition(",")[0]]), (world_size, odd, error)
             if odd != "raises":

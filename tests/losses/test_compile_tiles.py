@@ -166,7 +166,7 @@ def stopped_before_the_ranks_compile() -> float:
     with mock.patch.object(tile_compiler, "compiled", as_it_is):
         with fails if dist.get_rank() else contextlib.nullcontext(), contextlib.suppress(MemoryError, PeerError):
             loss(*rows)
-        return float(loss(*rows))
+        return loss(*rows).item()
 
 
 def test_a_call_that_no_rank_has_compiled_is_compiled_later(pool: RankPool) -> None:

@@ -9,7 +9,7 @@ from tests.processes import ROOT, run_python
 
 
 def command(*arguments: str) -> tuple[int, str]:
-    done = run_python("-m", "benchmarks", "gpu", *arguments, folder=ROOT, seconds=200, HOME="/nowhere", COLUMNS="300")
+    done = run_python("-m", "benchmarks", "gpu", *arguments, folder=ROOT, seconds=600, HOME="/nowhere", COLUMNS="300")
     return done.returncode, done.stdout + done.stderr
 
 
