@@ -117,8 +117,8 @@ class LossCLI(LightningCLI):
         """Add trainer, model and data. Lightning's headings of model and data are half a sentence of their base classes."""
         super().add_core_arguments_to_parser(parser)
         for name, heading in (("model", "The LightningModule"), ("data", "The data")):
-            if name in parser.groups and getattr(self, f"subclass_mode_{name}"):
-                parser.groups[name].title = heading
+            if getattr(self, f"subclass_mode_{name}") and name in (groups := parser.groups or {}):
+                groups[name].title = heading
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if subcommand != "audit":
