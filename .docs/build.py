@@ -138,9 +138,10 @@ def main() -> None:
     site = Path(sys.argv[1])
     pdoc.render.configure(docformat="google", show_source=False, template_directory=HERE / "templates")
     with tempfile.TemporaryDirectory() as folder:
-        modules = write_modules(Path(folder))
+        write_modules(Path(folder))
         sys.path.insert(0, folder)
-        pdoc.pdoc(*modules, *manual.PLACES, output_directory=site)
+        # a package brings its modules
+        pdoc.pdoc(START, *manual.PLACES, output_directory=site)
     pictures = site / START / "pictures"
     pictures.mkdir(exist_ok=True)
     for picture in (BENCHMARKS / "results").glob("*.png"):

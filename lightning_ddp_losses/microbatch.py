@@ -176,7 +176,7 @@ class _Pieces:
             not found,
             self._title,
             expected="no batch norm in training mode",
-            got=", ".join(f"{name} ({type(module).__name__})" for name, module in found),
+            got=", ".join(f"`{name}` ({type(module).__name__})" for name, module in found),
             fix="Its statistics would be those of a piece. Use GroupNorm or LayerNorm, put it into eval() mode, or pass "
             "batch_norm='eval'.",
         )

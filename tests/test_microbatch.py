@@ -295,7 +295,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "chunk 0": (lambda: microbatched(encoder(), 0), "chunk_size"),
     "chunk of a fraction": (lambda: microbatched(encoder(), 2.5), "chunk_size"),  # type: ignore[arg-type]
     "no module": (lambda: microbatched(objective, 2), "encoder"),  # type: ignore[arg-type]
-    "batch norm": (lambda: microbatched(with_norm(nn.BatchNorm1d(4)), 2)(rows()), "1 (BatchNorm1d)"),
+    "batch norm": (lambda: microbatched(with_norm(nn.BatchNorm1d(4)), 2)(rows()), "`1` (BatchNorm1d)"),
     "batch norm without statistics": (
         lambda: microbatched(with_norm(nn.BatchNorm1d(4, track_running_stats=False)), 2)(rows()),
         "BatchNorm1d",

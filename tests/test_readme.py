@@ -56,6 +56,7 @@ def run_snippets() -> dict[str, Any]:
         "images": torch.randn(rows, 6),
     }
     given["embeddings"], given["text_embeddings"] = encoder(given["images"]), text_encoder(given["images"])
+    given |= {"first": given["embeddings"], "second": given["text_embeddings"]}
     values = {}
     for index, snippet in enumerate(SNIPPETS):
         given["labels"] = every_label if "GlobalBatchSampler" in snippet else torch.arange(rows) % 3

@@ -263,12 +263,12 @@ def _ask_stages(context: AuditContext) -> list[Diagnosis]:
         found = ask(stage, context)
         if found:
             return found
-    if not context.local_norms or "batch_norm" in context.off:
+    if not context.record.norms_at_wrap or "batch_norm" in context.off:
         return []
-    # perhaps the statistics of batch norm hide something else
+    # perhaps the statistics of batch norm hide something else. A replay on one rank's rows has other ones, synchronized or not
     eval_mode = context.without("batch_norm")
     rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode)]
-    if rest and _differs_less(eval_mode, context):
+    if rest and context.local_norms and _differs_less(eval_mode, context):
         rest.append(local_statistics(context))
     return rest
 

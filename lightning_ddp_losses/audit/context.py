@@ -348,7 +348,7 @@ class AuditContext:
         left = total - 2 * float(weights @ with_one) + float(weights @ of_ranks @ weights)
         unexplained = (max(0.0, left) / total) ** 0.5
         # the rest may be rounding, but no more than a twentieth
-        allowed = max(1e-4, min(0.05, max(row.tolerance for row in self.rows)))
+        allowed = max(1e-4, min(0.05, max(row.tolerance for row in self.wrong)))
         return [float(weight) for weight in weights] if unexplained <= allowed else None
 
     def _gradient_products(self) -> Tensor:

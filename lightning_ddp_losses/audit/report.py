@@ -126,7 +126,7 @@ class AuditReport:
         """Yield the summary, the tables, the losses, the diagnoses and the notes."""
         yield Text(self.summary(), style="bold green" if self.equal else "bold red")
         yield from tables
-        if self.losses:
+        if self.losses and self.losses[0].one is not None:  # a loop of the user's returns none
             first = self.losses[0]
             values = ", ".join(map(number_text, first.ranks))
             mean, one = number_text(first.mean), number_text(first.one)

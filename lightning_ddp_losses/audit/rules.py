@@ -457,8 +457,9 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
     losses = context.losses_at_step
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
     cosine = min(row.cosine for row in context.wrong)
-    shown = comma_list(map(number_text, losses))
-    found = f"Gradients point elsewhere (cosine down to {cosine:.3f}). Ranks' losses {shown}"
+    found = f"Gradients point elsewhere (cosine down to {cosine:.3f})"
+    if None not in losses:  # a loop of the user's returns none
+        found += f". Ranks' losses {comma_list(map(number_text, losses))}"
     of_one = context.one.records[0].losses[0]
     if context.step == 1 and of_one is not None:
         found += f", on the concatenated embeddings {number_text(of_one)}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -111,6 +112,13 @@ class LossCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Return Lightning's, and the audit."""
         return {**LightningCLI.subcommands(), "audit": {"model", "datamodule"}}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add trainer, model and data. Lightning's headings of model and data are half a sentence of their base classes."""
+        super().add_core_arguments_to_parser(parser)
+        for name, heading in (("model", "The LightningModule"), ("data", "The data")):
+            if getattr(self, f"subclass_mode_{name}") and name in (groups := parser.groups or {}):
+                groups[name].title = heading
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         if subcommand != "audit":
@@ -244,13 +252,22 @@ def _audit(self: Trainer) -> None:
 
 
 def with_audit(trainer_class: Any) -> type[Trainer]:
-    """Return a class with a method for each subcommand. Only the parser reads it.
+    """Return a class with a method for each subcommand. Only the parser reads it, and the first line of each docstring is its help.
 
     Args:
         trainer_class: A subclass of Trainer, or a function that makes a trainer.
     """
     named = trainer_class if isinstance(trainer_class, type) else class_from_function(trainer_class)
-    return type(named.__name__, (named,), {"audit": _audit, "__doc__": named.__doc__})
+    methods = {name: _with_whole_summary(getattr(named, name)) for name in LightningCLI.subcommands()}
+    return type(named.__name__, (named,), {**methods, "audit": _audit, "__doc__": named.__doc__})
+
+
+def _with_whole_summary(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method to read, with the first paragraph of its docstring in one line."""
+    summary, *sections = (inspect.getdoc(method) or "").split("\n\n")
+    read = functools.wraps(method)(lambda *_, **__: None)
+    read.__doc__ = "\n\n".join([" ".join(summary.split()), *sections])
+    return read
 
 
 def run_audit(
@@ -369,14 +386,14 @@ def _parity_parser() -> argparse.ArgumentParser:
     parser.add_argument("function", help="my_module:step, from model and batch to the loss; or a loop")
     parser.add_argument("batches", help="my_module:batches: global batches, or a function that gives them")
     parser.add_argument("--loop", action="store_true", help="the function is a whole optimizer step")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks")
     parser.add_argument("--wrap", default="ddp", help="ddp, fully_shard, none, or my_module:wrap")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches to an optimizer step")
     parser.add_argument("--splits", default="even", help="even, uneven, or rows of each rank: 5,3")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="none: as model and batches are")
-    parser.add_argument("--precision", choices=_DTYPES, default="none", help="of autocast")
-    parser.add_argument("--timeout-seconds", type=float, default=60.0, help="of each run")
+    parser.add_argument("--precision", choices=_DTYPES, default="none", help="dtype of autocast; none: no autocast")
+    parser.add_argument("--timeout-seconds", type=float, default=60.0, help="time limit of each run")
     parser.add_argument("--output", help="folder for report.html, report.json and ratios.png")
     return parser
 

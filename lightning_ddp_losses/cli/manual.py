@@ -19,11 +19,10 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import Markdown, MarkdownElement, TableElement
-from rich.table import Table
+from rich.console import Console
+from rich.markdown import Markdown
 
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 
@@ -338,19 +337,19 @@ _MEANT = {
 }
 
 
-class _FoldedTable(TableElement):
-    """A table whose long words go on in the next line. rich would cut them off."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for table in super().__rich_console__(console, options):
-            assert isinstance(table, Table)
-            for column in table.columns:
-                column.overflow = "fold"
-            yield table
+_TABLE = re.compile(r"(?:^\|.+\n)+", re.MULTILINE)
 
 
-class _Page(Markdown):
-    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _FoldedTable}
+def _as_list(table: re.Match[str]) -> str:
+    """Return a wide table as a list with an entry for each row: columns that are narrower than a call break it inside a word."""
+    lines = table[0].splitlines()
+    if max(map(len, lines)) < _WIDEST:
+        return table[0]
+    (_, *heads), _, *rows = ([cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines)
+    entries = []
+    for name, *cells in rows:
+        entries += [f"* **{name}**", *(f"  * {head}: {cell}" for head, cell in zip(heads, cells, strict=True))]
+    return "\n".join(entries) + "\n"
 
 
 def run_explain(arguments: Sequence[str], console: Console | None = None) -> int:
@@ -374,7 +373,7 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
     page = found or not_found(" ".join(given.topic))
     # on the terminal, no wider than can be read
     console = console or Console()
-    console.print(_Page(page), width=min(console.width, _WIDEST))
+    console.print(Markdown(_TABLE.sub(_as_list, page)), width=min(console.width, _WIDEST))
     return int(found is None)
 
 

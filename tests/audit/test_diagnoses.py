@@ -76,6 +76,7 @@ AS_GIVEN = {"trainer_kwargs": NO_SAMPLER}
 ACCUMULATED = {"trainer_kwargs": {"accumulate_grad_batches": 2}}
 CLIPPED = {"trainer_kwargs": {"gradient_clip_val": 0.1}}
 BF16 = {"trainer_kwargs": {"precision": "bf16-mixed"}}
+SYNCED = {"trainer_kwargs": {"plugins": [SyncBatchNorm()]}}
 THREE = {"devices": 3}
 TWO_STEPS = {"steps": 2}
 ONE_STEP = {"steps": 1}
@@ -121,6 +122,8 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "local batch norm and uneven rows": ("F30", m.BatchNorm, two_eight, AS_GIVEN),
     "local batch norm and SupCon": ("F29", on(pml.SupConLoss, m.BatchNorm), even, {}),
     "local batch norm and PML's wrapper": ("F24", wrapped(learned, m.BatchNorm), even, {}),
+    "local batch norm and a covariance by hand": ("F29", m.OwnCovariance, even, {"tolerance": None}),
+    "batch norm over all ranks and a covariance by hand": ("F29", m.OwnCovariance, even, SYNCED),
     "SupCon never gathered, manual optimisation": ("F29", lambda: m.Manual(pml.SupConLoss(), right=True), even, {}),
     "batch norm converted after the wrap": ("F60", m.ConvertedLate, even, UNUSED),
     "dropout": ("F72", m.Dropout, even, {}),
@@ -179,6 +182,8 @@ WORDS = {
     "own slot beside a right term": "in own_slot: dist.all_gather(parts, z.detach())",
     "self.all_gather next to a right term": "in objective: rows = self.all_gather(z, ",
     "no valid target in a micro-batch": "batch 0: rank 0 1.",
+    "local batch norm and a covariance by hand": "It compares rows with each other",
+    "batch norm over all ranks and a covariance by hand": "With batch norm in evaluation mode",
     "infinite on one rank": "rank 1 inf",
 }
 
@@ -235,7 +240,7 @@ HEALTHY: dict[str, tuple[m.Make, Any, dict[str, Any]]] = {
     "ArcFace under ddp_losses in bf16": (on(learned), even, GLOBAL | BF16),
     "float64": (on(learned), even, GLOBAL | {"trainer_kwargs": {"precision": "64-true"}}),
     "PML's wrapper around SupCon": (wrapped(pml.SupConLoss), even, {}),
-    "batch norm over all ranks": (m.BatchNorm, even, {"trainer_kwargs": {"plugins": [SyncBatchNorm()]}}),
+    "batch norm over all ranks": (m.BatchNorm, even, SYNCED),
     "batch norm over all ranks, by ddp_losses": (
         m.BatchNorm,
         even,

@@ -47,11 +47,17 @@ def flat(text: str) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_table_of_losses_is_whole_on_a_narrow_terminal(width: int) -> None:
-    text = "".join(shown("losses", width=width).split())
-    assert "GlobalBatchLoss(lo" in text
-    assert "ProxyNCA" in text
-    assert "Lovasz" in text
+@pytest.mark.parametrize("topic", ["losses", *manual.readers()])
+def test_no_line_of_the_losses_ends_inside_a_word(topic: str, width: int) -> None:
+    page, words = find_page([topic]) or "", shown(topic, width=width).split()
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(rows) > 5
+    assert {word for row in rows[1:] for word in re.findall(r"[^\s|`]+", row)} <= {*words}
+
+
+def test_a_small_table_is_a_table() -> None:
+    assert "  gather_with_grad  " in shown("open_clip")
+    assert "  • towers" not in shown("open_clip")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
