@@ -38,21 +38,20 @@ class Normed(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
             x = layer(x)
-            if number == 2 and self.odd == "fewer rows":
+            odd = self.odd if number == 2 or self.odd == "skips the last" else ""
+            if odd == "fewer rows":
                 x = x[: len(x) // 2]
-            if number == 2 and self.odd == "one row":
+            elif odd == "one row":
                 x = x[:1] if dist.get_rank() == 0 else x[:0]
-            if number == 2 and self.odd == "raises":
+            elif odd == "raises":
                 raise KeyError("rank 1 alone")
-            if number == 2 and self.odd == "another layer":
+            if odd == "another layer":
                 self.wide(torch.cat([x, x[:, :1]], 1))
-            elif number == 2 and self.odd == "another shape":
+            elif odd == "another shape":
                 norm(x[:, :3])
-            elif (number == 2 and self.odd == "skips") or (number == LAYERS - 1 and self.odd == "skips the last"):
-                continue
-            elif number == 2 and self.odd == "evaluates":
+            elif odd == "evaluates":
                 x = norm.eval()(x)
-            else:
+            elif odd != "skips" and (odd != "skips the last" or number < LAYERS - 1):
                 x = norm(x)
         if self.odd == "one more":
             x = self.norms[0](x)
@@ -109,19 +108,11 @@ def compared(device: Device, odd: Callable[[int], str]) -> dict[str, Any]:
     return {"device": ours["costs"], "cpu": host["costs"], "off": off}
 
 
-def always(step: int) -> str:
-    return ""
-
-
-def all_leave(step: int) -> str:
-    return "skips" if step == BAD_STEP else ""
-
-
-def other_rows(step: int) -> str:
-    return "fewer rows" if step == BAD_STEP and dist.get_rank() else ""
-
-
-SAME: dict[str, Callable[[int], str]] = {"the same": always, "all leave": all_leave, "other rows": other_rows}
+SAME: dict[str, Callable[[int], str]] = {
+    "the same": lambda step: "",
+    "all leave": lambda step: "skips" if step == BAD_STEP else "",
+    "other rows": lambda step: "fewer rows" if step == BAD_STEP and dist.get_rank() else "",
+}
 ODD = ("another layer", "another shape", "skips", "skips the last", "evaluates", "one more", "raises", "one row")
 
 
