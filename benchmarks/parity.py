@@ -39,13 +39,12 @@ from tests.losses.harness import (
     Rows,
     alone,
     fresh,
-    gradients,
-    mean_over_ranks,
     on_ranks,
     own_rows,
 )
 from tests.losses.test_reducers import SUMS, reduced, supported
 from tests.losses.variants import MINERS, VARIANTS
+from tests.oracle import graded, joined
 
 __all__ = ["main"]
 
@@ -88,10 +87,8 @@ def measure_theirs(name: str, split: str) -> dict[str, Tensor]:
     wrapped = DistributedLossWrapper(loss)
     torch.manual_seed(SEED)
     args, kwargs = theirs(name, case, sizes)(net, own_rows(sizes, dist.get_rank()))
-    value = wrapped(*args, **kwargs)
-    value.backward()
     # each rank returns W times its loss; only gradients are judged
-    return {"value": torch.zeros(()), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+    return graded(wrapped(*args, **kwargs), net=net, loss=loss) | {"value": torch.zeros(())}
 
 
 def theirs(name: str, case: Case, sizes: list[int]) -> Any:
@@ -135,7 +132,7 @@ def judge(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> str:
 def _ours(pool: RankPool, world: int, name: str, split: str, truth: Mapping[str, Tensor]) -> str:
     try:
         results = pool.run(world, measure_ours, name, split)
-        verdicts = {mode: judge(mean_over_ranks([r[mode] for r in results]), truth) for mode in results[0]}
+        verdicts = {mode: judge(joined([r[mode] for r in results]), truth) for mode in results[0]}
     except AssertionError as error:  # a rank that failed, or ranks that disagree
         return f"error: {_last_line(error)}"
     wrong = [f"{mode}: {verdict}" for mode, verdict in verdicts.items() if verdict != "exact"]
@@ -144,7 +141,7 @@ def _ours(pool: RankPool, world: int, name: str, split: str, truth: Mapping[str,
 
 def _theirs(pool: RankPool, world: int, name: str, split: str, truth: Mapping[str, Tensor]) -> str:
     try:
-        return judge(mean_over_ranks(pool.run(world, measure_theirs, name, split)), truth)
+        return judge(joined(pool.run(world, measure_theirs, name, split)), truth)
     except RankFailure as error:
         return f"error: {_last_line(error)}"
     except AssertionError:

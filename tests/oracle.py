@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
@@ -111,18 +112,58 @@ def train(
     return values
 
 
+def own(sizes: Sequence[int], rank: int | None = None) -> slice:
+    """Which rows of a global batch a rank has (None: this one, the first where there are none), of so many on each rank."""
+    rank = (dist.get_rank() if dist.is_initialized() else 0) if rank is None else rank
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def graded(value: Tensor, **sources: Tensor | nn.Module) -> dict[str, Tensor]:
+    """Run backward; the value, and the gradients that there are: of tensors by name, of the parameters of a module `m` as `m.name`."""
+    value.backward()
+    tensors: dict[str, Tensor] = {}
+    for name, source in sources.items():
+        if isinstance(source, nn.Module):
+            tensors |= {f"{name}.{own}": parameter for own, parameter in source.named_parameters()}
+        else:
+            tensors[name] = source
+    return {"value": value.detach()} | {name: t.grad for name, t in tensors.items() if t.grad is not None}
+
+
+def joined(ranks: Sequence[Mapping[str, Tensor]], *rows: str, **shards: int) -> dict[str, Tensor]:
+    """What `graded` found on ranks, as one process has it.
+
+    Args:
+        ranks: By rank; the value must be one number on all of them.
+        *rows: Gradients of each rank's rows: one after the other, and over W, as DDP's mean leaves them in an encoder.
+        **shards: Parts of a gradient: one after the other along a dimension. All other gradients are averaged.
+    """
+    assert len({float(rank["value"]) for rank in ranks}) == 1, (
+        f"ranks return {[float(rank['value']) for rank in ranks]}"
+    )
+    assert all(rank.keys() == ranks[0].keys() for rank in ranks), (
+        f"gradients on some ranks only: {list(map(list, ranks))}"
+    )
+    found = {}
+    for name in ranks[0]:
+        parts = [rank[name] for rank in ranks]
+        if name in shards:
+            found[name] = torch.cat(parts, shards[name])
+        else:
+            found[name] = torch.cat(parts) / len(ranks) if name in rows else torch.stack(parts).mean(0)
+    return found
+
+
 def differences(ours: Mapping[str, Tensor], oracle: Mapping[str, Tensor]) -> dict[str, float]:
     """Norm of the difference over norm of the oracle's tensor, by name (infinite where a finite one cannot be formed)."""
     result = {}
     for name, truth in oracle.items():
         got, truth = ours[name].detach().double(), truth.detach().double()
-        if got.shape != truth.shape:
-            result[name] = float("inf")
-            continue
-        off, scale = (got - truth).norm().item(), truth.norm().item()
-        result[name] = 0.0 if off == 0 else off / scale if scale else float("inf")
-        if result[name] != result[name]:
-            result[name] = float("inf")
+        result[name] = float("inf")
+        if got.shape == truth.shape:
+            off, scale = (got - truth).norm().item(), truth.norm().item()
+            ratio = 0.0 if off == 0 else off / scale if scale else float("inf")
+            result[name] = float("inf") if ratio != ratio else ratio
     return result
 
 
@@ -140,3 +181,12 @@ def assert_close(ours: Mapping[str, Tensor], oracle: Mapping[str, Tensor], rtol:
             detail = f"norm ratio {(got.norm() / truth.norm()).item():.6g}, cosine {cosine:.6g}"
         lines.append(f"{name}: relative difference {off:.3g} > {rtol:g} ({detail})")
     assert not lines, "\n".join(lines)
+
+
+def problem(what: str, check: Callable[..., object], *args: object) -> list[str]:
+    """In a list, what a check says is wrong, if anything is."""
+    try:
+        check(*args)
+    except AssertionError as error:
+        return [f"{what}: {error}"]
+    return []

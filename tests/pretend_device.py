@@ -67,21 +67,10 @@ _ONE_DEVICE = (
 class Counts(Counter[str]):
     """What a piece of code cost: ``launches``, ``waits``, ``own_waits`` and ``uploads``, and which operators waited."""
 
-    @property
-    def launches(self) -> int:
-        return self["launches"]
-
-    @property
-    def uploads(self) -> int:
-        return self["uploads"]
-
-    @property
-    def own_waits(self) -> int:
-        return self["own waits"]
-
-    @property
-    def waits(self) -> int:
-        return sum(number for name, number in self.items() if name.startswith("wait "))
+    launches = property(lambda self: self["launches"])
+    uploads = property(lambda self: self["uploads"])
+    own_waits = property(lambda self: self["own waits"])
+    waits = property(lambda self: sum(number for name, number in self.items() if name.startswith("wait ")))
 
 
 def _count_wait(what: str) -> None:
@@ -101,11 +90,8 @@ def _count_wait(what: str) -> None:
         frame = frame.f_back
 
 
-_OTHERS = (
-    "pytorch_metric_learning",
-    "torchmetrics",
-    "lightning",
-)  # whose formulas, loggers and loops wait by themselves
+# whose formulas, loggers and loops wait by themselves
+_OTHERS = ("pytorch_metric_learning", "torchmetrics", "lightning")
 _counts = Counts()
 _large = [0]
 _storages: dict[int, list[int]] = {}  # by address: tensors that share it, and its bytes
@@ -211,8 +197,7 @@ class PretendTensor(torch.Tensor):
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert a tensor of the pretended device to numpy; copy it to the host first")
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("can't convert a tensor of the pretended device to numpy; copy it to the host first")
+    __array__ = numpy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # in a file it is the host's, where checkpoints are loaded to

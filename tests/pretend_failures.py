@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, SigLipLoss
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses
 from lightning_ddp_losses.losses.two_towers import TowerCall
-from tests import pretend_collectives
+from tests import pretend_forks
 from tests.devices import HOST, Device
 from tests.lightning_ranks import QUIET
 from tests.pretend_fits import OneNodePerRank, PretendAccelerator, PretendStrategy
@@ -47,7 +47,7 @@ def _failing_tiles() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for owner, method in ((TowerCall, "tiles"), (LocalClasses, "chunks")):
             patches.enter_context(mock.patch.object(owner, method, _failing(getattr(owner, method))))
-        patches.callback(pretend_collectives.get_stuck, stuck=False)
+        patches.callback(pretend_forks.get_stuck, stuck=False)
         yield
 
 
@@ -55,7 +55,7 @@ def _failing(original: Callable[..., Any]) -> Callable[..., Any]:
     def method(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == FAILED:
             raise torch.OutOfMemoryError(WORDS)
-        pretend_collectives.get_stuck(stuck=True)
+        pretend_forks.get_stuck(stuck=True)
         return original(*args, **kwargs)
 
     return method

@@ -28,7 +28,7 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.layers import forward_plan
 from lightning_ddp_losses.layers.forward_plan import PlannedCall
-from tests import pretend_collectives
+from tests import pretend_forks
 from tests.counting import CountCollectives
 from tests.devices import HOST, Device, waits_in
 from tests.lightning_ranks import QUIET
@@ -53,25 +53,24 @@ class Normed(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         for number, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
             x = layer(x)
-            if number == 2 and self.odd == "fewer rows":
+            odd = self.odd if number == 2 or self.odd == "skips the last" else ""
+            if odd == "fewer rows":
                 x = x[: len(x) // 2]
-            if number == 2 and self.odd == "one row":
+            elif odd == "one row":
                 x = x[:1] if dist.get_rank() == 0 else x[:0]
-            if number == 2 and self.odd == "raises":
+            elif odd == "raises":
                 raise KeyError("rank 1 alone")
-            if number == 2 and self.odd == "waits for a peer":
-                pretend_collectives.get_stuck(stuck=True)
-            if number == 2 and self.odd == "another layer":
+            elif odd == "waits for a peer":
+                pretend_forks.get_stuck(stuck=True)
+            if odd == "another layer":
                 self.wide(torch.cat([x, x[:, :1]], 1))
-            elif number == 2 and self.odd == "another shape":
+            elif odd == "another shape":
                 norm(x[:, :3])
-            elif (number == 2 and self.odd == "skips") or (number == LAYERS - 1 and self.odd == "skips the last"):
-                continue
-            elif number == 2 and self.odd == "evaluates":
+            elif odd == "evaluates":
                 x = norm.eval()(x)
             elif self.odd == "checkpointed":  # it runs again in backward
                 x = checkpoint(norm, x, use_reentrant=number % 2 == 0, preserve_rng_state=False)
-            else:
+            elif odd != "skips" and (odd != "skips the last" or number < LAYERS - 1):
                 x = norm(x)
         if self.odd == "one more":
             x = self.norms[0](x)
@@ -128,27 +127,11 @@ def compared(device: Device, odd: Callable[[int], str]) -> dict[str, Any]:
     return {"device": ours["costs"], "cpu": host["costs"], "off": off}
 
 
-def always(step: int) -> str:
-    return ""
-
-
-def all_leave(step: int) -> str:
-    return "skips" if step == BAD_STEP else ""
-
-
-def other_rows(step: int) -> str:
-    return "fewer rows" if step == BAD_STEP and dist.get_rank() else ""
-
-
-def checkpointed(step: int) -> str:
-    return "checkpointed"
-
-
 SAME: dict[str, Callable[[int], str]] = {
-    "the same": always,
-    "all leave": all_leave,
-    "other rows": other_rows,
-    "checkpointed": checkpointed,
+    "the same": lambda step: "",
+    "all leave": lambda step: "skips" if step == BAD_STEP else "",
+    "other rows": lambda step: "fewer rows" if step == BAD_STEP and dist.get_rank() else "",
+    "checkpointed": lambda step: "checkpointed",
 }
 ODD = ("another layer", "another shape", "skips", "skips the last", "evaluates", "one more", "raises", "one row")
 ENDS = ("on_train_end", "revert")  # where the last step is judged
@@ -274,7 +257,7 @@ def error_of_fit(device: Device, strategy: str, fails: str) -> str:
         found = f"{type(error).__name__}: {error}"
     else:
         found = "no error"
-    pretend_collectives.get_stuck(stuck=False)
+    pretend_forks.get_stuck(stuck=False)
     dist.barrier()
     return found
 

@@ -35,7 +35,7 @@ from lightning_ddp_losses import (
     differentiable,
 )
 from lightning_ddp_losses.core.inputs import map_tensors, tensors_in
-from lightning_ddp_losses.distributed import fingerprint
+from lightning_ddp_losses.distributed import fingerprint, process_groups
 from lightning_ddp_losses.layers.batch_norm_function import Call, Scope, gather_statistics, normalise
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.tiled import evaluator
@@ -44,9 +44,10 @@ from tests.devices import HOST, Device
 from tests.losses import harness, sharded_cases, test_tiled, variants
 from tests.losses.cases import PML
 from tests.losses.test_two_towers import CASES as TOWER_CASES
-from tests.losses.test_two_towers import Towers, further, textbook
+from tests.losses.test_two_towers import EXTRA, Towers, further, textbook
 from tests.losses.torch_cases import TORCH
 from tests.metrics.cases import CASES as METRICS
+from tests.oracle import own
 
 ROWS, WIDTH = 512, 32
 EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
@@ -541,14 +542,15 @@ def case_of(name: str) -> harness.Case:
     return {**PML, **TORCH}[name.split("; ")[1]]
 
 
-def _loss(device: Device, name: str) -> Found:
-    """Runs a loss in one mode on the small batch, beside the plain loss."""
+def _loss(device: Device, name: str, sizes: list[int] | None = None) -> Found:
+    """Runs a loss in one mode on the small batch, beside the plain loss; or on this rank's part of it, beside our own, as all do."""
     case, mode = case_of(name), name.split("; ")[2]
     net, _ = harness.fresh(case)
-    args, kwargs = case.give(net, harness.global_rows())
+    torch.manual_seed(harness.SEED + process_groups.rank())  # what draws does so from rank 0's seed
+    args, kwargs = case.give(net, harness.own_rows(sizes or [harness.ROWS]))
     options: Any = {**case.options, "mode": mode}
     # what draws, and what one process is called with other arguments, is compared with our own on the CPU
-    has_formula = not case.random and case.give_alone is None
+    has_formula = not case.random and case.give_alone is None and sizes is None
     naive = _plain_loss if has_formula else None
     return measure(device, lambda: GlobalBatchLoss(case.make().double(), **options), args, kwargs=kwargs, naive=naive)
 
@@ -558,18 +560,26 @@ def _plain_loss(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return value
 
 
-def _tiled(device: Device, name: str) -> Found:
+def _tiled(device: Device, name: str, sizes: list[int] | None = None) -> Found:
     """Runs a loss in several tiles: all reducers, distances and regularisers."""
     make, give = test_tiled.CASES[name.removeprefix("tiles; ")]
-    batch = test_tiled.batch()
+    batch = {each: rows[own(sizes or [test_tiled.ROWS])].clone() for each, rows in test_tiled.batch().items()}
     given = give(batch["embeddings"].requires_grad_(), batch, batch["views"].requires_grad_(), True)
     options: Any = {"mode": "rows", "tile_bytes": test_tiled.TILE_BYTES}
-    return measure(device, lambda: GlobalBatchLoss(make().double(), **options), (), kwargs=given, naive=_plain_loss)
+    return measure(
+        device,
+        lambda: GlobalBatchLoss(make().double(), **options),
+        (),
+        kwargs=given,
+        naive=None if sizes else _plain_loss,
+    )
 
 
-def _class_sharded(device: Device, name: str) -> Found:
-    """Runs a class-sharded loss on the small batch, beside PML's with the same weight."""
-    case, batch = SHARDED[name.removeprefix("class-sharded; ")], sharded_cases.global_rows()
+def _class_sharded(device: Device, name: str, sizes: list[int] | None = None) -> Found:
+    """Runs a class-sharded loss on the small batch, beside PML's with the same weight; on several ranks twice: the second call no longer
+    looks at the labels.
+    """
+    case, batch = SHARDED[name.removeprefix("class-sharded; ")], sharded_cases.global_rows(sizes)
     embeddings = sharded_cases.net()(batch["features"])
     args = [embeddings, batch["labels"]]
     if case.mine is not None:
@@ -580,7 +590,8 @@ def _class_sharded(device: Device, name: str) -> Found:
         value: Tensor = torch.func.functional_call(sharded_cases.make(case), weights, args)
         return value
 
-    return measure(device, lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args), naive=naive)
+    more: Any = {"calls": 2} if sizes else {"naive": naive}
+    return measure(device, lambda: ClassShardedLoss(sharded_cases.make(case), **case.sharded), tuple(args), **more)
 
 
 class TwoTowers(nn.Module):
@@ -597,17 +608,20 @@ class TwoTowers(nn.Module):
         return value
 
 
-def _two_towers(device: Device, name: str) -> Found:
+def _two_towers(device: Device, name: str, sizes: list[int] | None = None, gather: str = "all") -> Found:
     """Runs a loss between two towers on the small batch, beside the textbook's expression."""
-    case, batch = TOWER_CASES[name.removeprefix("two towers; ")], harness.global_rows()
+    case, batch = TOWER_CASES[name.removeprefix("two towers; ")], harness.own_rows(sizes or [harness.ROWS])
     extra, queue = further(case)
+    if extra is not None and sizes is not None:
+        extra = extra[own(EXTRA[len(sizes)])]
 
     def naive(module: Any, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> Tensor:
         towers = module.towers
         extra = None if extra is None else towers.text(extra)
         return textbook(case, towers, towers.image(images), towers.text(texts), extra, queue)
 
-    return measure(device, lambda: TwoTowers(case), (batch["features"], batch["views"], extra, queue), naive=naive)
+    given = (batch["features"], batch["views"], extra, queue)
+    return measure(device, lambda: TwoTowers(case, gather), given, naive=None if sizes else naive)
 
 
 def _batch_norm(device: Device) -> Found:

@@ -51,16 +51,8 @@ def test_a_part_on_a_gpu_that_fails_leaves_its_rows_and_the_others(
     monkeypatch.setattr(gpu, "run_ranks", run_ranks)
     monkeypatch.setattr(gpu, "_refuse_missing_device", lambda device: None)
     rows = gpu.main(["--device", "pretend", "--ranks", "2", "--output", str(tmp_path / "rows")])
-    assert [(row["loss"], row.get("rank")) for row in rows] == [
-        ("a", None),
-        ("b", 0),
-        ("b", 1),
-        ("c", None),
-        ("d", None),
-        ("e", None),
-        ("e", 0),
-        ("e", 1),
-    ]
+    found = [f"{row['loss']} {row.get('rank', '')}".strip() for row in rows]
+    assert found == ["a", "b 0", "b 1", "c", "d", "e", "e 0", "e 1"]
     assert rows.failed
     assert not rows.recorded
     assert "part b with 2 rank(s) failed: no answer in time" in capsys.readouterr().err

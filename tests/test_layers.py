@@ -83,10 +83,10 @@ PRIVATE_IN_PLACE: dict[str, dict[str, str]] = {
         "_launcher": "what that method sets; the property of this name has no setter",
     },
     "strategies/ddp_setup.py": {
-        "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process",
+        "_collect_rank_zero_results": "overridden: the one place through which a trained state comes back to the main process"
     },
     "testing.py": {
-        "_clear_sharding_prop_cache": "what DTensor remembers of a group that has ended; torch has no public way to forget it",
+        "_clear_sharding_prop_cache": "what DTensor remembers of a group that has ended; torch has no public way to forget it"
     },
 }
 # two documented import paths for what lies below them
@@ -104,11 +104,17 @@ def unit_of_file(path: Path) -> str:
 
 
 @functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All that stands in a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imports(path: Path) -> list[tuple[int, tuple[str, ...]]]:
     """Line and dotted name of each import in a file, nested ones too."""
     package = (PACKAGE, *path.relative_to(ROOT).parts[:-1])
     found: list[tuple[int, tuple[str, ...]]] = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found += [(node.lineno, tuple(alias.name.split("."))) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -171,12 +177,9 @@ def test_only_process_groups_asks_torch_distributed_for_rank_and_world_size(path
     names = {"get_rank", "get_world_size", "new_group", "init_process_group", "destroy_process_group"}
     if path.name == "rendezvous.py":
         names.remove("init_process_group")  # it starts the strategy's world
-    text = path.read_text()
-    if not any(name in text for name in names):
-        return
     asked = [
         f"{path.name}:{node.lineno}"
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr in names
         and isinstance(node.value, ast.Name | ast.Attribute)
@@ -208,7 +211,7 @@ def defined_here() -> set[str]:
     """Every underscored name that some file of the package defines."""
     found: set[str] = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -219,7 +222,7 @@ def defined_here() -> set[str]:
 def private_names(path: Path, ours: set[str]) -> list[tuple[int, str]]:
     """Line and name of each private name of another library that a file imports or reads."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith((PACKAGE, "__future__")):
             parts = [*node.module.split("."), *(alias.name for alias in node.names)]
             found += [(node.lineno, part) for part in parts if is_private(part)]
@@ -259,12 +262,9 @@ NAMES_OF_CUDA = {
 
 @pytest.mark.parametrize("path", FILES, ids=name_of_file)
 def test_no_file_takes_cuda_for_every_accelerator(path: Path) -> None:
-    text = path.read_text()
-    if "cuda" not in text:
-        return
     found = [
         node.lineno
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(path)
         if (isinstance(node, ast.Constant) and node.value == "cuda")
         or (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
     ]
@@ -302,7 +302,7 @@ def attributes_of(cls: ast.ClassDef) -> set[str]:
 def test_no_class_has_too_many_attributes() -> None:
     large = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > MOST_ATTRIBUTES:
                 large[f"{name_of_file(path)}:{node.name}"] = len(attributes_of(node))
     assert {name: number for name, number in large.items() if name not in LARGE_CLASSES} == {}

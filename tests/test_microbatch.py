@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_ddp_losses import ClipLoss, ConfigurationError, GlobalBatchLoss, InputError, microbatched
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.oracle import Encoder, Task, assert_close, batches, cuts
+from tests.oracle import Encoder, Task, assert_close, batches, cuts, graded
+from tests.refusals import refusals_of_one_process
 
 TASK = Task(rows=12)
 
@@ -38,30 +39,29 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
+def rows() -> Tensor:
+    return batches(TASK)[0][0]
+
+
 @pytest.mark.parametrize("chunk_size", [1, 5, 12, 100])
 def test_pieces_are_the_whole(chunk_size: int) -> None:
     whole, pieces = encoder(), encoder()
-    a, b = batches(TASK)[0][0], batches(TASK)[0][0]
-    a.requires_grad_(), b.requires_grad_()
+    a, b = rows().requires_grad_(), rows().requires_grad_()
     truth, ours = objective(whole(a)), objective(microbatched(pieces, chunk_size)(b))
-    truth.backward()
-    ours.backward()
-    assert_close(gradients(pieces) | {"x": b.grad, "v": ours}, gradients(whole) | {"x": a.grad, "v": truth})
+    assert_close(graded(ours, x=b, encoder=pieces), graded(truth, x=a, encoder=whole))
 
 
 def test_masks_are_drawn_again() -> None:
     """Dropout: the same pieces by hand, with everything kept."""
     kept, ours = encoder(0.5), encoder(0.5)
-    x = batches(TASK)[0][0]
+    x = rows()
     torch.manual_seed(0)
-    truth = objective(torch.cat([kept(piece) for piece in x.split(5)]))
-    truth.backward()
+    truth = graded(objective(torch.cat([kept(piece) for piece in x.split(5)])), encoder=kept)
     after = torch.get_rng_state()
     torch.manual_seed(0)
     value = objective(microbatched(ours, 5)(x))
     torch.rand(3)  # what is drawn in between does not matter
-    value.backward()
-    assert_close(gradients(ours) | {"v": value}, gradients(kept) | {"v": truth})
+    assert_close(graded(value, encoder=ours), truth)
     torch.manual_seed(0)
     objective(microbatched(ours, 5)(x)).backward()
     assert torch.equal(after, torch.get_rng_state())
@@ -69,7 +69,7 @@ def test_masks_are_drawn_again() -> None:
 
 def test_autocast_is_that_of_the_forward() -> None:
     whole, pieces = encoder().float(), encoder().float()
-    x = batches(TASK)[0][0].float()
+    x = rows().float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         truth, ours = whole(x), microbatched(pieces, 4)(x)
     assert ours.dtype == truth.dtype == torch.bfloat16
@@ -120,17 +120,15 @@ class Own(nn.Module):
 def test_results_are_tensors_like_any_other(chunk_size: int) -> None:
     """A class of its own, in-place changes, an input passed through, a second derivative."""
     module, x = Own(), rows().requires_grad_()
+    truth, y = copy.deepcopy(module), rows().requires_grad_()
     found = microbatched(module, chunk_size)(x)
     assert type(found) is Pair
     assert found["none"] is None
     assert torch.equal(found["given"], x)
     (slope,) = torch.autograd.grad(found["out"].mul_(2.0).pow(3).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    truth, y = copy.deepcopy(module), rows().requires_grad_()
-    truth.zero_grad()
-    (slope,) = torch.autograd.grad((truth(y)["out"] * 2.0).pow(3).sum(), y, create_graph=True)
-    slope.square().sum().backward()
-    assert_close({"x": x.grad, "w": module.layer.weight.grad}, {"x": y.grad, "w": truth.layer.weight.grad})
+    (expected,) = torch.autograd.grad((truth(y)["out"] * 2.0).pow(3).sum(), y, create_graph=True)
+    w, v = module.layer.weight, truth.layer.weight
+    assert_close(graded(slope.square().sum(), x=x, w=w), graded(expected.square().sum(), x=y, w=v))
 
 
 class Allocated(TorchDispatchMode):
@@ -180,18 +178,12 @@ def test_memory_is_that_of_a_piece(backward: bool) -> None:
     assert pieces <= held + 1.5 * activations / 64
 
 
-def two_towers() -> dict[str, Tensor]:
-    """One encoder for both towers, in pieces of different size; the gradient arrives once."""
-    shared, x = encoder(), batches(TASK)
-    loss = ClipLoss().double()
-    loss(microbatched(shared, 5)(x[0][0]), microbatched(shared, 4)(x[1][0])).backward()
-    return gradients(shared)
-
-
 def test_two_towers_and_one_encoder() -> None:
-    shared, x = encoder(), batches(TASK)
-    ClipLoss().double()(shared(x[0][0]), shared(x[1][0])).backward()
-    assert_close(two_towers(), gradients(shared))
+    """One encoder for both towers, in pieces of different size; the gradient arrives once."""
+    shared, alone, x = encoder(), encoder(), batches(TASK)
+    value = ClipLoss().double()(microbatched(shared, 5)(x[0][0]), microbatched(shared, 4)(x[1][0]))
+    truth = ClipLoss().double()(alone(x[0][0]), alone(x[1][0]))
+    assert_close(graded(value, encoder=shared), graded(truth, encoder=alone))
 
 
 class Model(nn.Module):
@@ -206,59 +198,44 @@ class Model(nn.Module):
         return self.run(x)
 
 
-def under_ddp(how: str, static_graph: bool) -> tuple[dict[str, Tensor], int]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+class Whole(nn.Module):
+    def forward(self, embeddings: Tensor) -> Tensor:
+        return objective(embeddings)
+
+
+def under_ddp(how: str, static_graph: bool = False) -> tuple[dict[str, Tensor], int]:
+    """Gradients, and the number of reductions of the third step."""
+    world = dist.get_world_size()
     parts = cuts(TASK.rows, world, even=False)
     if how == "a rank without rows":
         parts = [slice(0, 0), *cuts(TASK.rows, world - 1)]
-    x = batches(TASK)[0][0][parts[rank]]
-    loss = GlobalBatchLoss(Whole())
-    if how == "inside":
-        ddp = DistributedDataParallel(Model(), static_graph=static_graph)
-        run: Callable[[Tensor], Tensor] = ddp
-        inner = ddp.module.encoder
-    else:
-        ddp = DistributedDataParallel(encoder(), static_graph=static_graph)
-        run, inner = microbatched(ddp, 2), ddp.module
-    reductions = 0
+    x, loss = rows()[parts[dist.get_rank()]], GlobalBatchLoss(Whole())
+    ddp = DistributedDataParallel(Model() if how == "inside" else encoder(), static_graph=static_graph)
+    run: Callable[[Tensor], Tensor] = ddp if how in ("inside", "plainly") else microbatched(ddp, 2)
     for _ in range(3):
         ddp.zero_grad()
         with CountCollectives() as counter:
             loss(run(x)).backward()
-        reductions = sum("allreduce" in name for name in counter.take())
-    return gradients(inner), reductions
-
-
-class Whole(nn.Module):
-    def forward(self, embeddings: Tensor) -> Tensor:
-        return objective(embeddings)
+    inner = ddp.module.encoder if how == "inside" else ddp.module
+    return gradients(inner), sum("allreduce" in name for name in counter.take())
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
 @pytest.mark.parametrize("how", ["inside", "around", "a rank without rows"])
 def test_one_reduction_under_ddp(pool: RankPool, how: str, static_graph: bool) -> None:
     alone = encoder()
-    objective(alone(batches(TASK)[0][0])).backward()
-    plain = pool.run(2, plain_reductions)[0]
+    objective(alone(rows())).backward()
+    _, plain = pool.run(2, under_ddp, "plainly")[0]
     for world_size in (2, 3):
         for found, reductions in pool.run(world_size, under_ddp, how, static_graph):
             assert_close(found, gradients(alone))
             assert reductions <= plain
 
 
-def plain_reductions() -> int:
-    ddp, x = DistributedDataParallel(encoder()), batches(TASK)[0][0]
-    for _ in range(3):
-        with CountCollectives() as counter:
-            objective(ddp(x)).backward()
-        reductions = sum("allreduce" in name for name in counter.take())
-    return reductions
-
-
 def test_without_gradients_and_with_frozen_parts() -> None:
     module = encoder()
     module[0].requires_grad_(False)
-    x = batches(TASK)[0][0]
+    x = rows()
     with torch.no_grad():
         torch.testing.assert_close(microbatched(module, 5)(x), module(x))
     objective(microbatched(module, 5)(x)).backward()
@@ -318,16 +295,7 @@ def stepped(run: Any) -> None:
     out.sum().backward()
 
 
-def rows() -> Tensor:
-    return batches(TASK)[0][0]
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name: str) -> None:
-    run, words = BAD[name]
-    with pytest.raises((ConfigurationError, InputError)) as raised:
-        run()
-    assert words in str(raised.value)
+test_bad_input = refusals_of_one_process(BAD, ConfigurationError, InputError)
 
 
 def test_batch_norm_at_rest() -> None:

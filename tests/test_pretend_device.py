@@ -48,7 +48,7 @@ Results = dict[str, Any]
 def found_by(module: str, folder: Path, *, carried: bool = True) -> Results:
     """What each run of a module's `main` found, by its name; collectives may carry the device's tensors."""
     file = folder / "found.json"
-    program = "from tests import pretend_collectives\npretend_collectives.install()\n" if carried else ""
+    program = "from tests.pretend_forks import install\ninstall()\n" if carried else ""
     program += f"from tests.{module} import main\nmain(device, Path(sys.argv[1]))"
     done = run_python("-c", PROGRAM.format(program), str(file), seconds=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -226,19 +226,18 @@ assert watch.take() == "0.5" and watch.take() == "none yet"
     "rows, labels and losses apart": """
 import torch
 from lightning_ddp_losses import InputError
-from tests.losses.harness import line_of_rows
-from tests.losses.test_devices_of_a_call import MAKE, WITHOUT_TENSORS, second_argument
+from tests.losses.test_ranks_that_differ import KINDS, PLACED, WITHOUT_TENSORS, rows as line_of_rows, second_argument
 from tests.pretend_runs import join_world_of_one
 join_world_of_one()
 
 def refusal(name, place, rows, others):
     try:
-        MAKE[name]().to(place)(rows, others)
+        KINDS[name]().to(place)(rows, others)
     except InputError as error:
         return str(error)
     return "no error"
 
-for name in MAKE:
+for name in PLACED:
     rows, others = line_of_rows(), second_argument(name)
     on_device = device.to_device(rows), device.to_device(others)
     found = [refusal(name, device.name, on_device[0], others), refusal(name, device.name, rows, on_device[1])]

@@ -87,14 +87,6 @@ def find_traces() -> tuple[bool, torch.dtype, bool, str, int]:
     return "LEFT_BEHIND" in os.environ, torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), os.getpid()
 
 
-def is_distributed() -> bool:
-    return dist.is_initialized()
-
-
-def threads() -> int:
-    return torch.get_num_threads()
-
-
 def coverage_runs() -> bool:
     return coverage.Coverage.current() is not None
 
@@ -132,17 +124,17 @@ def test_groups_of_one_two_and_three_ranks_live_side_by_side(own_pool: RankPool)
     assert made() == 0
     own_pool.errors(2, fail_on, [0, 1])
     assert made() == 1
-    own_pool.run(1, is_distributed, distributed=False)
+    own_pool.run(1, dist.is_initialized, distributed=False)
     assert made() == 1
 
 
 def test_one_rank_can_run_without_a_process_group(pool: RankPool) -> None:
-    assert pool.run(1, is_distributed, distributed=False) == [False]
-    assert pool.run(1, is_distributed) == [True]
+    assert pool.run(1, dist.is_initialized, distributed=False) == [False]
+    assert pool.run(1, dist.is_initialized) == [True]
 
 
 def test_workers_use_one_thread(pool: RankPool) -> None:
-    assert pool.run(2, threads) == [1, 1]
+    assert pool.run(2, torch.get_num_threads) == [1, 1]
 
 
 def test_workers_are_measured_when_the_test_run_is(pool: RankPool) -> None:

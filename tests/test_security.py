@@ -25,8 +25,8 @@ from lightning_ddp_losses.cli import app
 from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.distributed import messages, rendezvous
 from lightning_ddp_losses.testing import RankPool
+from tests.refusals import assert_same_error
 from tests.strategies import test_loader_states as loader_states
-from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_resuming import AFTER
 from tests.strategies.test_uneven_ends import Rows, batches_of, stream, train
 
@@ -57,20 +57,16 @@ def test_a_message_with_a_program_in_it_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_message_holds_containers_and_named_tuples() -> None:
+def test_a_message_holds_containers_named_tuples_and_numpy() -> None:
     nest = {"a": [torch.ones(2), (1, "b")], "c": collections.OrderedDict(d=Point(torch.zeros(1)))}
-    found = messages.unpack(messages.pack(nest))
+    arrays = {str(dtype): np.arange(3).astype(dtype) for dtype in ("f2", "f8", "i4", "u1", "?", "U3")}
+    random = np.random.RandomState(1).get_state()
+    found = messages.unpack(messages.pack(nest | arrays | {"number": np.float64(0.5), "random": random}))
     assert type(found["c"]["d"]) is Point
     assert torch.equal(found["a"][0], nest["a"][0])  # type: ignore[index]
-
-
-def test_a_message_holds_arrays_and_numbers_of_numpy() -> None:
-    arrays = {str(dtype): np.arange(3).astype(dtype) for dtype in ("f2", "f8", "i4", "u1", "?", "U3")}
-    nest = {**arrays, "number": np.float64(0.5), "random": np.random.RandomState(1).get_state()}
-    found = messages.unpack(messages.pack(nest))
     assert all(np.array_equal(found[key], array) and found[key].dtype == array.dtype for key, array in arrays.items())
     assert found["number"] == 0.5
-    assert np.array_equal(found["random"][1], nest["random"][1])
+    assert np.array_equal(found["random"][1], random[1])
 
 
 class OfTheUser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +20,7 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
 from tests.oracle import assert_close
+from tests.refusals import assert_same_error
 
 ROWS, DIM, CLASSES = 4, 6, 5
 Make = Callable[[], Callable[[Tensor, Tensor], Tensor]]
@@ -77,26 +79,21 @@ SILENT = "SigLIP, ring"  # its ring brings the gradients along in forward: backw
 EXCHANGING = [kind for kind in KINDS if kind != SILENT]
 
 
+def of_a_rank(kind: str, seed: int = 0) -> tuple[Any, Tensor, Tensor]:
+    """A loss, and this rank's rows, which get a gradient, and labels."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows, labels = rows_of(seed, world)
+    return KINDS[kind](), rows.split(ROWS)[rank].clone().requires_grad_(), labels.split(ROWS)[rank]
+
+
 def two_losses(kind: str, reverse_on: int | None, large: bool) -> list[Tensor]:
     """Gradients of two encoders' rows under two losses of one kind; one rank may back-propagate in the other order."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    leaves, values = [], []
-    for seed in range(2):
-        rows, labels = rows_of(seed, world)
-        x = rows.split(ROWS)[rank].clone().requires_grad_()
-        leaves.append(x)
-        values.append((KINDS[kind](), x, labels.split(ROWS)[rank]))
-    if large:
-        with nothing_rides():
-            return back_propagate(values, leaves, reverse=rank == reverse_on)
-    return back_propagate(values, leaves, reverse=rank == reverse_on)
-
-
-def back_propagate(values: list[Any], leaves: list[Tensor], *, reverse: bool) -> list[Tensor]:
-    results = [loss(x, labels) for loss, x, labels in values]
-    for value in reversed(results) if reverse else results:
-        value.backward()
-    return [leaf.grad for leaf in leaves]  # type: ignore[misc]
+    calls = [of_a_rank(kind, seed) for seed in range(2)]
+    with nothing_rides() if large else contextlib.nullcontext():
+        results = [loss(x, labels) for loss, x, labels in calls]
+        for value in results[:: -1 if dist.get_rank() == reverse_on else 1]:
+            value.backward()
+    return [x.grad for _, x, _ in calls]  # type: ignore[misc]
 
 
 # few bytes and many, two ranks and three, crossed over with the kinds
@@ -106,11 +103,9 @@ CROSSED = [(kind, W, (number + W) % 2 == 0) for number, kind in enumerate(EXCHAN
 @pytest.mark.parametrize(("kind", "world_size", "large"), CROSSED)
 def test_another_order_on_one_rank_is_an_error_on_all(pool: RankPool, kind: str, world_size: int, large: bool) -> None:
     errors = pool.errors(world_size, two_losses, kind, world_size - 1, large)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert len({error.message for error in errors}) == 1
-    text = errors[0].message
-    assert "backward of " in text
-    assert all(f"rank {rank}: " in text for rank in range(world_size))
+    assert_same_error(
+        errors, "backward of ", *(f"rank {rank}: " for rank in range(world_size)), kind="RankMismatchError"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,17 +124,13 @@ def test_what_exchanges_nothing_in_backward_has_any_order(pool: RankPool, world_
 
 
 def retained(kind: str, again_on: list[int]) -> Tensor:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows, labels = rows_of(0, world)
-    x = rows.split(ROWS)[rank].clone().requires_grad_()
-    value = KINDS[kind]()(x, labels.split(ROWS)[rank])
+    loss, x, labels = of_a_rank(kind)
+    value = loss(x, labels)
     value.backward(retain_graph=True)
-    if rank in again_on:
+    if dist.get_rank() in again_on:
         value.backward()
     dist.barrier()
-    other = all_gather_with_grad(x.detach())
-    assert len(other) == world * ROWS
-    assert x.grad is not None
+    assert len(all_gather_with_grad(x.detach())) == dist.get_world_size() * ROWS
     return x.grad
 
 
@@ -152,33 +143,26 @@ def test_a_second_backward_is_exact_on_all_ranks(pool: RankPool, kind: str) -> N
 
 def alone_then_forward(kind: str) -> None:
     """Rank 0 back-propagates; the others go on to the next forward."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows, labels = rows_of(0, world)
-    x, y = rows.split(ROWS)[rank].clone().requires_grad_(), labels.split(ROWS)[rank]
-    loss = KINDS[kind]()
-    value = loss(x, y)
-    if rank == 0:
+    loss, x, labels = of_a_rank(kind)
+    value = loss(x, labels)
+    if dist.get_rank() == 0:
         value.backward()
-    loss(x, y)
+    loss(x, labels)
 
 
 @pytest.mark.parametrize("kind", EXCHANGING)
 def test_a_backward_of_one_rank_meets_the_others_next_forward(pool: RankPool, kind: str) -> None:
     errors = pool.errors(3, alone_then_forward, kind)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert len({error.message for error in errors}) == 1
-    assert "rank 0: backward of " in errors[0].message
+    assert_same_error(errors, "rank 0: backward of ", kind="RankMismatchError")
 
 
 def alone_for_good(seconds: float) -> None:
     """Rank 0 back-propagates; the other never comes. Raises on both, since their group is broken for the next test."""
     process_groups.set_timeout(timedelta(seconds=seconds))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows, labels = rows_of(0, world)
-    x = rows.split(ROWS)[rank].clone().requires_grad_()
-    value = KINDS["rows"]()(x, labels.split(ROWS)[rank])
+    loss, x, labels = of_a_rank("rows")
+    value = loss(x, labels)
     try:
-        if rank == 0:
+        if dist.get_rank() == 0:
             value.backward()
     finally:
         process_groups.set_timeout(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from lightning_ddp_losses.distributed import collectives, raw_collectives
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.each_rank import each_rank
 
 ROWS = {
     "even": lambda w: [3] * w,
@@ -91,13 +93,8 @@ def reduce_and_differentiate(shape: tuple[int, ...], dtype: torch.dtype, backwar
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (0,), (2, 3, 2)], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_reduce(pool: RankPool, world_size: int, shape: tuple[int, ...], backward: str) -> None:
-    for dtype in [*FLOATS, torch.int64, torch.int32, torch.uint8]:
+    for dtype in [*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.complex64]:
         pool.run(world_size, reduce_and_differentiate, shape, dtype, backward)
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.complex64], ids=str)
-def test_all_reduce_takes_any_dtype(pool: RankPool, dtype: torch.dtype) -> None:
-    pool.run(2, reduce_and_differentiate, (3,), dtype, "sum")
 
 
 def scatter_and_differentiate(rows: list[int], width: tuple[int, ...], dtype: torch.dtype, say_rows: bool) -> None:
@@ -124,7 +121,9 @@ def test_reduce_scatter(pool: RankPool, world_size: int, rows: str, width: tuple
             pool.run(world_size, scatter_and_differentiate, ROWS[rows](world_size), width, dtype, False)
 
 
-def scalars() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_rank()
+def test_all_gather_takes_a_0_dim_tensor_as_a_row() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     scalar = torch.tensor(float(rank), dtype=torch.float64, requires_grad=True)
     gathered = collectives.all_gather_with_grad(scalar)
@@ -133,27 +132,19 @@ def scalars() -> None:
     assert_equal(scalar.grad, torch.tensor(world * (1.0 + rank), dtype=torch.float64))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_gather_takes_a_0_dim_tensor_as_a_row(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, scalars)
-
-
-def halves_are_summed_in_float32() -> None:
+@each_rank(3)
+def test_half_precision_is_summed_in_float32() -> None:
     rank = dist.get_rank()
     share = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)[rank]  # bfloat16 steps give 256, the sum is 258
     assert collectives.all_reduce_with_grad(share).item() == 258
     assert [part.item() for part in collectives.reduce_scatter_with_grad(share.expand(3).contiguous())] == [258]
     row = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
     (collectives.all_gather_with_grad(row) * share).sum().backward()
-    assert row.grad is not None
     assert row.grad.item() == 258
 
 
-def test_half_precision_is_summed_in_float32(pool: RankPool) -> None:
-    pool.run(3, halves_are_summed_in_float32)
-
-
-def awkward_inputs() -> None:
+@each_rank(2)
+def test_views_and_strided_gradients() -> None:
     rank = dist.get_rank()
     data = whole(4, (6,), torch.float64, 0)
     for view in (data.T, data[:, ::2], data[:1].expand(3, 6), data.flip(0)):
@@ -167,30 +158,22 @@ def awkward_inputs() -> None:
     assert_equal(collectives.reduce_scatter_with_grad(turned, 1 + rank), 2 * turned[[slice(0, 1), slice(1, 3)][rank]])
 
 
-def test_views_and_strided_gradients(pool: RankPool) -> None:
-    pool.run(2, awkward_inputs)
-
-
-def grad_on_one_rank(owner: int, backward: Any) -> Tensor | None:
+@pytest.mark.parametrize("backward", ["sum", "own_slice"])
+@pytest.mark.parametrize("owner", [0, 2])
+@each_rank(3)
+def test_a_gradient_that_one_rank_needs_reaches_it(owner: int, backward: Any) -> None:
     local = torch.full((2, 2), float(dist.get_rank()), requires_grad=dist.get_rank() == owner)
     gathered = collectives.all_gather_with_grad(local, backward=backward)
     assert gathered.requires_grad
     gathered.sum().backward()
-    return local.grad
+    if dist.get_rank() == owner:
+        assert_equal(local.grad, torch.full((2, 2), 3.0))
+    else:
+        assert local.grad is None
 
 
-@pytest.mark.parametrize("backward", ["sum", "own_slice"])
-@pytest.mark.parametrize("owner", [0, 2])
-def test_a_gradient_that_one_rank_needs_reaches_it(pool: RankPool, owner: int, backward: str) -> None:
-    grads = pool.run(3, grad_on_one_rank, owner, backward)
-    for rank, grad in enumerate(grads):
-        if rank == owner:
-            assert_equal(grad, torch.full((2, 2), 3.0))
-        else:
-            assert grad is None
-
-
-def without_grad() -> None:
+@each_rank(2)
+def test_no_graph_where_none_is_asked_for() -> None:
     local = torch.ones(2, 2, requires_grad=True)
     with torch.no_grad():
         assert not collectives.all_gather_with_grad(local).requires_grad
@@ -198,10 +181,6 @@ def without_grad() -> None:
     assert not collectives.all_gather_with_grad(local.detach()).requires_grad
     with torch.inference_mode():
         assert collectives.all_gather_with_grad(local.detach()).shape == (2 * dist.get_world_size(), 2)
-
-
-def test_no_graph_where_none_is_asked_for(pool: RankPool) -> None:
-    pool.run(2, without_grad)
 
 
 def counted(name: str, backward: str, *, uneven: bool) -> tuple[int, int]:
@@ -240,7 +219,8 @@ def test_number_of_collectives(
     assert alone == [(0, 0)], "a world of one communicates nothing"
 
 
-def without_distributed() -> None:
+@each_rank(1, distributed=False)
+def test_without_torch_distributed_the_world_is_one_process() -> None:
     local = torch.ones(2, 3, requires_grad=True)
     assert_equal(collectives.all_gather_with_grad(local).detach(), torch.ones(2, 3))
     assert_equal(collectives.all_gather_with_grad(torch.tensor(2.0)), torch.tensor([2.0]))
@@ -249,17 +229,15 @@ def without_distributed() -> None:
     assert_equal(local.grad, torch.ones(2, 3))
 
 
-def test_without_torch_distributed_the_world_is_one_process(pool: RankPool) -> None:
-    pool.run(1, without_distributed, distributed=False)
-
-
 # ---------------------------------------------------------------------- kinds of tensors
 
 NARROW = [torch.int16, torch.uint16, torch.int8, torch.uint8, torch.bool]
 ADDED = [*NARROW, torch.int32, torch.float8_e4m3fn, torch.complex128]
 
 
-def add_kinds() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_rank()
+def test_what_can_be_added() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for dtype in ADDED:
         drawn = torch.bool if dtype == torch.bool else torch.uint8
@@ -274,11 +252,8 @@ def add_kinds() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_can_be_added(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, add_kinds)
-
-
-def views_of_complex() -> None:
+@each_rank()
+def test_conjugated_and_negated_views() -> None:
     """Views that torch only marks: each function against the same numbers written out, with the gradient through the view."""
     world, rank = dist.get_world_size(), dist.get_rank()
     numbers = [
@@ -300,11 +275,6 @@ def views_of_complex() -> None:
     assert_equal(collectives.all_reduce_with_grad(numbers[rank].conj()).resolve_conj(), total.resolve_conj())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_conjugated_and_negated_views(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, views_of_complex)
-
-
 X = torch.ones(4, 2)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "uint64": (lambda: collectives.all_reduce_with_grad(X.to(torch.uint64)), "torch.uint64"),
@@ -324,31 +294,27 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def refused(name: str, alone: bool) -> list[str]:
+def refused(name: str, alone: bool) -> str:
     """The error, on all ranks or with the others in a plain call; then they go on."""
-    call = REFUSED[name][0]
-    if alone and dist.get_rank():
-        call = lambda: collectives.all_gather_with_grad(X)  # noqa: E731 - as those of the table
-    found = []
+    call = REFUSED[name][0] if not (alone and dist.get_rank()) else partial(collectives.all_gather_with_grad, X)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
+        with pytest.raises(InputError) as caught:
             call()
-        except InputError as error:
-            found.append(str(error))
     assert collectives.all_gather_with_grad(X).shape == (4 * dist.get_world_size(), 2)
-    return found
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_travel_is_an_error_on_every_rank(pool: RankPool, name: str, alone: bool) -> None:
-    errors = pool.run(2, refused, name, alone)
-    assert errors[0] == errors[1]
-    assert REFUSED[name][1] in errors[0][0]
+    first, second = pool.run(2, refused, name, alone)
+    assert first == second
+    assert REFUSED[name][1] in first
 
 
-def called_functionally() -> None:
+@each_rank(2)
+def test_functional_call_and_autograd_grad() -> None:
     layer = torch.nn.Linear(2, 2)
     parameters = {name: parameter.detach().clone().requires_grad_() for name, parameter in layer.named_parameters()}
     gathered = collectives.all_gather_with_grad(torch.func.functional_call(layer, parameters, (X,)))
@@ -356,21 +322,14 @@ def called_functionally() -> None:
     assert found.tolist() == [4.0 * dist.get_world_size()] * 2
 
 
-def test_functional_call_and_autograd_grad(pool: RankPool) -> None:
-    pool.run(2, called_functionally)
-
-
-def mean_of_halves(numbers: int) -> tuple[float, float]:
+@pytest.mark.parametrize("numbers", [4, 1 << 18])
+@pytest.mark.parametrize("world_size", [2, 3])
+@each_rank()
+def test_a_mean_of_halves_does_not_overflow(numbers: int) -> None:
     """Means of large halves, by a gather and by an all-reduce."""
     found = raw_collectives.start_mean(torch.full((numbers,), 40_000.0, dtype=torch.float16))()
     flag = raw_collectives.start_mean(torch.full((numbers,), float(dist.get_rank() == 0), dtype=torch.float16))()
-    return found.max().item(), round(flag[0].item() * dist.get_world_size(), 1)
-
-
-@pytest.mark.parametrize("numbers", [4, 1 << 18])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_mean_of_halves_does_not_overflow(pool: RankPool, world_size: int, numbers: int) -> None:
-    assert pool.run(world_size, mean_of_halves, numbers) == [(40_000.0, 1.0)] * world_size
+    assert (found.max().item(), round(flag[0].item() * dist.get_world_size(), 1)) == (40000.0, 1.0)
 
 
 def scattered_on_a_device(dtype: torch.dtype, counts: list[int]) -> tuple[torch.dtype, bool]:

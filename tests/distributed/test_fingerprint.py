@@ -10,12 +10,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed import fingerprint as module
-from lightning_ddp_losses.distributed.fingerprint import (
-    combine,
-    fingerprint,
-    fingerprints,
-    start_fingerprint,
-)
+from lightning_ddp_losses.distributed.fingerprint import combine, fingerprint, fingerprints, start_fingerprint
 
 
 def on_device(tensor: Tensor) -> int:

@@ -17,6 +17,7 @@ from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
 from tests.distributed.test_collectives import ROWS, assert_equal, parts
+from tests.each_rank import each_rank
 
 # as whole numbers, which every dtype holds and adds exactly
 TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -41,7 +42,11 @@ def numbers(rows: int, seed: int) -> Tensor:
     return torch.randint(-4, 5, (rows, 4), generator=torch.Generator().manual_seed(seed))
 
 
-def gather_and_differentiate(rides: str, backward: str) -> None:
+@pytest.mark.parametrize("backward", ["sum", "own_slice"])
+@pytest.mark.parametrize("rides", RIDES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_rank()
+def test_rows_and_gradients_however_they_travel(rides: str, backward: str) -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     for sizes in (make(world) for make in ROWS.values()):
         own = parts(sizes)[rank]
@@ -64,13 +69,6 @@ def gather_and_differentiate(rides: str, backward: str) -> None:
         torch.stack([(gathered[name] * weights[name][rank]).sum().double() for name in trained]).sum().backward()
         for name in trained:
             assert_equal(local[name].grad, torch.stack(weights[name]).double().sum(0)[own].to(local[name].dtype))
-
-
-@pytest.mark.parametrize("backward", ["sum", "own_slice"])
-@pytest.mark.parametrize("rides", RIDES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_rows_and_gradients_however_they_travel(pool: RankPool, world_size: int, rides: str, backward: str) -> None:
-    pool.run(world_size, gather_and_differentiate, rides, backward)
 
 
 def only_counted() -> torch.Size:
@@ -118,19 +116,16 @@ def test_a_batch_size_that_changes_from_call_to_call(pool: RankPool, world_size:
         largest = max(largest, *(n for n, over in zip((most, least), beyond, strict=True) if not over), 0)
 
 
-def far_too_many_on_one_rank() -> tuple[int, bool]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@each_rank()
+def test_one_rank_has_too_many() -> None:
     rank = dist.get_rank()
     sizes = [3, handshake.inline_capacity() // 8 + 1, 0][: dist.get_world_size()]
     whole = torch.arange(sum(sizes))
     for _ in range(2):
         with CountCollectives() as counter:
             bundle = gather_batch("bundle", {"rows": whole[parts(sizes)[rank]]}, {})
-    return len(counter.names), torch.equal(bundle.tensors[0], whole)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_one_rank_has_too_many(pool: RankPool, world_size: int) -> None:
-    assert pool.run(world_size, far_too_many_on_one_rank) == [(2, True)] * world_size
+    assert (len(counter.names), torch.equal(bundle.tensors[0], whole)) == (2, True)
 
 
 def test_room_is_taken_from_all_ranks_alike() -> None:

@@ -14,6 +14,8 @@ from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.each_rank import each_rank
+from tests.refusals import refusals
 
 SIZES = {
     "nothing": [0, 0, 0],
@@ -49,16 +51,13 @@ def test_payloads_of_any_length_arrive_in_rank_order(pool: RankPool, world_size:
         assert counts[0] <= 2
 
 
-def every_payload_size_near_a_frame() -> None:
+@each_rank(2)
+def test_the_edge_of_a_frame() -> None:
     for size in range(handshake.HANDSHAKE_BYTES - 80, handshake.HANDSHAKE_BYTES + 8):
         own = bytes([dist.get_rank() + 1]) * (size + dist.get_rank())
         payloads = handshake.all_gather("edge", {}, own)
         assert [len(p) for p in payloads] == [size + rank for rank in range(dist.get_world_size())]
         assert payloads[dist.get_rank()] == own
-
-
-def test_the_edge_of_a_frame(pool: RankPool) -> None:
-    pool.run(2, every_payload_size_near_a_frame)
 
 
 # by rank: the operation, what must match, the payload
@@ -75,12 +74,10 @@ DISAGREEING: dict[str, Callable[[int], tuple[Any, ...]]] = {
 
 
 def disagree(case: str) -> tuple[str, str, bool]:
-    try:
+    with pytest.raises(DDPLossError) as caught:
         handshake.all_gather(*DISAGREEING[case](dist.get_rank()))
-    except DDPLossError as error:
-        assert handshake.all_gather("after", {}, b"ok") == [b"ok"] * dist.get_world_size()
-        return type(error).__name__, str(error), error.collective
-    raise AssertionError("no error")
+    assert handshake.all_gather("after", {}, b"ok") == [b"ok"] * dist.get_world_size()
+    return caught.type.__name__, str(caught.value), caught.value.collective
 
 
 @pytest.mark.parametrize("case", DISAGREEING)
@@ -107,33 +104,27 @@ def test_ranks_that_disagree_raise_the_same_error(pool: RankPool, world_size: in
 
 
 def fail_on(failing: list[int], error: BaseException, recover: bool) -> tuple[str, str]:
-    caught: BaseException | None = None
-    try:
+    def meet() -> None:
         if dist.get_rank() in failing:
             handshake.raise_on_all_ranks(error, "training_step")
         handshake.all_gather("loss", {"rows": 3}, b"x" * 2000)
-    except Exception as met:
-        caught = met
-    assert caught is not None
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - its type is returned
+        meet()
     if recover:
         assert handshake.all_gather("after", {}, b"ok") == [b"ok"] * dist.get_world_size()
-    return type(caught).__name__, str(caught)
+    return caught.type.__name__, str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["labels: expected 0..4, got 9", "long " * 2000 + "end"], ids=["short", "long"])
 @pytest.mark.parametrize("failing", [[0], [1], [2], [0, 2], [0, 1, 2]], ids=str)
-def test_an_error_of_ours_on_some_ranks_is_the_same_on_all(pool: RankPool, failing: list[int]) -> None:
-    results = pool.run(3, fail_on, failing, InputError("labels: expected 0..4, got 9"), True)
+def test_an_error_of_ours_on_some_ranks_is_the_same_on_all(pool: RankPool, failing: list[int], text: str) -> None:
+    results = pool.run(3, fail_on, failing, InputError(text), True)
     assert len(set(results)) == 1, results
-    kind, text = results[0]
+    kind, found = results[0]
     assert kind == "InputError"
-    assert "labels: expected 0..4, got 9" in text
-    assert "training_step" in text
-
-
-def test_a_long_error_arrives_whole(pool: RankPool) -> None:
-    results = pool.run(2, fail_on, [1], InputError("long " * 2000 + "end"), True)
-    assert len(set(results)) == 1
-    assert "end" in results[0][1]
+    assert text in found
+    assert "training_step" in found
 
 
 def test_a_foreign_error_stays_itself_and_is_told_to_the_peers(pool: RankPool) -> None:
@@ -146,20 +137,9 @@ def test_a_foreign_error_stays_itself_and_is_told_to_the_peers(pool: RankPool) -
     assert "rank 1" in text
 
 
-def different_errors() -> tuple[str, str]:
-    rank = dist.get_rank()
+def different_errors(rank: int) -> None:
     own = [InputError("labels"), RankMismatchError("widths"), InputError("labels")][rank]
-    try:
-        handshake.raise_on_all_ranks(own, "training_step")
-    except DDPLossError as error:
-        return type(error).__name__, str(error)
-
-
-def test_different_errors_make_one_that_holds_all(pool: RankPool) -> None:
-    results = pool.run(3, different_errors)
-    assert len(set(results)) == 1
-    assert "labels" in results[0][1]
-    assert "widths" in results[0][1]
+    handshake.raise_on_all_ranks(own, "training_step")
 
 
 def parts_of_a_peers_error() -> tuple[object, ...]:
@@ -207,21 +187,10 @@ def test_an_error_that_no_peer_comes_for_stays_itself(pool: RankPool) -> None:
         assert "no other test may use them" in error.message
 
 
-def skipped_call() -> tuple[str, str]:
-    try:
-        if dist.get_rank() != 1:
-            handshake.all_gather("loss 'arcface'", {"rows": "?"})
-        handshake.all_gather("backward", {"step": 0})
-    except RankMismatchError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("no error")
-
-
-def test_a_rank_that_skipped_a_call_meets_its_peers_in_the_next_frame(pool: RankPool) -> None:
-    results = pool.run(3, skipped_call)
-    assert len(set(results)) == 1
-    assert "arcface" in results[0][1]
-    assert "backward" in results[0][1]
+def skipped_call(rank: int) -> None:
+    if rank != 1:
+        handshake.all_gather("loss 'arcface'", {"rows": "?"})
+    handshake.all_gather("backward", {"step": 0})
 
 
 def follow_the_payloads(sizes: list[int]) -> list[tuple[int, int]]:
@@ -286,9 +255,9 @@ def test_a_rank_that_fails_while_a_long_handshake_is_on_its_way(pool: RankPool) 
     assert "rank 1 met this" in one
 
 
-def in_another_order() -> None:
+def in_another_order(rank: int) -> None:
     """Rank 0 leaves one on its way when it opens the next; the other opens them the other way round."""
-    if dist.get_rank() == 0:
+    if rank == 0:
         handshake.start("first", {})
         handshake.all_gather("second", {})
     else:
@@ -296,33 +265,37 @@ def in_another_order() -> None:
         handshake.all_gather("first", {})
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_pending_handshake_that_met_another_ends_all_ranks(pool: RankPool, world_size: int) -> None:
-    errors = pool.errors(world_size, in_another_order)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert len({error.message for error in errors}) == 1
-    assert not any(error.timed_out for error in errors)
+def announce_much(rank: int) -> None:
+    pack = messages.Header.pack
+
+    def more(kind: Any, text: Any, payload_bytes: int, *rest: Any) -> Any:
+        return pack(kind, text, (64 << 20) + 1 if rank == 1 else payload_bytes, *rest)
+
+    # nothing is made ready for what it announces
+    gathered = mock.patch.object(handshake.PendingHandshake, "_gather_rest", side_effect=AssertionError("gathered"))
+    with mock.patch.object(messages.Header, "pack", more), gathered:
+        handshake.all_gather("this", {})
 
 
-def announce_much(of_rank_1: int) -> None:
-    if dist.get_rank() == 1:
-        pack = messages.Header.pack
-        messages.Header.pack = lambda kind, text, payload_bytes, *rest: pack(kind, text, of_rank_1, *rest)
-    try:
-        # nothing is made ready for what it announces
-        with mock.patch.object(handshake.PendingHandshake, "_gather_rest", side_effect=AssertionError("gathered")):
-            handshake.all_gather("this", {})
-    finally:
-        if dist.get_rank() == 1:
-            messages.Header.pack = pack
+def speak_another_version(rank: int) -> None:
+    with mock.patch.object(messages, "VERSION", 1 + (rank == 1)):
+        handshake.all_gather("this", {}, bytes(20_000))
 
 
-def test_a_header_that_announces_more_than_64_mib_is_refused_on_every_rank(pool: RankPool) -> None:
-    errors = pool.errors(3, announce_much, (64 << 20) + 1)
-    (text,) = {error.message for error in errors}
-    assert {error.type for error in errors} == {"PeerError"}
-    assert "at most 67,108,864 bytes" in text
-    assert "  rank 1: 67,108,865 bytes\n" in text
+BEYOND = ("at most 67,108,864 bytes", "  rank 1: 67,108,865 bytes\n")
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "different errors make one that holds all": (different_errors, ("labels", "widths"), "DDPLossError", 3),
+    "a skipped call meets the next handshake": (skipped_call, ("arcface", "backward"), "RankMismatchError", 3),
+    "a pending one met another": (in_another_order, (), "RankMismatchError"),
+    "a pending one met another on three ranks": (in_another_order, (), "RankMismatchError", 3),
+    "a header that announces more than 64 MiB": (announce_much, BEYOND, "PeerError", 3),
+    "another version, of which nothing is read": (
+        speak_another_version,
+        "  rank 1: handshake version 2\n",
+        "RankMismatchError",
+    ),
+}
+test_ranks_that_part_get_one_error = refusals(__name__, "REFUSED")
 
 
 def send_much(of_user: bool) -> list[int]:
@@ -334,15 +307,3 @@ def send_much(of_user: bool) -> list[int]:
 def test_what_the_users_program_made_may_be_longer(pool: RankPool) -> None:
     assert pool.run(2, send_much, True, fresh=True) == [[10_000, 20_000]] * 2
     assert {error.type for error in pool.errors(2, send_much, False)} == {"PeerError"}
-
-
-def speak_another_version() -> None:
-    version = 1 + (dist.get_rank() == 1)
-    with mock.patch.object(messages, "VERSION", version):
-        handshake.all_gather("this", {}, bytes(20_000))
-
-
-def test_of_another_version_nothing_is_read(pool: RankPool) -> None:
-    errors = pool.errors(2, speak_another_version, fresh=True)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert all("  rank 1: handshake version 2\n" in error.message for error in errors)

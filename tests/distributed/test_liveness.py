@@ -21,6 +21,21 @@ LOST = RuntimeError("[/gloo/transport/tcp/pair.cc:537] Read error: Connection re
 
 
 @pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], threading.Event]:
+    """Why this process would have been ended by its watch, and when; it listens often."""
+    monkeypatch.setattr(liveness, "_LISTEN_SECONDS", 0.01)
+    said, over = list[str](), threading.Event()
+
+    def end(watch: Watch, reason: str) -> None:
+        said.append(reason)
+        watch.stop()
+        over.set()
+
+    monkeypatch.setattr(Watch, "_end_process", end)
+    return said, over
+
+
+@pytest.fixture
 def worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[World]]:
     """Three ranks in this process, and as rank 0 this process itself; listening threads are off."""
     monkeypatch.setattr(Watch, "_listen", lambda *args: None)
@@ -99,20 +114,11 @@ def test_a_lost_connection_becomes_an_error_with_a_name_and_others_stay(worlds: 
     liveness.raise_lost_peer(RuntimeError("sizes differ"), "backward")  # which is raised as it is
 
 
-def test_a_rank_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_LISTEN_SECONDS", 0.01)
+def test_a_rank_that_stands_still_is_ended(
+    monkeypatch: pytest.MonkeyPatch, ended: tuple[list[str], threading.Event]
+) -> None:
     monkeypatch.setattr(liveness, "GRACE_SECONDS", 0.05)
-    said: list[str] = []
-    over = threading.Event()
-
-    def end(watch: Watch, reason: str) -> None:
-        said.append(reason)
-        watch.stop()
-        over.set()
-
-    monkeypatch.setattr(Watch, "_end_process", end)
-    store = HashStore()
-    processes = [ProcessInfo.own()] * 2
+    (said, over), store, processes = ended, HashStore(), [ProcessInfo.own()] * 2
     World(store, 0, processes)  # stands still
     fails = World(store, 1, processes)
     fails.watch.report("ValueError: of rank 1", is_own=True)
@@ -134,18 +140,11 @@ def test_an_error_that_all_ranks_have_comes_first_and_no_peer_is_blamed(worlds: 
 
 
 @pytest.mark.parametrize("cleans_up", [True, False])
-def test_the_listener_is_armed_until_teardown_is_over(monkeypatch: pytest.MonkeyPatch, cleans_up: bool) -> None:
-    monkeypatch.setattr(liveness, "_LISTEN_SECONDS", 0.01)
+def test_the_listener_is_armed_until_teardown_is_over(
+    monkeypatch: pytest.MonkeyPatch, cleans_up: bool, ended: tuple[list[str], threading.Event]
+) -> None:
     monkeypatch.setattr(liveness, "TEARDOWN_SECONDS", 60.0 if cleans_up else 0.05)
-    said: list[str] = []
-    over = threading.Event()
-
-    def end(watch: Watch, reason: str) -> None:
-        said.append(reason)
-        over.set()
-
-    monkeypatch.setattr(Watch, "_end_process", end)
-    world = World(HashStore(), 0, [ProcessInfo.own()])
+    (said, over), world = ended, World(HashStore(), 0, [ProcessInfo.own()])
     monkeypatch.setattr(liveness, "_world", world)
     liveness.report(ValueError("its own"))
     assert world.watch.is_over

@@ -25,8 +25,10 @@ from lightning_ddp_losses.distributed.shard import ClassShard
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies.shards import assemble
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.processes import run_python
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import Job, loader
 
 
@@ -57,7 +59,9 @@ def test_rank_and_world_size_in_a_part_of_the_world(pool: RankPool) -> None:
     assert sorted(results[1:]) == [(0, 2), (1, 2)]
 
 
-def family_is_made_once() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_rank(fresh=True)
+def test_a_family_is_made_once_per_group() -> None:
     first = process_groups.internal_groups()
     assert process_groups.internal_groups() is first
     assert process_groups.internal_groups(dist.group.WORLD) is first
@@ -68,11 +72,6 @@ def family_is_made_once() -> None:
     assert all(dist.get_world_size(group) == dist.get_world_size() for group in ours)
     assert dist.get_backend(first.handshakes) == dist.get_backend(first.get("checks")) == "gloo"
     assert first.ranks == tuple(range(dist.get_world_size()))
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_family_is_made_once_per_group(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, family_is_made_once, fresh=True)
 
 
 def close_and_go_on() -> None:
@@ -122,22 +121,14 @@ def test_a_new_process_group_brings_new_families(pool: RankPool) -> None:
         assert pool.run(world_size, gather_once, fresh=True) == [expected] * world_size
 
 
-def overlapping_parts() -> list[list[float]]:
-    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
-    rank, seen = dist.get_rank(), []
-    for members, pair in zip([(0, 1), (1, 2), (0, 2)], pairs, strict=True):
+@each_rank(3, fresh=True)
+def test_overlapping_parts_of_the_world() -> None:
+    pairs = [[0, 1], [1, 2], [0, 2]]
+    groups, rank = [dist.new_group(pair) for pair in pairs], dist.get_rank()
+    for members, pair in zip(pairs, groups, strict=True):
         if rank in members:
-            seen.append(all_gather_with_grad(torch.tensor([float(rank)]), group=pair).tolist())
-    seen.append(gather_once())
-    return seen
-
-
-def test_overlapping_parts_of_the_world(pool: RankPool) -> None:
-    assert pool.run(3, overlapping_parts, fresh=True) == [
-        [[0, 1], [0, 2], [0, 1, 2]],
-        [[0, 1], [1, 2], [0, 1, 2]],
-        [[1, 2], [0, 2], [0, 1, 2]],
-    ]
+            assert all_gather_with_grad(torch.tensor([float(rank)]), group=pair).tolist() == members
+    assert gather_once() == [0, 1, 2]
 
 
 def wait_alone(seconds: float) -> float:
@@ -177,12 +168,14 @@ def opened(before: set[str]) -> int:
     return counts[-1]
 
 
-def connections_of_ours() -> list[tuple[list[str], int]]:
+@pytest.mark.parametrize("world_size", [2, 3])
+@each_rank(fresh=True)
+def test_a_group_is_made_where_it_is_used_first(world_size: int) -> None:
     """The groups of ours and how many sockets they have opened in this process, after each use of a group that was not used before."""
     process_groups.close()  # those of a former world
     dist.barrier()  # the world has its own
     gc.collect()  # a group of a former world may hang on an old traceback
-    before, counts = sockets(), []
+    before, steps = sockets(), []
     uses = (
         process_groups.internal_groups,
         lambda: handshake.all_gather("a handshake", {}, b"few bytes"),
@@ -190,53 +183,37 @@ def connections_of_ours() -> list[tuple[list[str], int]]:
         lambda: start_mean(torch.ones(1))(),
         lambda: handshake.all_gather("a check", {}, channel="checks"),
     )
+    names = ("handshakes", "host", "gradients", "checks")
     for use in uses:
         use()
         dist.barrier()
-        names = [
-            name for name in ("handshakes", "host", "gradients", "checks") if process_groups.internal_groups().has(name)
-        ]
-        counts.append((names, opened(before)))
-    return counts
+        steps.append(([name for name in names if process_groups.internal_groups().has(name)], opened(before)))
+    assert [tuple(made) for made, _ in steps] == [names[:1], names[:1], names[:2], names[:3], names]
+    # a connection to each peer, and a socket at which the group listens
+    assert all(count <= len(made) * world_size for made, count in steps), steps
+    assert steps[0][1] == steps[1][1] < steps[2][1] < steps[3][1] < steps[4][1], steps
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_group_is_made_where_it_is_used_first(pool: RankPool, world_size: int) -> None:
-    for steps in pool.run(world_size, connections_of_ours, fresh=True):
-        made = [["handshakes"], ["handshakes"], ["handshakes", "host"], ["handshakes", "host", "gradients"]]
-        assert [names for names, _ in steps] == [*made, [*made[-1], "checks"]]
-        # a connection to each peer, and a socket at which the group listens
-        assert all(count <= len(names) * world_size for names, count in steps), steps
-        assert steps[0][1] == steps[1][1] < steps[2][1] < steps[3][1] < steps[4][1], steps
-
-
-def connections_of_a_fit(strategies: list[str]) -> list[int]:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@each_rank(fresh=True)
+def test_a_fit_opens_as_many_files_as_its_groups_have_members(world_size: int) -> None:
     """How many sockets a fit under each strategy leaves open in this process, beyond those of the world."""
     process_groups.close()  # those of a former world
     dist.barrier()
     before, counts = sockets(), []
-    for strategy in strategies:
+    for strategy in ("ddp", "ddp_losses"):
         make_trainer(strategy, max_steps=2).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
         dist.barrier()
         counts.append(opened(before))
     process_groups.set_timeout(None)  # the strategy's
-    return counts
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_fit_opens_as_many_files_as_its_groups_have_members(pool: RankPool, world_size: int) -> None:
-    for plain, ours in pool.run(world_size, connections_of_a_fit, ["ddp", "ddp_losses"], fresh=True):
-        # handshakes, what is broadcast at the start, gradients of the loss; no group for checks
-        assert world_size <= ours - plain <= 3 * world_size, (plain, ours)
+    plain, ours = counts
+    assert world_size <= ours - plain <= 3 * world_size, (plain, ours)
 
 
 def whole_of_two_blocks() -> list[float] | None:
     """Two ranks of three send each other a message in a group that nobody has used: the third comes to make it."""
-    blocks = [ClassShard.of_rank(2, 2, rank) for rank in (0, 1)]
-    rank = dist.get_rank()
-    shard = ClassShard.of_rank(2, 2, rank)
-    part = torch.full((shard.classes,), float(rank))
-    whole = assemble(part, [*enumerate(blocks)])
+    shards, rank = [ClassShard.of_rank(2, 2, rank) for rank in range(3)], dist.get_rank()
+    whole = assemble(torch.full((shards[rank].classes,), float(rank)), [*enumerate(shards[:2])])
     return whole.tolist() if rank == 0 else None
 
 
@@ -253,8 +230,7 @@ def one_rank_checks() -> None:
 
 def test_a_rank_that_does_not_come_to_make_a_group_is_an_error_on_all(pool: RankPool) -> None:
     errors = pool.errors(2, one_rank_checks, fresh=True)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert "the group of checks" in errors[0].message == errors[1].message
+    assert_same_error(errors, "the group of checks", kind="RankMismatchError")
 
 
 class Managed(dist.ProcessGroup):
@@ -273,10 +249,8 @@ def gather_in_a_managed_group() -> None:
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_a_group_that_torch_has_not_made_is_refused(pool: RankPool, distributed: bool) -> None:
-    (error,) = pool.errors(1, gather_in_a_managed_group, distributed=distributed)
-    assert error.type == "ConfigurationError"
-    assert "got Managed" in error.message
-    assert "mean of the gradients over the replicas" in error.message
+    errors = pool.errors(1, gather_in_a_managed_group, distributed=distributed)
+    assert_same_error(errors, "got Managed", "mean of the gradients over the replicas", kind="ConfigurationError")
 
 
 # ---------------------------------------------------------------------- a world of NCCL, as far as arguments can say
@@ -328,13 +302,12 @@ def test_under_nccl_our_groups_are_gloos_with_its_time_out_and_devices_share_the
 
 def test_two_ranks_of_nccl_on_one_device_are_an_error_on_every_rank(pool: RankPool) -> None:
     errors = pool.errors(3, make_groups_of_nccl, ["GPU 0", "GPU 1", "GPU 0"], fresh=True)
-    (text,) = {error.message for error in errors}
-    assert {error.type for error in errors} == {"ConfigurationError"}
-    assert "rank 0: GPU 0\n  rank 2: GPU 0" in text
-    assert "rank 1" not in text
+    assert_same_error(errors, "rank 0: GPU 0\n  rank 2: GPU 0", kind="ConfigurationError")
+    assert "rank 1" not in errors[0].message
 
 
-def calls_of_rings() -> list[tuple[str, int]]:
+@each_rank(3, fresh=True)
+def test_all_ranks_meet_once_before_the_first_messages_of_an_accelerator() -> None:
     """The device and size of each all-reduce before messages of rings of rows on an accelerator, of which rank 0 has none."""
     calls: list[tuple[str, int]] = []
     rows = torch.empty(dist.get_rank(), 4, device="meta")
@@ -348,11 +321,7 @@ def calls_of_rings() -> list[tuple[str, int]]:
         for _ in range(2):
             Ring(rows, None)
             Ring(torch.empty(0, 4), None)
-    return calls
-
-
-def test_all_ranks_meet_once_before_the_first_messages_of_an_accelerator(pool: RankPool) -> None:
-    assert pool.run(3, calls_of_rings, fresh=True) == [[("meta", 1)]] * 3
+    assert calls == [("meta", 1)]
 
 
 # one process imports, the others are forked from it before anything of torch runs: each ends as a process of its own does
@@ -406,40 +375,25 @@ def test_a_process_ends_quietly_however_it_leaves_its_groups(ended: dict[str, tu
 
 
 class StuckBackend:
-    """NCCL's part of a group whose kernels wait for a peer until it is aborted."""
+    """NCCL's part of a group (which it is in place of) whose kernels wait for a peer until it is aborted."""
 
     def __init__(self, name: str) -> None:
         self.calls: list[str] = []
         self.aborted = threading.Event()
-        self._name = name
-
-    def name(self) -> str:
-        return self._name
+        self.name = lambda: name
+        self._get_backend = lambda device: self
+        self._group_start, self._group_end = (lambda call=call: self.calls.append(call) for call in ("start", "end"))
 
     def abort(self) -> None:
         self.calls.append("abort")
         self.aborted.set()
-
-    def _group_start(self) -> None:
-        self.calls.append("start")
-
-    def _group_end(self) -> None:
-        self.calls.append("end")
-
-
-class StuckGroup:
-    def __init__(self, backend: StuckBackend) -> None:
-        self._backend = backend
-
-    def _get_backend(self, device: torch.device) -> StuckBackend:
-        return self._backend
 
 
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_a_device_that_waits_for_a_peer_is_freed(monkeypatch: pytest.MonkeyPatch, is_stuck: bool) -> None:
     """The device's work completes once the communicators are aborted; gloo's groups stay as they are."""
     backends = [StuckBackend("nccl"), StuckBackend("gloo"), StuckBackend("nccl")]
-    groups = {StuckGroup(backend): str(i) for i, backend in enumerate(backends)}
+    groups = {backend: str(i) for i, backend in enumerate(backends)}
     world = SimpleNamespace(pg_names=groups)
     monkeypatch.setattr(dist.distributed_c10d, "_world", world)
     monkeypatch.setattr(process_groups, "is_distributed", lambda: True)

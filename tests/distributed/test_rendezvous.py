@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,9 @@ from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.rendezvous import hold_roll_call
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, PeerError
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.processes import free_port
+from tests.refusals import assert_same_error
 
 
 def leave_world() -> int:
@@ -65,11 +69,8 @@ def start_with_interface(port: int, of_rank_1: str) -> None:
 
 def test_an_interface_that_is_none_is_named_on_every_rank(pool: RankPool) -> None:
     errors = pool.errors(3, start_with_interface, free_port(), "nowhere0", fresh=True)
-    (text,) = {error.message for error in errors}
-    assert {error.type for error in errors} == {"ConfigurationError"}
-    assert "rank 1: GLOO_SOCKET_IFNAME=nowhere0" in text
-    assert "Unable to find address for: nowhere0" in text
-    assert "interfaces: lo" in text
+    words = "rank 1: GLOO_SOCKET_IFNAME=nowhere0", "Unable to find address for: nowhere0", "interfaces: lo"
+    assert_same_error(errors, *words, kind="ConfigurationError")
 
 
 def start_without_rank_1(port: int) -> None:
@@ -126,12 +127,8 @@ def test_two_ranks_of_nccl_on_one_device_are_named() -> None:
     assert rendezvous.shared_device_error(["a", "b", None]) is None
 
 
-class Properties:
-    uuid = "1234"
-
-
 def test_a_device_is_known_by_what_it_is_and_not_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     numbers = [rendezvous.nccl_device("cpu:gloo,cuda:nccl", torch.device("cuda", number)) for number in (0, 1)]
     assert numbers == [f"{socket.gethostname()} 1234"] * 2
     assert rendezvous.nccl_device("gloo", torch.device("cuda", 0)) is None, "gloo takes two ranks on a device"
@@ -143,7 +140,9 @@ def test_a_device_is_known_by_what_it_is_and_not_by_its_number(monkeypatch: pyte
 # ---------------------------------------------------------------------- a world of somebody else under an agent
 
 
-def keys_of_our_groups(agent: bool) -> bool:
+@pytest.mark.parametrize("agent", [True, False])
+@each_rank(3, fresh=True)
+def test_under_an_agent_our_groups_have_keys_of_their_own(agent: bool) -> None:
     """Whether our groups write their keys where the world has its own; all ranks write to the same place."""
     ranks, new_group = range(dist.get_world_size()), dist.new_group
 
@@ -161,12 +160,7 @@ def keys_of_our_groups(agent: bool) -> bool:
     finally:
         dist.new_group = new_group
         del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    return bool(compat.default_store().check([f"group of rank {dist.get_rank()}"]))
-
-
-@pytest.mark.parametrize("agent", [True, False])
-def test_under_an_agent_our_groups_have_keys_of_their_own(pool: RankPool, agent: bool) -> None:
-    assert pool.run(3, keys_of_our_groups, agent, fresh=True) == [not agent] * 3
+    assert bool(compat.default_store().check([f"group of rank {dist.get_rank()}"])) == (not agent)
 
 
 # ---------------------------------------------------------------------- the roll call of a new world
@@ -181,14 +175,6 @@ def connect() -> Connect:
     store = dist.HashStore()
     store.set_timeout(PATIENT)
     return lambda: store
-
-
-@pytest.fixture
-def connect_by_tcp() -> Iterator[Connect]:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = server.port
-    yield lambda: dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENT)
-    del server  # it serves as long as somebody holds it
 
 
 def meet(
@@ -223,8 +209,10 @@ def test_all_ranks_get_one_token_and_each_world_another(connect: Connect, world_
     assert len(tokens_of_three_worlds(connect, world_size)) == 3
 
 
-def test_ranks_that_reach_the_store_by_tcp_get_one_token(connect_by_tcp: Connect) -> None:
-    assert len(tokens_of_three_worlds(connect_by_tcp, 3)) == 3
+def test_ranks_that_reach_the_store_by_tcp_get_one_token() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # it serves while somebody holds it
+    connect = partial(dist.TCPStore, "127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=PATIENT)
+    assert len(tokens_of_three_worlds(connect, 3)) == 3
 
 
 def test_words_and_answers_of_dead_ranks_count_for_nothing(connect: Connect) -> None:
@@ -274,11 +262,9 @@ def test_a_problem_in_the_reports_is_an_error_on_every_rank(connect: Connect, wo
         ranks = {report["rank"]: "odd" for report in reports if report["rank"] % 2}
         return ConfigurationError("ranks", expected="even", ranks=ranks, fix="Add one.")
 
-    errors = meet(connect, range(world_size), world_size, judge=judge)
     expected = ConfigurationError("ranks", expected="even", ranks={1: "odd"}, fix="Add one.")
-    assert {type(error) for error in errors} == {ConfigurationError}
-    assert {str(error) for error in errors} == {str(expected)}
-    assert all(error.collective for error in errors)
+    for error in meet(connect, range(world_size), world_size, judge=judge):
+        assert (type(error), str(error), error.collective) == (ConfigurationError, str(expected), True)
 
 
 def test_the_calls_of_rank_0_do_not_grow_with_the_world(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,24 +12,13 @@ from torch import nn
 from lightning_ddp_losses.distributed.shard import ClassShard, shard_of, tag_shard
 
 
-def test_an_untagged_parameter_is_whole() -> None:
-    assert shard_of(nn.Parameter(torch.ones(2))) is None
-
-
-def test_a_tag_is_read_back() -> None:
-    parameter, shard = nn.Parameter(torch.ones(3, 4)), ClassShard(start=2, stop=5, num_classes=9)
-    tag_shard(parameter, shard)
-    assert shard_of(parameter) == shard
-    assert shard_of(parameter).dim == 0  # type: ignore[union-attr]
-    tag_shard(parameter, ClassShard(0, 3, 3, dim=1))
-    assert shard_of(parameter) == ClassShard(0, 3, 3, 1)
-
-
-def test_a_tag_survives_deepcopy_of_its_module_and_moves() -> None:
+def test_a_tag_is_read_back_and_survives_deepcopy_of_its_module_and_moves() -> None:
     module = nn.Linear(3, 2)
+    assert shard_of(module.weight) is None
+    tag_shard(module.weight, ClassShard(start=0, stop=2, num_classes=4, dim=1))
     tag_shard(module.weight, ClassShard(0, 2, 4))
-    for again in (copy.deepcopy(module), module.double(), module.to("cpu")):
-        assert shard_of(again.weight) == ClassShard(0, 2, 4)
+    for again in (module, copy.deepcopy(module), module.double(), module.to("cpu")):
+        assert shard_of(again.weight) == ClassShard(0, 2, 4, dim=0)
         assert shard_of(again.bias) is None
 
 

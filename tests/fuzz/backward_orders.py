@@ -16,8 +16,6 @@ from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_wi
 from tests.fuzz.data import RowsCase, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place
 
-__all__ = ["DOMAIN"]
-
 
 @dataclass(frozen=True)
 class Case(RowsCase):
@@ -43,16 +41,14 @@ Term = tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tens
 
 def of_all(loss: nn.Module, **options: Any) -> Term:
     def on_ranks(x: Tensor, labels: Tensor) -> Tensor:
-        value: Tensor = GlobalBatchLoss(loss, **options)(x, labels)
-        return value
+        return GlobalBatchLoss(loss, **options)(x, labels)
 
     return on_ranks, loss
 
 
 def towers() -> Term:
     def on_ranks(x: Tensor, labels: Tensor) -> Tensor:
-        value: Tensor = ClipLoss().double()(x, x.flip(1) * 2)
-        return value
+        return ClipLoss().double()(x, x.flip(1) * 2)
 
     def alone(x: Tensor, labels: Tensor) -> Tensor:
         a, b = nn.functional.normalize(x), nn.functional.normalize(x.flip(1) * 2)

@@ -13,8 +13,6 @@ from lightning_ddp_losses import SyncBatchNorm
 from tests.fuzz.data import DTYPES, RowsCase, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, leaf
 
-__all__ = ["DOMAIN"]
-
 
 @dataclass(frozen=True)
 class Case(RowsCase):

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["WAYS", "call_and_differentiate"]
-
 WAYS = [
     "plain",
     "plain",
@@ -28,16 +26,7 @@ WAYS = [
 
 
 def call_and_differentiate(way: str, call: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Tensor:
-    """Call a loss in one of `WAYS` and differentiate; all gradients lie in the leaves afterwards.
-
-    Args:
-        way: Of calling.
-        call: The loss of `leaves`.
-        leaves: Tensors with or without a gradient.
-
-    Returns:
-        The value that is back-propagated last but for additions.
-    """
+    """Call a loss of some leaves in one of `WAYS` and differentiate; all gradients lie in the leaves afterwards."""
     if way == "no grad first":
         with torch.no_grad():
             call(*leaves)
@@ -46,14 +35,13 @@ def call_and_differentiate(way: str, call: Callable[..., Tensor], leaves: Sequen
             call(*leaves)
     elif (
         way == "compiled" and dist.is_initialized()
-    ):  # the first call is the compiled one; one process needs no compiler
+    ):  # one process needs no compiler; the first call is the compiled one
         torch.compiler.reset()
         call = torch.compile(call, backend="eager")
 
     def once() -> Tensor:
         if way == "checkpointed":  # the loss, its collectives too, runs once more in backward
-            value: Tensor = checkpoint(call, *leaves, use_reentrant=False)
-            return value
+            return checkpoint(call, *leaves, use_reentrant=False)
         if way == "checkpointed below":
             return call(*[checkpoint(torch.tanh, x, use_reentrant=False) for x in leaves])
         return call(*leaves)

@@ -11,19 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
-from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import regularizers
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
 from lightning_ddp_losses.sharding import ClassShard
 from tests.fuzz.calls import WAYS, call_and_differentiate
-from tests.fuzz.data import DTYPES, RowsCase, options, rows_strategy
-from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
-from tests.fuzz.pml_losses import LOSSES, MINERS, make_distance, make_reducer
+from tests.fuzz.data import RowsCase, options, rows_strategy
+from tests.fuzz.engine import Domain, Found, Place, zero_or
+from tests.fuzz.pml_losses import LOSSES, MINERS, build, parts_of
 from tests.oracle import CLASS_LOSSES
-
-__all__ = ["DOMAIN"]
 
 REDUCERS = ["", "", "Mean", "Sum", "AvgNonZero", "Threshold", "PerAnchor", "ClassWeighted"]
 # a softmax over fewer classes is the loss itself on them (the others refuse it or normalise by the number of classes)
@@ -82,20 +78,10 @@ def cases(draw: Any) -> Case:
 
 
 def make_loss(case: Case, classes: int | None = None) -> nn.Module:
-    dtype = DTYPES[case.dtype]
-    given: dict[str, Any] = dict(case.loss_options)
-    given.update(num_classes=classes or case.rows.classes, embedding_size=case.rows.dim)
-    if case.reducer:
-        given["reducer"] = make_reducer(case.reducer, case.rows.classes, dtype)
-    if case.distance:
-        given["distance"] = make_distance(case.distance)
-    if case.regularizer:
-        given["weight_regularizer"] = getattr(regularizers, f"{case.regularizer}Regularizer")()
-    torch.manual_seed(3)
-    try:
-        return getattr(pml, case.loss)(**given).to(dtype)  # type: ignore[no-any-return]
-    except (TypeError, AssertionError, ValueError) as error:
-        raise NotDefined from error
+    given = {"num_classes": classes or case.rows.classes, "embedding_size": case.rows.dim}
+    return build(
+        case.loss, case.dtype, case.loss_options, **given, **parts_of(case, weight_regularizer=case.regularizer)
+    )
 
 
 def class_dim(case: Case) -> int:
@@ -104,8 +90,7 @@ def class_dim(case: Case) -> int:
 
 def called(loss: Any, miner: Any, x: Tensor, labels: Tensor) -> Tensor:
     tuples = miner(x, labels) if miner is not None else None
-    value: Tensor = loss(x, labels, tuples)
-    return value
+    return loss(x, labels, tuples)
 
 
 def random_key(number: int, seed: int) -> int:
@@ -148,8 +133,7 @@ def sampled_loss(case: Case, weight: Tensor, x: Tensor, labels: Tensor, call: in
     name, _ = next(fewer.named_parameters())
     part = {name: weight.index_select(class_dim(case), columns)}
     places = torch.tensor([drawn.index(label) for label in labels.tolist()])
-    value: Tensor = torch.func.functional_call(fewer, part, (x, places))
-    return value
+    return torch.func.functional_call(fewer, part, (x, places))
 
 
 def part_of_world(size: int) -> Any:

@@ -13,8 +13,6 @@ from torch import Tensor
 from lightning_ddp_losses.collectives import all_gather_with_grad, all_reduce_with_grad, reduce_scatter_with_grad
 from tests.fuzz.engine import Domain, Found
 
-__all__ = ["DOMAIN"]
-
 KINDS = {
     "float64": torch.float64,
     "float32": torch.float32,

@@ -10,8 +10,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-__all__ = ["DTYPES", "Rows", "RowsCase", "cut", "global_rows", "lay_out", "own", "rank_rows", "rows_strategy"]
-
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 LAYOUTS = ["plain", "plain", "plain", "transposed", "strided", "offset", "columns", "expanded"]
 MAX_RANKS = 4

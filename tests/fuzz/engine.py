@@ -22,21 +22,6 @@ from lightning_ddp_losses.errors import DDPLossError
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.fuzz.data import DTYPES, cut, global_rows, own
 
-__all__ = [
-    "Count",
-    "Domain",
-    "Finding",
-    "Found",
-    "NotDefined",
-    "Place",
-    "Refused",
-    "examine",
-    "explore",
-    "guarded",
-    "leaf",
-    "zero_or",
-]
-
 Found = dict[str, Tensor]
 
 

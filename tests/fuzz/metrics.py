@@ -18,8 +18,6 @@ from torchmetrics import classification, regression
 from lightning_ddp_losses import DifferentiableMetric, differentiable
 from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
 
-__all__ = ["DOMAIN"]
-
 Batch = tuple[Tensor, Tensor]
 
 
@@ -123,16 +121,7 @@ def batches(case: Case) -> list[Batch]:
 def perform(
     case: Case, metric: Any, part: Callable[[Tensor, tuple[int, ...]], Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Do the steps.
-
-    Args:
-        case: Which.
-        metric: What is played on; copies take its place.
-        part: Cuts a batch.
-
-    Returns:
-        Values by step, gradients of the rows by step.
-    """
+    """Do the steps on a metric, whose copies take its place; the values and the gradients of the rows by step. `part` cuts a batch."""
     values: dict[str, Tensor] = {}
     leaves: dict[str, Tensor] = {}
     seen = has_graph = False

@@ -18,8 +18,6 @@ from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, lay_out, options, rows_strategy
 from tests.fuzz.engine import Domain, Found, NotDefined, Place, zero_or
 
-__all__ = ["DOMAIN"]
-
 # options by loss; None: the loss's own default
 LOSSES: dict[str, dict[str, list[Any]]] = {
     "ArcFaceLoss": {"margin": [None, 5.0, 80.0], "scale": [None, 1.0, 16.0]},
@@ -200,26 +198,29 @@ def make_reducer(name: str, classes: int, dtype: torch.dtype) -> Any:
     }[name]()
 
 
-def make_loss(case: Case) -> nn.Module:
-    """The plain loss, the same in every process; `NotDefined` where it refuses its own options."""
-    given: dict[str, Any] = dict(case.loss_options)
-    dtype = DTYPES[case.dtype]
-    if case.loss in WITH_CLASSES:
-        width = "descriptors_dim" if case.loss == "P2SGradLoss" else "embedding_size"
-        given.update({"num_classes": case.rows.classes, width: case.rows.dim})
-    if case.reducer:
-        given["reducer"] = make_reducer(case.reducer, case.rows.classes, dtype)
-    if case.distance:
-        given["distance"] = make_distance(case.distance)
-    if case.regularizer:
-        given["embedding_regularizer"] = getattr(regularizers, f"{case.regularizer}Regularizer")()
-    if case.weight_regularizer:
-        given["weight_regularizer"] = getattr(regularizers, f"{case.weight_regularizer}Regularizer")()
+def build(name: str, dtype: str, options: tuple[tuple[str, Any], ...], **given: Any) -> nn.Module:
+    """A plain loss, the same in every process; `NotDefined` where it refuses its own options."""
     torch.manual_seed(3)
     try:
-        return getattr(pml, case.loss)(**given).to(dtype)  # type: ignore[no-any-return]
+        return getattr(pml, name)(**dict(options), **given).to(DTYPES[dtype])  # type: ignore[no-any-return]
     except (TypeError, AssertionError, ValueError, NotImplementedError) as error:
         raise NotDefined from error
+
+
+def parts_of(case: Any, **kinds: str) -> dict[str, Any]:
+    """Reducer, distance, and regularisers by name, as far as a case has them."""
+    found = {name: getattr(regularizers, f"{kind}Regularizer")() for name, kind in kinds.items() if kind}
+    if case.reducer:
+        found["reducer"] = make_reducer(case.reducer, case.rows.classes, DTYPES[case.dtype])
+    return found | ({"distance": make_distance(case.distance)} if case.distance else {})
+
+
+def make_loss(case: Case) -> nn.Module:
+    given = parts_of(case, embedding_regularizer=case.regularizer, weight_regularizer=case.weight_regularizer)
+    if case.loss in WITH_CLASSES:
+        width = "descriptors_dim" if case.loss == "P2SGradLoss" else "embedding_size"
+        given |= {"num_classes": case.rows.classes, width: case.rows.dim}
+    return build(case.loss, case.dtype, case.loss_options, **given)
 
 
 class Encoder(nn.Module):

@@ -29,12 +29,10 @@ from lightning_ddp_losses.sharding import ClassShard
 from lightning_ddp_losses.testing import RankPool
 from tests.fuzz.class_shards import SAMPLED, classes_drawn
 from tests.fuzz.data import options
-from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded
-from tests.fuzz.pml_losses import LOSSES
+from tests.fuzz.engine import Domain, Found, NotDefined, Refused, guarded, zero_or
+from tests.fuzz.pml_losses import LOSSES, build
 from tests.lightning_ranks import make_trainer
 from tests.oracle import CLASS_LOSSES
-
-__all__ = ["DOMAIN"]
 
 FEATURES, DIM = 3, 4
 SEED = 5  # of the samplers
@@ -153,16 +151,10 @@ def cases(draw: Any) -> Case:
 
 
 def make_plain_loss(case: Case, classes: int | None = None) -> nn.Module:
+    if case.is_sharded:
+        return build(case.loss, case.dtype, case.loss_options, num_classes=classes or case.classes, embedding_size=DIM)
     torch.manual_seed(3)
-    if not case.is_sharded:
-        return REPLICATED[case.loss](case.classes).double()
-    try:
-        loss = getattr(pml, case.loss)(
-            num_classes=classes or case.classes, embedding_size=DIM, **dict(case.loss_options)
-        )
-    except (TypeError, AssertionError, ValueError) as error:
-        raise NotDefined from error
-    return loss.double()  # type: ignore[no-any-return]
+    return REPLICATED[case.loss](case.classes).double()
 
 
 def make_encoder(case: Case) -> nn.Module:
@@ -234,10 +226,9 @@ def alone(case: Case) -> dict[str, Any]:
                 else:
                     value = loss(encoder(features), labels)
                     value.backward()
-                    for (
-                        parameter
-                    ) in loss.parameters():  # PML leaves it out of a loss that is zero; on ranks it has a zero then
-                        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    # PML leaves a parameter out of a loss that is zero; on ranks it has a zero then
+                    for parameter in loss.parameters():
+                        parameter.grad = zero_or(parameter)
                     optimizer.step()
                 if leg == len(case.legs) - 1:
                     found[f"value step {step}"] = value.detach()
@@ -373,16 +364,7 @@ def fit_leg(leg: int, folder: str, case: Case) -> Found:
 
 
 def train_leg(leg: int, loaded: list[dict[str, Any]], case: Case) -> dict[str, Any]:
-    """Go on by hand.
-
-    Args:
-        leg: Its number.
-        loaded: A state for each rank, or one for all; none in the first leg.
-        case: All legs.
-
-    Returns:
-        The results, and this rank's state.
-    """
+    """Go on by hand from a state for each rank, or one for all, or none in the first leg; the results, and this rank's state."""
     torch.manual_seed(3)
     rank, world = dist.get_rank(), dist.get_world_size()
     module = Job(case)
@@ -401,7 +383,7 @@ def train_leg(leg: int, loaded: list[dict[str, Any]], case: Case) -> dict[str, A
         module.training_step(batch, index).backward()
         for name, parameter in module.named_parameters():
             if not (case.is_sharded and name.startswith("loss.")):
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                grad = zero_or(parameter)
                 dist.all_reduce(grad)
                 parameter.grad = grad / world
         optimizer.step()

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from pytorch_metric_learning.samplers import MPerClassSampler
+from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from lightning_ddp_losses import GlobalBatchSampler
 from tests.fuzz.engine import Domain, Found, NotDefined
-
-__all__ = ["DOMAIN"]
-
 
 KINDS = ["sequential", "random", "replacement", "weighted", "subset", "shuffles itself", "m per class"]
 
@@ -96,7 +94,7 @@ def inner(case: Case) -> Any:
 
 def alone(case: Case) -> dict[str, Any]:
     """One process draws with the plain sampler; the union of the ranks' k-th batches is its k-th."""
-    world, found = len(case.ranks), {}
+    world = len(case.ranks)
     size = case.local * world
     batches = []
     for epoch in range(case.first_epoch, case.first_epoch + case.epochs):
@@ -110,11 +108,15 @@ def alone(case: Case) -> dict[str, Any]:
             raise NotDefined from error
     if any(len(batch) < world for epoch in batches for batch in epoch):
         raise NotDefined  # too few rows for all ranks
-    for epoch, drawn in enumerate(batches):
-        found[f"sum {epoch}"] = torch.zeros(len(drawn), case.length, dtype=torch.float64)
-        for index, batch in enumerate(drawn):
-            for key in batch:
-                found[f"sum {epoch}"][index, key] += 1
+    return {f"sum {epoch}": counts(case, drawn) for epoch, drawn in enumerate(batches)}
+
+
+def counts(case: Case, batches: list[list[int]]) -> Tensor:
+    """How often each row is in each batch."""
+    found = torch.zeros(len(batches), case.length, dtype=torch.float64)
+    for index, batch in enumerate(batches):
+        for key in batch:
+            found[index, key] += 1
     return found
 
 
@@ -135,12 +137,7 @@ def on_rank(case: Case) -> Found:
         if case.broken_off:
             next(iter(batches), None)
             sampler.set_epoch(case.first_epoch + epoch)
-        drawn = [list(batch) for batch in batches]
-        counts = torch.zeros(len(drawn), case.length, dtype=torch.float64)
-        for index, batch in enumerate(drawn):
-            for key in batch:
-                counts[index, key] += 1
-        found[f"sum {epoch}"] = counts
+        found[f"sum {epoch}"] = counts(case, [list(batch) for batch in batches])
     return found
 
 

@@ -14,8 +14,6 @@ from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place
 
-__all__ = ["DOMAIN"]
-
 NAMES = [
     "CrossEntropy",
     "NLL",
@@ -107,8 +105,7 @@ def play(case: Case, place: Place) -> Found:
     other, labels = place.own(data["view 1"]), place.own(data["labels"])
 
     def call(x: Tensor) -> Tensor:
-        value: Tensor = loss(*arguments(case, x, other, labels))
-        return value
+        return loss(*arguments(case, x, other, labels))
 
     return {"value v": call_and_differentiate(case.way, call, [x])}
 

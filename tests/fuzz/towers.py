@@ -19,8 +19,6 @@ from tests.fuzz.calls import WAYS, call_and_differentiate
 from tests.fuzz.data import DTYPES, RowsCase, cut, lay_out, rows_strategy
 from tests.fuzz.engine import Domain, Found, Place, leaf, zero_or
 
-__all__ = ["DOMAIN"]
-
 # whose number it is, and what the caller hands over of a parameter of its own
 GIVEN = ["plain number", "constant", "parameter", "result", "one element"]
 NUMBERS = ["own", "own", "own", *GIVEN]
@@ -194,8 +192,7 @@ def play(case: Case, place: Place) -> Found:
             numbers["logit_scale"] = given_number(case.scale, root, is_log=True)
         if case.loss == "siglip" and case.bias != "own":
             numbers["logit_bias"] = given_number(case.bias, bias, is_log=False)
-        value: Tensor = loss(a, b, **more, **numbers)
-        return value
+        return loss(a, b, **more, **numbers)
 
     towers = []
     for view, (name, frozen) in enumerate(zip("ab", case.frozen, strict=True)):

@@ -17,8 +17,6 @@ from tests.fuzz import pml_losses
 from tests.fuzz.calls import call_and_differentiate
 from tests.fuzz.engine import Domain, Found, Place
 
-__all__ = ["DOMAIN"]
-
 
 @dataclass(frozen=True)
 class Case(pml_losses.Case):

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
-from tests.fuzz.engine import Domain, Found, NotDefined
-
-__all__ = ["DOMAIN"]
+from tests.fuzz.engine import Domain, Found, NotDefined, zero_or
 
 FEATURES, CLASSES = 3, 4
 FUNCTIONS = {
@@ -159,7 +157,7 @@ def on_rank(case: Case) -> Found:
             values = [value_of(i) for i in range(len(own))]
             for i in counted:
                 values[i].backward()  # type: ignore[no-untyped-call]
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+    return {name: zero_or(p) for name, p in net.named_parameters()}
 
 
 def alone(case: Case) -> dict[str, Any]:
@@ -183,7 +181,7 @@ def alone(case: Case) -> dict[str, Any]:
         value = value + weight_of(term, first) * FUNCTIONS[term.function](mean)
     if value.requires_grad:
         value.backward()  # type: ignore[no-untyped-call]
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+    return {name: zero_or(p) for name, p in net.named_parameters()}
 
 
 DOMAIN = Domain("windows", cases(), on_rank, alone)

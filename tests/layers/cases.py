@@ -10,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["CASES", "SPLITS", "STEPS", "Case", "build", "forwards", "inputs", "value", "weights"]
-
 CHANNELS, STEPS = 3, 2
 SPLITS: dict[int, list[list[int]]] = {  # rows of each rank
     1: [[5]],

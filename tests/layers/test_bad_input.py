@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses import SyncBatchNorm
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.testing import RankPool
-from tests.strategies.test_calls import assert_same_error
+from tests.each_rank import each_rank
+from tests.refusals import assert_same_error, refusals
 
 OK = torch.linspace(0, 1, 12).view(4, 3)
 
@@ -48,7 +49,7 @@ def second_derivative(rank: int) -> object:
     return grad.square().sum().backward()
 
 
-DISAGREE: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "channels": (
         lambda r: synced(nn.BatchNorm1d(3 + r))(torch.ones(4, 3 + r)),
         ("SyncBatchNorm call 1: channels", "rank 0: channels=3", "rank 1: channels=4"),
@@ -67,7 +68,7 @@ DISAGREE: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
         ("SyncBatchNorm call 1", "all_gather"),
     ),
     "gradients on one rank": (
-        lambda r: (torch.set_grad_enabled(r == 0) and None) or synced(nn.BatchNorm1d(3))(OK),
+        lambda r: (torch.no_grad() if r else torch.enable_grad())(synced(nn.BatchNorm1d(3)))(OK),
         ("gradients=True", "gradients=False"),
     ),
     "other layers": (
@@ -80,20 +81,14 @@ DISAGREE: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
     ),
     "a second derivative": (second_derivative, ("second derivative of SyncBatchNorm call 1", "create_graph=True")),
     "statistics by hand": (lambda r: synced(ByHand(3))(OK), ("ByHand.forward", "torch.nn.functional.batch_norm")),
+    "too few values in one part": (
+        lambda r: SyncBatchNorm(group_size=2).apply(nn.BatchNorm1d(3))(torch.ones([3, 3, 0, 1][r], 3)),
+        ("Expected more than 1 value", "rank 3: 1 value per channel"),
+        "InputError",
+        4,
+    ),
 }
-
-
-def disagree(case: str) -> object:
-    table = {**DISAGREE, **ORDERS}
-    try:
-        return table[case][0](dist.get_rank())
-    finally:
-        torch.set_grad_enabled(True)
-
-
-@pytest.mark.parametrize("case", DISAGREE)
-def test_ranks_that_disagree_get_the_same_error(pool: RankPool, case: str) -> None:
-    assert_same_error(pool.errors(2, disagree, case), *DISAGREE[case][1])
+test_ranks_that_disagree_get_the_same_error = refusals(__name__, "REFUSED")
 
 
 def wrong_number_of_dimensions() -> object:
@@ -107,7 +102,7 @@ def test_an_error_on_one_rank_reaches_the_others(pool: RankPool) -> None:
     assert first.message in second.message
 
 
-REFUSED: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
+ALONE_TOO: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
     "channels that the layer does not have": lambda convert: convert(nn.BatchNorm1d(3))(torch.ones(4, 5)),
     "channels of the weight alone": lambda convert: convert(nn.BatchNorm1d(3, track_running_stats=False))(OK[:, :2]),
     "eps 0": lambda convert: convert(nn.BatchNorm1d(3, eps=0.0))(OK),
@@ -118,13 +113,13 @@ REFUSED: dict[str, Callable[[Callable[[nn.Module], nn.Module]], object]] = {
 
 
 def refused(case: str) -> object:
-    return REFUSED[case](synced)
+    return ALONE_TOO[case](synced)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", ALONE_TOO)
 def test_what_one_process_refuses_is_refused_with_the_same_words(pool: RankPool, case: str) -> None:
     with pytest.raises((RuntimeError, ValueError)) as alone:
-        REFUSED[case](lambda layer: layer)
+        ALONE_TOO[case](lambda layer: layer)
     assert [error.message for error in pool.errors(2, refused, case)] == [str(alone.value)] * 2
 
 
@@ -144,28 +139,13 @@ def test_one_value_per_channel_over_all_ranks_is_the_error_of_one_process(
     assert all(error.is_a("ValueError") and error.is_a("InputError") for error in errors)
 
 
-def too_few_in_a_pair() -> object:
-    layer = SyncBatchNorm(group_size=2).apply(nn.BatchNorm1d(3))
-    return layer(torch.ones([3, 3, 0, 1][dist.get_rank()], 3))
-
-
-def test_too_few_values_in_one_part_end_all_parts(pool: RankPool) -> None:
-    assert_same_error(pool.errors(4, too_few_in_a_pair), "Expected more than 1 value", "rank 3: 1 value per channel")
-
-
-def without_rows() -> list[Any]:
-    layer = synced(nn.BatchNorm1d(3))
+@each_rank(2)
+def test_no_rows_at_all_are_what_they_are_in_one_process() -> None:
+    alone, layer = nn.BatchNorm1d(3), synced(nn.BatchNorm1d(3))
     y = layer(torch.ones(0, 3, requires_grad=True))
     y.sum().backward()
-    return [tuple(y.shape), *layer.state_dict().values()]
-
-
-def test_no_rows_at_all_are_what_they_are_in_one_process(pool: RankPool) -> None:
-    alone = nn.BatchNorm1d(3)
-    expected = [tuple(alone(torch.ones(0, 3)).shape), *alone.state_dict().values()]
-    for found in pool.run(2, without_rows):
-        assert found[0] == expected[0]
-        assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+    assert y.shape == alone(torch.ones(0, 3)).shape
+    assert all(map(torch.equal, layer.state_dict().values(), alone.state_dict().values()))
 
 
 def part_of_the_world(rank: int) -> object:
@@ -207,9 +187,6 @@ ORDERS: dict[str, tuple[Callable[[int], object], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize("case", ORDERS)
-def test_wrong_orders_and_groups_are_errors_by_name(pool: RankPool, case: str) -> None:
-    errors = pool.errors(3, disagree, case)
-    assert all(error.is_a("ConfigurationError") for error in errors)
-    assert all(words in error.message for words in ORDERS[case][1] for error in errors), errors
+OF_THREE = {name: (*row, "ConfigurationError", 3) for name, row in ORDERS.items()}
+_warns = pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+test_wrong_orders_and_groups_are_errors_by_name = _warns(refusals(__name__, "OF_THREE"))

@@ -15,6 +15,7 @@ from lightning_ddp_losses import GlobalBatchLoss, SyncBatchNorm
 from lightning_ddp_losses.layers import batch_norms
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.each_rank import each_rank
 from tests.oracle import assert_close
 
 GROUPS: dict[str, tuple[int, Any, list[list[int]]]] = {  # world, options, who normalises together
@@ -40,7 +41,11 @@ def in_its_group(case: str) -> dict[str, Tensor]:
     x = rows_of(dist.get_rank()).requires_grad_()
     y = layer(x)
     y.pow(3).sum().backward()
-    return {"y": y.detach(), "dx": x.grad, **{k: v.double() for k, v in layer.named_buffers()}}
+    return {"y": y.detach(), "dx": x.grad} | buffers_of(layer)
+
+
+def buffers_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.double() for name, buffer in layer.named_buffers()}
 
 
 @pytest.mark.parametrize("case", GROUPS)
@@ -53,8 +58,7 @@ def test_groups_normalise_apart(pool: RankPool, case: str) -> None:
         ys = alone(torch.cat(xs)).split([len(x) for x in xs])
         torch.cat(ys).pow(3).sum().backward()
         for rank, x, y in zip(part, xs, ys, strict=True):
-            buffers = {k: v.double() for k, v in alone.named_buffers()}
-            assert_close(found[rank], {"y": y.detach(), "dx": x.grad, **buffers})
+            assert_close(found[rank], {"y": y.detach(), "dx": x.grad} | buffers_of(alone))
 
 
 def counted(channels: int, dtype: torch.dtype, needs: bool, mode: str) -> list[int]:
@@ -128,9 +132,7 @@ def in_a_global_loss() -> dict[str, Tensor]:
     SyncBatchNorm().apply(loss)
     x = rows_of(dist.get_rank()).requires_grad_()
     loss(x, torch.arange(len(x)) % 2).backward()
-    assert x.grad is not None
-    found = {"dx": x.grad / dist.get_world_size()}  # what DDP's mean makes of it
-    return found | {name: b.double() for name, b in loss.loss.named_buffers()}
+    return {"dx": x.grad / dist.get_world_size()} | buffers_of(loss.loss)  # what DDP's mean makes of it
 
 
 def test_a_norm_that_sees_all_rows_already_is_left_alone(pool: RankPool) -> None:
@@ -138,10 +140,11 @@ def test_a_norm_that_sees_all_rows_already_is_left_alone(pool: RankPool) -> None
     xs = [rows_of(rank).requires_grad_() for rank in range(3)]
     alone(torch.cat(xs), torch.cat([torch.arange(len(x)) % 2 for x in xs])).backward()
     for rank, found in enumerate(pool.run(3, in_a_global_loss)):
-        assert_close(found, {"dx": xs[rank].grad, **{name: b.double() for name, b in alone.named_buffers()}})
+        assert_close(found, {"dx": xs[rank].grad} | buffers_of(alone))
 
 
-def copies() -> None:
+@each_rank(2)
+def test_copies_pickles_and_compiled_modules() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())
     plugin = SyncBatchNorm()
     plugin.apply(model)
@@ -164,14 +167,10 @@ def copies() -> None:
     plugin.revert(model)
 
 
-def test_copies_pickles_and_compiled_modules(pool: RankPool) -> None:
-    pool.run(2, copies)
-
-
-def copied_plugins() -> list[bool]:
+@each_rank(2)
+def test_a_plugin_at_work_can_be_copied() -> None:
     """A plugin at work, copied: the copy is of the same groups, and at work nowhere."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    found = []
     for plugin in (SyncBatchNorm(), SyncBatchNorm(group_size=1), SyncBatchNorm(process_group=group)):
         layer = nn.Sequential(nn.BatchNorm1d(3))
         plugin.apply(layer)
@@ -179,13 +178,8 @@ def copied_plugins() -> list[bool]:
         if plugin.process_group is None:  # nobody can pickle a group of processes
             copied.append(pickle.loads(pickle.dumps(plugin)))
         for other in copied:
-            found.append(other.group_size == plugin.group_size and other.process_group is plugin.process_group)
+            assert other.group_size == plugin.group_size
+            assert other.process_group is plugin.process_group
             other.apply(nn.Sequential(nn.BatchNorm1d(3)))
             other.revert(layer)
-            found.append("forward" in vars(layer[0]))
-    return found
-
-
-def test_a_plugin_at_work_can_be_copied(pool: RankPool) -> None:
-    for found in pool.run(2, copied_plugins):
-        assert found == [True] * 10
+            assert "forward" in vars(layer[0])

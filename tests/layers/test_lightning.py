@@ -20,8 +20,8 @@ from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, assert_close
+from tests.refusals import assert_same_error
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
-from tests.strategies.test_calls import assert_same_error
 
 OURS: dict[str, Any] = {"plugins": [SyncBatchNorm()]}
 
@@ -121,8 +121,6 @@ class Frozen(Normed):
 
 class Hidden(Normed):
     """A batch norm in a list, which the module does not see."""
-
-    where = "list"
 
     def build(self, loss: str) -> None:
         super().build(loss)
@@ -264,7 +262,7 @@ class SkipsOnARank(Normed):
         return self.loss(embeddings, labels)
 
 
-ERRORS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+ERRORS: dict[str, tuple[Any, ...]] = {
     "unregistered": (Hidden, {}, ("BatchNorm1d at self.kept[0].0", "not synchronised", "nn.ModuleList")),
     "one forward more": (partial(SkipsOnARank, "one forward more"), {}, ("SyncBatchNorm `encoder.1` call 3",)),
     "one forward more, under ddp": (partial(SkipsOnARank, "one forward more"), "ddp", ("SyncBatchNorm `encoder.1`",)),
@@ -275,6 +273,15 @@ ERRORS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     ),
     "left out, under ddp": (partial(SkipsOnARank, "left out"), "ddp", ("batch norms that the loss depends on",)),
     "another width": (partial(SkipsOnARank, "one channel more"), {}, ("ranks met at different places",)),
+    # ranks that part in one group end all groups
+    "one forward more in a pair": (
+        partial(SkipsOnARank, "one forward more"),
+        {},
+        ("SyncBatchNorm `encoder.1` call 3", "rank 3"),
+        4,
+    ),
+    # told before the first step
+    "a group size that does not divide": (Normed, {}, ("group_size", "a divisor of the 3 ranks", "got 2"), 3),
 }
 
 
@@ -284,24 +291,17 @@ def test_what_fails_between_forward_and_backward_ends_the_peers(pool: RankPool) 
     assert "rank 1 alone" in first.message
 
 
-def test_ranks_that_part_in_one_group_end_all_groups(pool: RankPool) -> None:
-    errors = pool.errors(4, fit, partial(SkipsOnARank, "one forward more"), {}, plugins=[SyncBatchNorm(group_size=2)])
-    assert_same_error(errors, "SyncBatchNorm `encoder.1` call 3", "rank 3")
-
-
 @pytest.mark.parametrize("case", ERRORS)
 def test_ranks_that_part_get_the_same_error(pool: RankPool, case: str) -> None:
-    job, strategy, words = ERRORS[case]
-    errors = pool.errors(2, fit, job, strategy, **OURS)
-    if strategy == "ddp":  # no strategy of ours passes on what one rank alone meets, but here all meet it
-        assert len({error.message for error in errors}) == 1
-    assert_same_error(errors, *words)
+    """Under ddp no strategy of ours passes on what one rank alone meets, but here all meet it."""
+    job, strategy, words, *size = ERRORS[case]
+    options = {"plugins": [SyncBatchNorm(group_size=2)]} if size else OURS
+    assert_same_error(pool.errors(*(size or [2]), fit, job, strategy, **options), *words)
 
 
 def test_an_adopted_loss_is_synchronised(pool: RankPool) -> None:
     expected = {name.replace("loss.", "_adopted_losses.losses_0."): t for name, t in fit_alone(Normed).items()}
-    trained = pool.run(2, adopted)
-    for state in trained:
+    for state in pool.run(2, adopted):
         assert_close(state, expected)
 
 
@@ -311,8 +311,3 @@ def adopted() -> dict[str, Tensor]:
     trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
     state = dict(module.state_dict())
     return state | {f"_adopted_losses.losses_0.{k}": v for k, v in module.losses[0].state_dict().items()}
-
-
-def test_a_group_size_that_does_not_divide_is_told_before_the_first_step(pool: RankPool) -> None:
-    errors = pool.errors(3, fit, Normed, {}, plugins=[SyncBatchNorm(group_size=2)])
-    assert_same_error(errors, "group_size", "a divisor of the 3 ranks", "got 2")

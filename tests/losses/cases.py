@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import miners
+from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from tests.losses.harness import CLASSES, DIM, ROWS, Arguments, Case, Net, Rows
-
-__all__ = ["NOT_LOSSES", "PML", "two_views", "two_views_alone"]
 
 NOT_LOSSES = {
     "BaseLossWrapper": "abstract",
@@ -166,4 +164,23 @@ PML: dict[str, Case] = {
         lambda: pml.SelfSupervisedLoss(pml.TripletMarginLoss(triplets_per_anchor=2)), both_views, random=True
     ),
     "SelfSupervisedLoss, a subclass": Case(Swapped, both_views, modes=REPLICATED),
+}
+# by how large losses are
+REDUCERS: dict[str, Callable[[float], nn.Module]] = {
+    "MeanReducer": lambda _: reducers.MeanReducer(),
+    "SumReducer": lambda _: reducers.SumReducer(),
+    "AvgNonZeroReducer": lambda _: reducers.AvgNonZeroReducer(),
+    "ThresholdReducer, low": lambda size: reducers.ThresholdReducer(low=0.3 * size),
+    "ThresholdReducer, high": lambda size: reducers.ThresholdReducer(high=1.0 * size),
+    "ThresholdReducer, both": lambda size: reducers.ThresholdReducer(low=0.1 * size, high=1.2 * size),
+    "PerAnchorReducer": lambda _: reducers.PerAnchorReducer(),
+    "PerAnchorReducer, AvgNonZero": lambda _: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
+    "PerAnchorReducer, Threshold": lambda size: reducers.PerAnchorReducer(
+        reducers.ThresholdReducer(low=0.1 * size, high=1.5 * size)
+    ),
+    "ClassWeightedReducer": lambda _: reducers.ClassWeightedReducer(torch.linspace(0.1, 2, 7)),
+    "ClassWeightedReducer, below 0": lambda _: reducers.ClassWeightedReducer(torch.linspace(-1, 2, 7)),
+    "MultipleReducers": lambda _: reducers.MultipleReducers(
+        {"pos_loss": reducers.SumReducer(), "neg_loss": reducers.ThresholdReducer(low=0.2)}
+    ),
 }

@@ -8,40 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.losses import GlobalBatchLoss
-from tests.oracle import Encoder, Task, assert_close
-
-__all__ = [
-    "CLASSES",
-    "DIM",
-    "ROWS",
-    "SEED",
-    "SPLITS",
-    "Arguments",
-    "Case",
-    "Net",
-    "Rows",
-    "alone",
-    "by_labels",
-    "check",
-    "compare",
-    "fresh",
-    "global_rows",
-    "gradients",
-    "line_of_rows",
-    "mean_over_ranks",
-    "on_ranks",
-    "own_rows",
-    "splits_by_turns",
-]
+from tests.oracle import Encoder, Task, assert_close, graded, joined, own, problem
 
 ROWS, DIM, CLASSES = 12, 6, 4
 TASK = Task(rows=ROWS, features=5, dim=DIM, classes=CLASSES)
@@ -123,20 +98,14 @@ def global_rows() -> Rows:
     }
 
 
-def own_rows(sizes: Sequence[int], rank: int) -> Rows:
-    """The slice of rank `rank`."""
-    stop = list(accumulate(sizes))[rank]
-    return {name: tensor[stop - sizes[rank] : stop] for name, tensor in global_rows().items()}
+def own_rows(sizes: Sequence[int], rank: int | None = None) -> Rows:
+    """The slice of a rank; None: this one."""
+    return {name: tensor[own(sizes, rank)] for name, tensor in global_rows().items()}
 
 
 def fresh(case: Case) -> tuple[Net, nn.Module]:
     torch.manual_seed(1)
     return Net().double(), case.make().double()
-
-
-def gradients(net: nn.Module, loss: nn.Module) -> dict[str, Tensor | None]:
-    own = {f"net.{name}": p.grad for name, p in net.named_parameters()}
-    return own | {f"loss.{name}": p.grad for name, p in loss.named_parameters() if p.requires_grad}
 
 
 def alone(case: Case, sizes: list[int]) -> dict[str, Tensor]:
@@ -146,11 +115,11 @@ def alone(case: Case, sizes: list[int]) -> dict[str, Tensor]:
     torch.manual_seed(SEED)
     args, kwargs = case.give(net, rows) if case.give_alone is None else case.give_alone(net, rows, sizes)
     judge = GlobalBatchLoss(loss, **case.options) if case.random else loss
-    value = judge(*args, **kwargs)
-    value.backward()
-    found = {name: grad for name, grad in gradients(net, loss).items() if grad is not None}
-    assert any(grad.abs().max() > 0 for grad in found.values()), "the case tests nothing: no gradient"
-    return {"value": value.detach(), **found}
+    found = graded(judge(*args, **kwargs), net=net, loss=loss)
+    assert any(grad.abs().max() > 0 for name, grad in found.items() if name != "value"), (
+        "the case tests nothing: no gradient"
+    )
+    return found
 
 
 # with the case, which keeps its place in memory
@@ -171,28 +140,18 @@ def numpy_state() -> tuple[Any, ...]:
     return name, keys.tobytes(), *rest
 
 
-def on_ranks(case: Case, sizes: list[int], mode: str) -> dict[str, Tensor]:
-    """This rank's value and gradients; to be called on every rank."""
-    rank = dist.get_rank()
+def on_ranks(case: Case, sizes: list[int], mode: str, **options: Any) -> dict[str, Tensor]:
+    """This rank's value and gradients; to be called on every rank (of `group`, if that is among the further options)."""
+    rank = process_groups.rank(options.get("group"))
     net, loss = fresh(case)
-    wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
+    wrapped = GlobalBatchLoss(loss, **{**case.options, "mode": mode, **options})
     torch.manual_seed(SEED + rank)  # a random loss draws from rank 0's seed
     before, numpy_before = torch.get_rng_state(), numpy_state()
     args, kwargs = case.give(net, own_rows(sizes, rank))
     value = wrapped(*args, **kwargs)
     assert torch.equal(before, torch.get_rng_state()), "this rank's own generator moved"
     assert numpy_before == numpy_state(), "this rank's own numpy generator moved"
-    value.backward()
-    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
-
-
-def mean_over_ranks(results: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What DDP leaves in the gradients; the value must be one number, a gradient exist on all ranks or on none."""
-    values = {float(result["value"]) for result in results}
-    assert len(values) == 1, f"ranks return different numbers: {values}"
-    names = [sorted(result) for result in results]
-    assert all(own == names[0] for own in names), f"gradients on some ranks only: {names}"
-    return {name: torch.stack([result[name] for result in results]).mean(0) for name in names[0]}
+    return graded(value, net=net, loss=loss)
 
 
 def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], what: str = "") -> None:
@@ -210,23 +169,10 @@ def compare(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], what: str =
         raise AssertionError(f"{what}: {error}") from None
 
 
-def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], world_size: int) -> None:
-    """Compare what ranks found (by "split, mode") with one process.
-
-    Args:
-        case: The case.
-        results: One per rank.
-        world_size: Number of ranks.
-    """
-    truths: dict[str, dict[str, Tensor]] = {}
+def check(case: Case, results: Sequence[Mapping[str, Mapping[str, Tensor]]], splits: Mapping[str, list[int]]) -> None:
+    """Compare what ranks found (each by "split, mode") with one process; `splits`: rows per rank."""
     problems = []
     for key in results[0]:
-        split = key.split(", ")[0]
-        if split not in truths:
-            same = truths and case.give_alone is None
-            truths[split] = next(iter(truths.values())) if same else truth_of(case, SPLITS[world_size][split])
-        try:
-            compare(mean_over_ranks([result[key] for result in results]), truths[split])
-        except AssertionError as error:
-            problems.append(f"{key}: {error}")
+        truth = truth_of(case, splits[key.split(", ")[0]])
+        problems += problem(key, lambda key=key, truth=truth: compare(joined([each[key] for each in results]), truth))
     assert not problems, "\n".join(problems)

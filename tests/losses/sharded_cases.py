@@ -13,27 +13,12 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss
-from tests.losses.harness import SPLITS, Net, own_rows
+from tests.losses.harness import SPLITS, Net
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import CLASS_LOSSES, assert_close
-
-__all__ = [
-    "CASES",
-    "CLASSES",
-    "DIM",
-    "NOT_A_NUMBER",
-    "Case",
-    "global_rows",
-    "hard",
-    "judge",
-    "make",
-    "measure",
-    "problems_of",
-    "whole",
-]
+from tests.oracle import CLASS_LOSSES, assert_close, graded, joined, own, problem
 
 CLASSES, DIM = 7, 6
 Rows = dict[str, Tensor]
@@ -135,14 +120,10 @@ def make(case: Case) -> Any:
     return getattr(pml, case.name)(num_classes=CLASSES, embedding_size=DIM, **case.options).double()
 
 
-def global_rows(sizes: list[int] | None = None, rank: int = 0) -> Rows:
+def global_rows(sizes: list[int] | None = None, rank: int | None = None) -> Rows:
     """The global batch, or one rank's slice of it, with labels from all classes but one."""
-    rows = harness_rows()
-    labels = torch.tensor([0, 6, 2, 2, 5, 1, 0, 6, 4, 1, 5, 0])
-    if sizes is not None:
-        stop = sum(sizes[: rank + 1])
-        rows, labels = own_rows(sizes, rank), labels[stop - sizes[rank] : stop]
-    return {**rows, "labels": labels}
+    rows = harness_rows() | {"labels": torch.tensor([0, 6, 2, 2, 5, 1, 0, 6, 4, 1, 5, 0])}
+    return {name: tensor if sizes is None else tensor[own(sizes, rank)] for name, tensor in rows.items()}
 
 
 def net() -> Net:
@@ -150,31 +131,26 @@ def net() -> Net:
     return Net().double()
 
 
-def named(module: nn.Module) -> dict[str, Tensor]:
-    return {f"net.{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
 def judge(case: Case, sizes: list[int]) -> dict[str, Tensor]:
-    """Value and gradients of the plain loss in one process."""
+    """Value and gradients of the plain loss in one process; each rank mines its own rows."""
     encoder, loss, rows = net(), make(case), global_rows()
     embeddings = encoder(rows["features"])
     tuples = None
-    if case.mine is not None:  # each rank mines its own rows
-        mined, offset = [], 0
-        for size in sizes:
-            part = slice(offset, offset + size)
-            mined.append([i + offset for i in case.mine(embeddings[part], rows["labels"][part])])
-            offset += size
+    if case.mine is not None:
+        parts = [own(sizes, rank) for rank in range(len(sizes))]
+        mined = [[i + part.start for i in case.mine(embeddings[part], rows["labels"][part])] for part in parts]
         tuples = tuple(torch.cat(column) for column in zip(*mined, strict=True))
-    value = loss(embeddings, rows["labels"], tuples)
-    value.backward()
-    weight = next(iter(loss.parameters())).grad
-    return {"value": value.detach(), "weight": weight, **named(encoder)}
+    return graded(loss(embeddings, rows["labels"], tuples), net=encoder, weight=next(iter(loss.parameters())))
+
+
+def class_dim(name: str) -> int:
+    """The dimension of a loss's weight along which classes lie."""
+    return 0 if name == "ProxyNCALoss" else 1
 
 
 def whole(parts: list[Tensor], name: str) -> Tensor:
     """The ranks' blocks of a weight or its gradient as one."""
-    return torch.cat(parts, 0 if name == "ProxyNCALoss" else 1)
+    return torch.cat(parts, class_dim(name))
 
 
 def problems_of(names: Iterable[str], results: list[dict[str, dict[str, Tensor]]]) -> list[str]:
@@ -184,31 +160,23 @@ def problems_of(names: Iterable[str], results: list[dict[str, dict[str, Tensor]]
         case = CASES[name]
         for split, sizes in SPLITS[len(results)].items():
             key = f"{name}; {split}"
-            ranks = [result[key] for result in results]
             truth = judge(case, sizes)
             assert truth["weight"].norm() > 0
-            assert len({float(rank["value"]) for rank in ranks}) == 1, f"{key}: the ranks return different numbers"
-            ours = {n: torch.stack([rank[n] for rank in ranks]).mean(0) for n in truth if n != "weight"}
-            ours["weight"] = whole([rank["weight"] for rank in ranks], case.name)
-            try:
-                assert_close(ours, truth)
-            except AssertionError as error:
-                problems.append(f"{key}: {error}")
+            ours = joined([result[key] for result in results], weight=class_dim(case.name))
+            problems += problem(key, assert_close, ours, truth)
     return problems
 
 
+def call(case: Case, sizes: list[int], **options: Any) -> dict[str, Tensor]:
+    """Value and gradients on this rank, whose options of ``ClassShardedLoss`` are the case's and others."""
+    encoder, rows = net(), global_rows(sizes)
+    loss = ClassShardedLoss(make(case), **case.sharded, **options)
+    embeddings = encoder(rows["features"])
+    tuples = None if case.mine is None else case.mine(embeddings, rows["labels"])
+    return graded(loss(embeddings, rows["labels"], tuples), net=encoder, weight=loss.weight)
+
+
 def measure(names: list[str], **options: Any) -> dict[str, dict[str, Tensor]]:
-    """Value and gradients on this rank, by case and split. ``options``: of ``ClassShardedLoss``, for all cases."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for name in names:
-        case = CASES[name]
-        for split, sizes in SPLITS[world].items():
-            encoder, rows = net(), global_rows(sizes, rank)
-            loss = ClassShardedLoss(make(case), **case.sharded, **options)
-            embeddings = encoder(rows["features"])
-            tuples = None if case.mine is None else case.mine(embeddings, rows["labels"])
-            value = loss(embeddings, rows["labels"], tuples)
-            value.backward()
-            found[f"{name}; {split}"] = {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
-    return found
+    """What this rank finds by case and split."""
+    splits = SPLITS[dist.get_world_size()].items()
+    return {f"{name}; {split}": call(CASES[name], sizes, **options) for name in names for split, sizes in splits}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from functools import partial
@@ -20,25 +19,19 @@ from torchmetrics import MeanSquaredError
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses.cases import classes
-from tests.losses.harness import (
-    CLASSES,
-    DIM,
-    Case,
-    compare,
-    fresh,
-    global_rows,
-    gradients,
-    line_of_rows,
-    mean_over_ranks,
-)
+from tests.losses.harness import CLASSES, DIM, Case, compare, fresh, global_rows, line_of_rows
+from tests.oracle import graded, joined, own
+from tests.refusals import call_row
 
 LABELS = torch.tensor([0, 0, 1, 1])
 rows = line_of_rows
 
 
 def ask(loss: nn.Module, *args: Any, mode: str = "auto", **kwargs: Any) -> Any:
-    return GlobalBatchLoss(loss, mode=mode)(*args, **kwargs)  # type: ignore[arg-type]
+    """The value of a loss; of rows and labels unless other arguments are given."""
+    return GlobalBatchLoss(loss, mode=mode)(*(args or (rows(), LABELS)), **kwargs)  # type: ignore[arg-type]
 
 
 def arc(**options: Any) -> nn.Module:
@@ -83,10 +76,10 @@ class Fails(nn.Module):
 
 def without_gradient_on_rank_1(rank: int) -> Any:
     with torch.set_grad_enabled(rank != 1):
-        return ask(pml.SupConLoss(), rows(), LABELS)
+        return ask(pml.SupConLoss())
 
 
-DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
+DISAGREE: dict[str, tuple[Any, ...]] = {
     # what each rank does, words of the message
     "width, rows": (lambda r: ask(pml.SupConLoss(), rows(DIM + r), LABELS), ("6", "7")),
     "width, replicated": (lambda r: ask(pml.SmoothAPLoss(), rows(DIM + r), LABELS), ("6", "7")),
@@ -102,14 +95,11 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         ("float32", "float64"),
     ),
     "dtype of labels": (lambda r: ask(pml.SupConLoss(), rows(), LABELS.int() if r else LABELS), ("int32", "int64")),
-    "presence of labels": (
-        lambda r: ask(pml.NTXentLoss(), rows(), None if r else LABELS, ref_emb=rows()),
-        ("labels",),
-    ),
-    "references": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, **({"ref_emb": rows()} if r else {})), ("ref_emb",)),
+    "presence of labels": (lambda r: ask(pml.NTXentLoss(), rows(), None if r else LABELS, ref_emb=rows()), "labels"),
+    "references": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, **({"ref_emb": rows()} if r else {})), "ref_emb"),
     "tuples": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
-        ("index",),
+        "index",
     ),
     "a third view, one rank": (
         lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss()), *[rows()] * (3 if r == 1 else 2)),
@@ -125,7 +115,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
     ),
     "both ways and one way": (
         lambda r: ask(pml.SelfSupervisedLoss(pml.NTXentLoss(), symmetric=bool(r)), rows(), rows()),
-        ("configuration",),
+        "configuration",
     ),
     "a second view as labels": (
         lambda r: ask(pml.NTXentLoss(), rows(), rows()),
@@ -155,7 +145,7 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: GlobalBatchMiner(miners.MultiSimilarityMiner())(rows(), LABELS.double()),
         ("labels", "floating dtype"),
     ),
-    "labels twice": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, labels=LABELS), ("labels twice",)),
+    "labels twice": (lambda r: ask(pml.NTXentLoss(), rows(), LABELS, labels=LABELS), "labels twice"),
     "gradients off on one rank": (without_gradient_on_rank_1, ("gradients=off", "gradients=on")),
     "tuples of rows that a rank has not": (
         lambda r: ask(pml.NTXentLoss(), rows(), LABELS, tuple(torch.tensor([0, 3 + (r == 1)]) for _ in range(4))),
@@ -175,12 +165,9 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(arc(), rows(), LABELS, miners.BatchHardMiner()(rows(), LABELS) if r else None),
         (),
     ),
-    "arguments of a user's loss": (lambda r: ask(Two(), rows(), *([rows()] if r else [])), ("tensors",)),
-    "class of loss": (lambda r: ask((pml.NTXentLoss if r else pml.SupConLoss)(), rows(), LABELS), ("NTXent", "SupCon")),
-    "option of a loss": (
-        lambda r: ask(pml.NTXentLoss(temperature=0.1 + r), rows(), LABELS),
-        ("temperature=0.1", "temperature=1.1"),
-    ),
+    "arguments of a user's loss": (lambda r: ask(Two(), rows(), *([rows()] if r else [])), "tensors"),
+    "class of loss": (lambda r: ask((pml.NTXentLoss if r else pml.SupConLoss)()), ("NTXent", "SupCon")),
+    "option of a loss": (lambda r: ask(pml.NTXentLoss(temperature=0.1 + r)), ("temperature=0.1", "temperature=1.1")),
     "option of a distance": (
         lambda r: ask(
             pml.ContrastiveLoss(distance=pml.ContrastiveLoss().distance.__class__(power=1 + r)), rows(), LABELS
@@ -191,72 +178,53 @@ DISAGREE: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
         lambda r: ask(
             pml.ContrastiveLoss(reducer=(reducers.SumReducer if r else reducers.MeanReducer)()), rows(), LABELS
         ),
-        ("configuration",),
+        "configuration",
     ),
     "weights of several losses": (
-        lambda r: ask(pml.MultipleLosses([pml.NTXentLoss(), pml.SupConLoss()], weights=[1, 1 + r]), rows(), LABELS),
+        lambda r: ask(pml.MultipleLosses([pml.NTXentLoss(), pml.SupConLoss()], weights=[1, 1 + r])),
         ("configuration", "weights"),
     ),
     "class weights of a torch loss": (
-        lambda r: ask(nn.CrossEntropyLoss(weight=torch.ones(DIM).double() + r), rows(), LABELS),
+        lambda r: ask(nn.CrossEntropyLoss(weight=torch.ones(DIM).double() + r)),
         ("configuration", "CrossEntropyLoss", "weight#"),
     ),
     "class weights of a reducer": (
-        lambda r: ask(arc(reducer=reducers.ClassWeightedReducer(torch.ones(CLASSES) + r)), rows(), LABELS),
+        lambda r: ask(arc(reducer=reducers.ClassWeightedReducer(torch.ones(CLASSES) + r))),
         ("configuration", "ClassWeightedReducer", "weights#"),
     ),
     "views of another length, one rank": (
         lambda r: ask(pml.NTXentLoss(), rows(), ref_emb=rows(count=4 + (r == 1))),
-        ("ref_emb",),
+        "ref_emb",
     ),
-    "number of classes": (
-        lambda r: ask(arc(num_classes=4 + r), rows(), LABELS),
-        ("configuration", "W(6, 4)", "W(6, 5)"),
-    ),
-    "mode": (
-        lambda r: ask(pml.SupConLoss(), rows(), LABELS, mode="rows" if r else "replicated"),
-        ("rows", "replicated"),
-    ),
-    "elements and replicated": (lambda r: ask(arc(), rows(), LABELS, mode="replicated" if r else "elements"), ()),
+    "number of classes": (lambda r: ask(arc(num_classes=4 + r)), ("configuration", "W(6, 4)", "W(6, 5)")),
+    "mode": (lambda r: ask(pml.SupConLoss(), mode="rows" if r else "replicated"), ("rows", "replicated")),
+    "elements and replicated": (lambda r: ask(arc(), mode="replicated" if r else "elements"), ()),
     "an inexact configuration on one rank": (
-        lambda r: ask(
-            pml.TripletMarginLoss(triplets_per_anchor=3 if r == 1 else "all"),
-            rows(),
-            LABELS,
-            mode="rows",
-        ),
-        ("rows",),
+        lambda r: ask(pml.TripletMarginLoss(triplets_per_anchor=3 if r == 1 else "all"), mode="rows"),
+        "rows",
     ),
     "labels of another length, one rank": (
         lambda r: ask(pml.SupConLoss(), rows(), LABELS[:3] if r == 1 else LABELS),
         (),
     ),
-    "labels out of range, one rank": (lambda r: ask(arc(), rows(), LABELS + 9 * (r == 1)), ("0 to 3",)),
-    "labels that are no integers, one rank": (lambda r: ask(arc(), rows(), LABELS / (1 + (r == 1))), ("float",)),
+    "labels out of range, one rank": (lambda r: ask(arc(), rows(), LABELS + 9 * (r == 1)), "0 to 3"),
+    "labels that are no integers, one rank": (lambda r: ask(arc(), rows(), LABELS / (1 + (r == 1))), "float"),
     "miner": (
         lambda r: GlobalBatchMiner(miners.MultiSimilarityMiner(epsilon=0.1 + r))(rows(), LABELS),
         ("configuration", "epsilon=0.1", "epsilon=1.1"),
     ),
     "loss and miner": (
-        lambda r: (
-            GlobalBatchMiner(miners.BatchHardMiner())(rows(), LABELS) if r else ask(pml.SupConLoss(), rows(), LABELS)
-        ),
+        lambda r: GlobalBatchMiner(miners.BatchHardMiner())(rows(), LABELS) if r else ask(pml.SupConLoss()),
         ("GlobalBatchMiner", "GlobalBatchLoss"),
     ),
 }
 
 
 def disagree_then_go_on(name: str) -> tuple[str, str]:
-    rank = dist.get_rank()
-    try:
-        DISAGREE[name][0](rank)
-    except DDPLossError as error:
-        caught = error
-    else:
-        raise AssertionError(f"no error on rank {rank}")
-    value = ask(pml.SupConLoss(), rows(), LABELS)
-    value.backward()
-    return type(caught).__name__, str(caught)
+    with pytest.raises(DDPLossError) as caught:
+        call_row(__name__, "DISAGREE", name)
+    ask(pml.SupConLoss()).backward()
+    return caught.type.__name__, str(caught.value)
 
 
 @pytest.mark.parametrize("name", DISAGREE)
@@ -264,27 +232,39 @@ def disagree_then_go_on(name: str) -> tuple[str, str]:
 def test_ranks_that_disagree_get_the_same_error_and_go_on(pool: RankPool, world_size: int, name: str) -> None:
     results = pool.run(world_size, disagree_then_go_on, name)
     assert len(set(results)) == 1, results
-    for word in DISAGREE[name][1]:
+    words = DISAGREE[name][1]
+    for word in (words,) if isinstance(words, str) else words:
         assert word in results[0][1], results[0][1]
     assert any(f"rank {rank}" in results[0][1] for rank in range(world_size))
 
 
+def then_next(call: Callable[[], object]) -> None:
+    call()
+    ask(pml.SupConLoss())
+
+
 def foreign_error() -> None:
-    ask(Fails(dist.get_rank()), rows())
+    then_next(lambda: ask(Fails(dist.get_rank()), rows()))
 
 
-def test_an_error_of_the_loss_itself_reaches_all_ranks(pool: RankPool) -> None:
-    """The rank keeps its own error; where the others are, they learn of it at their next handshake."""
-
-    errors = pool.errors(2, foreign_error_then_next)
-    assert errors[1].type == "ValueError"
-    assert errors[0].type == "PeerError"
-    assert "no loss for you" in errors[0].message
+def warned() -> None:
+    """Rows of many identities, numbered on each rank: tiles of so many rows exchange more than the next handshake has."""
+    many = torch.randn(600, DIM, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    then_next(lambda: ask(pml.NTXentLoss(), many, torch.arange(600), mode="rows"))
 
 
-def foreign_error_then_next() -> None:
-    foreign_error()
-    ask(pml.SupConLoss(), rows(), LABELS)
+@pytest.mark.parametrize(
+    ("job", "rank", "kind", "words"),
+    [(foreign_error, 1, "ValueError", "no loss for you"), (warned, 0, "UserWarning", "rank 0")],
+)
+def test_an_error_of_one_rank_alone_reaches_the_others_at_their_next_handshake(
+    pool: RankPool, job: Callable[[], None], rank: int, kind: str, words: str
+) -> None:
+    """The rank keeps its own: what the loss itself raises, or a warning that is an error."""
+    errors = pool.errors(2, job)
+    assert errors[rank].type == kind
+    assert errors[1 - rank].type == "PeerError"
+    assert words in errors[1 - rank].message
 
 
 NO_POSITIVES: dict[str, Callable[[], nn.Module]] = {
@@ -301,23 +281,20 @@ NO_POSITIVES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def lonely(name: str, mode: str, part: slice, wrap: bool = True) -> dict[str, Tensor]:
-    """Every row of a class of its own."""
+def lonely(name: str, mode: str | None, part: slice) -> dict[str, Tensor]:
+    """Every row of a class of its own; without a mode the loss itself."""
     net, loss = fresh(Case(NO_POSITIVES[name]))
-    judge = GlobalBatchLoss(loss, mode=mode) if wrap else loss  # type: ignore[arg-type]
-    batch = global_rows()
-    value = judge(net(batch["features"][part]), torch.arange(12)[part] + 50)
-    value.backward()
-    if wrap:
+    judge = GlobalBatchLoss(loss, mode=mode) if mode else loss  # type: ignore[arg-type]
+    value = judge(net(global_rows()["features"][part]), torch.arange(12)[part] + 50)
+    found = graded(value, net=net, loss=loss)
+    if mode:
         assert all(p.grad is not None for p in loss.parameters()), "a parameter left the graph"
         assert all(p.grad is not None for n, p in net.named_parameters() if n != "logit_scale")
-    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+    return found
 
 
 def lonely_ranks(name: str, sizes: list[int]) -> dict[str, dict[str, Tensor]]:
-    rank = dist.get_rank()
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    return {m: lonely(name, m, part) for m in GlobalBatchLoss(NO_POSITIVES[name]()).exact_modes()}
+    return {m: lonely(name, m, own(sizes)) for m in GlobalBatchLoss(NO_POSITIVES[name]()).exact_modes()}
 
 
 @pytest.mark.parametrize("name", NO_POSITIVES)
@@ -325,20 +302,15 @@ def lonely_ranks(name: str, sizes: list[int]) -> dict[str, dict[str, Tensor]]:
 def test_a_batch_without_positive_pairs_gives_the_zero_of_one_process(
     pool: RankPool, sizes: list[int], name: str
 ) -> None:
-    truth = lonely(name, "auto", slice(None), wrap=False)
     results = pool.run(len(sizes), lonely_ranks, name, sizes)
     for mode in results[0]:
-        compare(mean_over_ranks([result[mode] for result in results]), truth)
+        compare(joined([result[mode] for result in results]), lonely(name, None, slice(None)))
 
 
-def nothing_counts() -> list[float]:
-    ignored = GlobalBatchLoss(nn.CrossEntropyLoss())(rows(), torch.full((4,), -100))
-    nobody = GlobalBatchLoss(nn.MSELoss())(rows(count=0), rows(count=0))
-    return [ignored.item(), nobody.item()]
-
-
-def test_torchs_mean_over_nothing_is_not_a_number(pool: RankPool) -> None:
-    assert all(math.isnan(value) for found in pool.run(2, nothing_counts) for value in found)
+@each_rank(2)
+def test_torchs_mean_over_nothing_is_not_a_number() -> None:
+    assert GlobalBatchLoss(nn.CrossEntropyLoss())(rows(), torch.full((4,), -100)).isnan()
+    assert GlobalBatchLoss(nn.MSELoss())(rows(count=0), rows(count=0)).isnan()
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -346,11 +318,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "elements": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="elements"), "SupConLoss.*rows.*'elements'"),
     "a user's loss": (lambda: GlobalBatchLoss(Two(), mode="elements"), "Two.*'elements'"),
     "elements with a regulariser": (
-        lambda: ask(arc(embedding_regularizer=regularizers.LpRegularizer()), rows(), LABELS, mode="elements"),
+        lambda: ask(arc(embedding_regularizer=regularizers.LpRegularizer()), mode="elements"),
         "ArcFaceLoss.*'elements'",
     ),
     "random triplets": (
-        lambda: ask(pml.TripletMarginLoss(triplets_per_anchor=3), rows(), LABELS, mode="rows"),
+        lambda: ask(pml.TripletMarginLoss(triplets_per_anchor=3), mode="rows"),
         "TripletMarginLoss.*'rows'",
     ),
     "unknown mode": (lambda: GlobalBatchLoss(pml.SupConLoss(), mode="tiles"), "'tiles'"),  # type: ignore[arg-type]
@@ -440,16 +412,3 @@ def test_a_loss_that_embeds_texts_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     expected = "RankingOfTexts, which embeds texts itself.*Embed this rank's texts first.*explain sentence_transformers"
     with pytest.raises(ConfigurationError, match=f"(?s){expected}"):
         GlobalBatchLoss(RankingOfTexts(nn.Identity()))
-
-
-def warned_then_next() -> None:
-    """Rows of many identities, numbered on each rank: tiles of so many rows exchange more than the next handshake has."""
-    many = torch.randn(600, DIM, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
-    ask(pml.NTXentLoss(), many, torch.arange(600), mode="rows")
-    ask(pml.SupConLoss(), rows(), LABELS)
-
-
-def test_a_warning_that_is_an_error_on_rank_0_reaches_all_ranks(pool: RankPool) -> None:
-    errors = pool.errors(2, warned_then_next)
-    assert [error.type for error in errors] == ["UserWarning", "PeerError"]
-    assert "rank 0" in errors[1].message

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.oracle import assert_close, graded, joined, own
 
 ROWS, CLASSES = 12, 4
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}
@@ -69,15 +69,12 @@ def alone(name: str, rows_dtype: torch.dtype, buffer_dtype: torch.dtype) -> dict
     make, targets = LOSSES[name]
     rows = scores().to(rows_dtype).double().requires_grad_()
     loss = make().to(buffer_dtype).double()
-    value = loss(rows, targets())
-    value.backward()
-    return {"value": value.detach(), "rows": rows.grad}  # type: ignore[dict-item]
+    return graded(loss(rows, targets()), rows=rows)
 
 
 def of_ranks(sizes: list[int]) -> dict[str, dict[str, Any]]:
     """All losses in all dtypes: this rank's value and gradient, and the buffers' dtypes afterwards."""
-    rank, found = dist.get_rank(), {}
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    part, found = own(sizes), {}
     for name, (make, targets) in LOSSES.items():
         for kind, (rows_dtype, buffer_dtype) in DTYPES.items():
             loss = GlobalBatchLoss(make()).to(buffer_dtype)
@@ -86,10 +83,9 @@ def of_ranks(sizes: list[int]) -> dict[str, dict[str, Any]]:
             if target.is_floating_point():
                 target = target.to(rows_dtype)
             before = {name: (id(buffer), buffer.dtype) for name, buffer in loss.named_buffers()}
-            value = loss(rows, target)
-            value.backward()
+            found[f"{name}, {kind}"] = graded(loss(rows, target), rows=rows)
             after = {name: (id(buffer), buffer.dtype) for name, buffer in loss.named_buffers()}
-            found[f"{name}, {kind}"] = {"value": value.detach(), "rows": rows.grad, "kept": before == after}
+            assert before == after, f"{name}, {kind}: a buffer was replaced"
     return found
 
 
@@ -98,13 +94,10 @@ def test_buffers_are_cast_like_parameters(pool: RankPool, world_size: int) -> No
     results = pool.run(world_size, of_ranks, SIZES[world_size])
     for name in LOSSES:
         for kind, (rows_dtype, buffer_dtype) in DTYPES.items():
-            ranks = [result[f"{name}, {kind}"] for result in results]
-            assert all(rank["kept"] for rank in ranks), f"{name}, {kind}: a buffer was replaced"
-            rows = torch.cat([rank["rows"] for rank in ranks]).double() / world_size
-            found = {"value": ranks[0]["value"].double(), "rows": rows}
+            ranks = [{n: t.double() for n, t in result[f"{name}, {kind}"].items()} for result in results]
             # what a gradient in the rows' own dtype can tell
             rtol = {2: 2e-2, 4: 2e-5, 8: 1e-9}[rows_dtype.itemsize]
-            assert_close(found, alone(name, rows_dtype, buffer_dtype), rtol=rtol)
+            assert_close(joined(ranks, "rows"), alone(name, rows_dtype, buffer_dtype), rtol=rtol)
 
 
 class Counts(nn.Module):

@@ -20,9 +20,11 @@ from torch import Tensor
 from lightning_ddp_losses import ClassShardedLoss, ConfigurationError, InputError
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses.harness import line_of_rows
-from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, named, net, whole
-from tests.oracle import assert_close
+from tests.losses.sharded_cases import CLASSES, DIM, Case, global_rows, hard, judge, make, net, whole
+from tests.oracle import assert_close, graded, joined
+from tests.refusals import refusals, refusals_of_one_process
 
 ARC = Case("ArcFaceLoss")
 LABELS = torch.tensor([0, 3, 6])
@@ -36,40 +38,6 @@ def ask(*args: Any, case: Case = ARC, **options: Any) -> Any:
 def other(**options: Any) -> ClassShardedLoss:
     given = {"num_classes": CLASSES, "embedding_size": DIM, **options}
     return ClassShardedLoss(pml.ArcFaceLoss(**given).double())
-
-
-BAD: dict[str, tuple[Callable[[int], Any], tuple[str, ...]]] = {
-    "a label beyond the classes on one rank": (
-        lambda r: ask(rows(), LABELS + r),
-        ("labels", "0 to 6", "1 to 7", "rank 1"),
-    ),
-    "a negative label on one rank": (lambda r: ask(rows(), LABELS - r), ("-1 to 5",)),
-    "labels of a float dtype": (lambda r: ask(rows(), LABELS.double() if r else LABELS), ("integer dtype",)),
-    "too few labels": (lambda r: ask(rows(), LABELS[r:]), ("shape (3,)",)),
-    "no labels": (lambda r: ask(rows(), None if r else LABELS), ("labels",)),
-    "another width on one rank": (lambda r: ask(rows(DIM + r), LABELS), ("(n, 6)", "(3, 7)")),
-    "another dtype on one rank": (
-        lambda r: ClassShardedLoss(make(ARC).float())(rows(dtype=torch.float64 if r else torch.float32), LABELS),
-        ("float32", "float64"),
-    ),
-    "embeddings of integers": (lambda r: ask(torch.ones(3, DIM, dtype=torch.long), LABELS), ("floating",)),
-    "other classes on one rank": (lambda r: other(num_classes=CLASSES + r), ("classes=7", "classes=8")),
-    "another margin on one rank": (lambda r: other(margin=20 + r)(rows(), LABELS), ("margin",)),
-    "a tuple on one rank": (lambda r: ask(rows(), LABELS, (LABELS * 0,) * 3 if r else None), ("miner",)),
-    "a tuple of other rows": (lambda r: ask(rows(), LABELS, (LABELS + 3 * r,) * 3), ("indices_tuple", "0 to 2")),
-    "no rows on any rank": (lambda r: ask(rows(count=0), LABELS[:0]), ("at least one",)),
-    "fewer classes than ranks": (
-        lambda r: ClassShardedLoss(pml.ArcFaceLoss(num_classes=1, embedding_size=DIM)),
-        ("at least one for each of 2 ranks", "1"),
-    ),
-    "fewer classes than ranks, built": (
-        lambda r: ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=1, embedding_size=DIM),
-        ("at least one for each of 2 ranks",),
-    ),
-    "a shard of another rank's size": (lambda r: load({"W": torch.ones(DIM, 2)}), ("(6, 7) of all classes", "(6, 2)")),
-    "another coefficient": (lambda r: weigh(1.0 + r), ("coefficient",)),
-    "the same rows on all ranks": (lambda r: overwrite(), ("ddp_losses",)),
-}
 
 
 def load(state: dict[str, Tensor]) -> None:
@@ -88,18 +56,6 @@ def overwrite() -> None:
     dist.broadcast(weight := loss.weight.detach().t().contiguous(), 0)
     loss.weight.data.copy_(weight.t())
     loss(rows(), LABELS)
-
-
-def run_bad(name: str) -> Any:
-    return BAD[name][0](dist.get_rank())
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
-    errors = pool.errors(2, run_bad, name)
-    assert errors[0].message == errors[1].message
-    assert all("lightning_ddp_losses.DDPLossError" in error.bases for error in errors)
-    assert [word for word in BAD[name][1] if word not in errors[0].message] == []
 
 
 def factored_step() -> None:
@@ -142,22 +98,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "orthogonal classes": (built(weight_init_func=torch.nn.init.orthogonal_), "orthogonal_"),
     "an option that the loss has not": (built(margins=1), "margins"),
     "a loss that cannot be built": (built(pml.SupConLoss), "SupConLoss"),
-    "sampling with a regulariser": (
-        regularized(regularizers.LpRegularizer(), sample_rate=0.5),
-        "weight_regularizer",
-    ),
+    "sampling with a regulariser": (regularized(regularizers.LpRegularizer(), sample_rate=0.5), "weight_regularizer"),
     "a reducer that reduces later": (sharded(options={"reducer": reducers.DoNothingReducer()}), "DoNothingReducer"),
     "sampling with an optimizer that looks at all rows": (factored_step, "Adafactor"),
     "sampling with any optimizer": (lambda: ask(rows(), LABELS, sample_rate=0.5), "attach"),
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_by_name(name: str) -> None:
-    run, words = REFUSED[name]
-    with pytest.raises(ConfigurationError) as raised:
-        run()
-    assert words in str(raised.value)
+test_what_cannot_work_is_refused_by_name = refusals_of_one_process(REFUSED, ConfigurationError)
 
 
 # ---------------------------------------------------------------------- sampling
@@ -173,18 +119,16 @@ def sampled(name: str, unbiased: bool, schedule: str, optimizer: str, set_to_non
     Of the schedule, ``c`` calls the loss and accumulates, ``s`` calls it and steps, ``k`` calls it and skips the step, ``i`` steps without
     a call.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
+    world = dist.get_world_size()
+    torch.manual_seed(dist.get_rank())
     case = Case(name.split(",", maxsplit=1)[0], SCALES.get(name, {}))
     loss = ClassShardedLoss(make(case), sample_rate=0.4, unbiased=unbiased, chunk_size=2)
     stepper = make_optimizer(optimizer, [loss.weight])
     loss.attach(stepper)
-    own, drawn, values = [12 // world] * world, [], []
+    rows, drawn, values = global_rows([12 // world] * world), [], []
     for number, event in enumerate(schedule):
         if event != "i":
-            features = net()(global_rows(own, rank)["features"]).detach() * (1 + number)
-            labels = global_rows(own, rank)["labels"] // 3
-            value = loss(features, labels)
+            value = loss(net()(rows["features"]).detach() * (1 + number), rows["labels"] // 3)
             drawn.append(loss.sampler.sampled + loss.shard.start)
             values.append(value.detach())
             value.backward()
@@ -397,11 +341,16 @@ def in_parts(name: str, sizes: list[int], part_size: int = 2) -> dict[str, Tenso
     if rank >= part_size:  # the parts start from different weights; the first one's counts
         torch.nn.init.normal_(next(plain.parameters()))
     loss = ClassShardedLoss(plain, group=part)
-    encoder, batch = net(), global_rows(sizes, rank)
+    encoder, batch = net(), global_rows(sizes)
     embeddings = encoder(batch["features"])
     value = loss(embeddings, batch["labels"], case.mine and case.mine(embeddings, batch["labels"]))
-    value.backward()
-    return {"value": value.detach(), "weight": loss.weight.grad, **named(encoder)}
+    return graded(value, net=encoder, weight=loss.weight)
+
+
+def as_one_process(results: list[dict[str, Tensor]], part: list[dict[str, Tensor]], name: str) -> dict[str, Tensor]:
+    """What ranks in parts have; the weight of one part."""
+    found = [{key: tensor for key, tensor in result.items() if key != "weight"} for result in results]
+    return {**joined(found), "weight": whole([result["weight"] for result in part], name)}
 
 
 @pytest.mark.parametrize("name", IN_PARTS)
@@ -409,57 +358,33 @@ def in_parts(name: str, sizes: list[int], part_size: int = 2) -> dict[str, Tenso
 def test_shards_with_replicas(pool: RankPool, name: str, sizes: list[int]) -> None:
     results, case = pool.run(4, in_parts, name, sizes), IN_PARTS[name]
     truth = judge(case, sizes)
-    ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
     for part in (results[:2], results[2:]):
-        assert_close({**ours, "weight": whole([r["weight"] for r in part], case.name)}, truth)
+        assert_close(as_one_process(results, part, case.name), truth)
 
 
 def test_parts_of_one_rank_in_one_world_after_another(pool: RankPool) -> None:
     """Ranks that were in a world before, with replicas of their own in it, meet others that were not."""
     for sizes in ([3, 4, 5], [3, 4, 2, 3]):
         results = pool.run(len(sizes), in_parts, "no regulariser", sizes, part_size=1, fresh=True)
-        truth = judge(ARC, sizes)
-        ours = {n: torch.stack([r[n] for r in results]).mean(0) for n in truth if n != "weight"}
         for result in results:
-            assert_close({**ours, "weight": result["weight"]}, truth)
+            assert_close(as_one_process(results, [result], ARC.name), judge(ARC, sizes))
 
 
-def in_parts_with(option: str) -> None:
+def in_parts_with(option: str, rank: int) -> None:
     part, _ = dist.new_subgroups(2)
-    if option == "sample_rate":
-        sharded(sample_rate=0.5, group=part)()
-    else:
-        sharded(options={option: regularizers.LpRegularizer()}, group=part)()
+    given = {"options": {option: regularizers.LpRegularizer()}} if option != "sample_rate" else {option: 0.5}
+    sharded(group=part, **given)()
 
 
-def test_no_rows_in_any_part_are_refused(pool: RankPool) -> None:
-    for error in pool.errors(4, in_parts, "no regulariser", [0, 0, 0, 0]):
-        assert error.type == "InputError"
-        assert "rows: expected at least one" in error.message
-
-
-@pytest.mark.parametrize("option", ["sample_rate", "embedding_regularizer"])
-def test_what_replicas_cannot_share_is_refused(pool: RankPool, option: str) -> None:
-    for error in pool.errors(4, in_parts_with, option):
-        assert error.type == "ConfigurationError"
-        assert f"{option}: expected" in error.message
-
-
-def copies() -> list[bool]:
-    loss, batch = ClassShardedLoss(make(ARC)), global_rows([6, 6], dist.get_rank())
+@each_rank(2)
+def test_copies_pickles_and_new_parameters_keep_the_shard() -> None:
+    loss, batch = ClassShardedLoss(make(ARC)), global_rows([6, 6])
     features = net()(batch["features"]).detach()
     value = loss(features, batch["labels"]).detach()
-    others = [copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
-    return [torch.equal(o(features, batch["labels"]).detach(), value) and o.shard == loss.shard for o in others]
-
-
-def test_copies_and_pickles(pool: RankPool) -> None:
-    assert pool.run(2, copies) == [[True, True]] * 2
-
-
-def moved_by_hand() -> list[bool]:
-    """Moves that make a new parameter, of the loss and of a module that holds it."""
-    loss = ClassShardedLoss(make(ARC))
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert torch.equal(other(features, batch["labels"]).detach(), value)
+        assert other.shard == loss.shard
+    # moves that make a new parameter, of the loss and of a module that holds it
     before, shard = loss.weight, loss.shard
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -467,11 +392,8 @@ def moved_by_hand() -> list[bool]:
         torch.nn.Sequential(loss).double()
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-    return [loss.weight is not before, shard_of(loss.weight) == shard, shard_of(copy.deepcopy(loss).weight) == shard]
-
-
-def test_a_move_that_makes_a_new_parameter_keeps_the_shard(pool: RankPool) -> None:
-    assert pool.run(2, moved_by_hand) == [[True] * 3] * 2
+    assert loss.weight is not before
+    assert shard_of(loss.weight) == shard_of(copy.deepcopy(loss).weight) == shard
 
 
 def loads(state: dict[str, Tensor]) -> Tensor:
@@ -523,9 +445,8 @@ def test_one_process_and_the_plain_loss_share_their_state() -> None:
     plain.load_state_dict(loss.state_dict())
 
 
-def resized(path: str | None) -> Any:
-    loss = torch.load(path, weights_only=False)
-    return loss(rows(), LABELS)
+def resized(path: str) -> Any:
+    return torch.load(path, weights_only=False)(rows(), LABELS)
 
 
 def save_shard(folder: str) -> str:
@@ -538,3 +459,48 @@ def test_a_shard_alone_is_refused(pool: RankPool, tmp_path: Any) -> None:
     path = pool.run(2, save_shard, str(tmp_path))[0]
     for error in pool.errors(1, resized, path):
         assert "divided over" in error.message
+
+
+BAD: dict[str, tuple[Any, ...]] = {
+    "a label beyond the classes on one rank": (
+        lambda r: ask(rows(), LABELS + r),
+        ("labels", "0 to 6", "1 to 7", "rank 1"),
+    ),
+    "a negative label on one rank": (lambda r: ask(rows(), LABELS - r), "-1 to 5"),
+    "labels of a float dtype": (lambda r: ask(rows(), LABELS.double() if r else LABELS), "integer dtype"),
+    "too few labels": (lambda r: ask(rows(), LABELS[r:]), "shape (3,)"),
+    "no labels": (lambda r: ask(rows(), None if r else LABELS), "labels"),
+    "another width on one rank": (lambda r: ask(rows(DIM + r), LABELS), ("(n, 6)", "(3, 7)")),
+    "another dtype on one rank": (
+        lambda r: ClassShardedLoss(make(ARC).float())(rows(dtype=torch.float64 if r else torch.float32), LABELS),
+        ("float32", "float64"),
+    ),
+    "embeddings of integers": (lambda r: ask(torch.ones(3, DIM, dtype=torch.long), LABELS), "floating"),
+    "other classes on one rank": (lambda r: other(num_classes=CLASSES + r), ("classes=7", "classes=8")),
+    "another margin on one rank": (lambda r: other(margin=20 + r)(rows(), LABELS), "margin"),
+    "a tuple on one rank": (lambda r: ask(rows(), LABELS, (LABELS * 0,) * 3 if r else None), "miner"),
+    "a tuple of other rows": (lambda r: ask(rows(), LABELS, (LABELS + 3 * r,) * 3), ("indices_tuple", "0 to 2")),
+    "no rows on any rank": (lambda r: ask(rows(count=0), LABELS[:0]), "at least one"),
+    "fewer classes than ranks": (
+        lambda r: ClassShardedLoss(pml.ArcFaceLoss(num_classes=1, embedding_size=DIM)),
+        ("at least one for each of 2 ranks", "1"),
+    ),
+    "fewer classes than ranks, built": (
+        lambda r: ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=1, embedding_size=DIM),
+        "at least one for each of 2 ranks",
+    ),
+    "a shard of another rank's size": (lambda r: load({"W": torch.ones(DIM, 2)}), ("(6, 7) of all classes", "(6, 2)")),
+    "another coefficient": (lambda r: weigh(1.0 + r), "coefficient"),
+    "the same rows on all ranks": (lambda r: overwrite(), "ddp_losses"),
+    "no rows in any part": (
+        lambda r: in_parts("no regulariser", [0] * 4),
+        "rows: expected at least one",
+        "InputError",
+        4,
+    ),
+    **{
+        f"{option} in parts": (partial(in_parts_with, option), f"{option}: expected", "ConfigurationError", 4)
+        for option in ("sample_rate", "embedding_regularizer")
+    },
+}
+test_bad_input_is_the_same_error_everywhere = refusals(__name__, "BAD")

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from lightning_ddp_losses import PeerError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, tile_compiler
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses import sharded_cases
-from tests.losses.test_tiled import CASES, TILE_BYTES, judged, on_ranks, truth_of
+from tests.losses.test_tiled import CASES, TILE_BYTES, on_ranks, problems_of
+from tests.refusals import assert_same_error
 from tests.slow_parameters import slow_parameters
 
 TOWERS: dict[str, Callable[..., nn.Module]] = {"CLIP": ClipLoss, "SigLIP": SigLipLoss}
@@ -34,12 +36,10 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def with_masks(
-    names: list[str], tile_bytes: int | None, options: dict[str, Any], sizes: list[int] | None = None
-) -> dict[str, Any]:
+def with_masks(names: list[str], tile_bytes: int | None, sizes: list[int] | None = None) -> dict[str, Any]:
     calls = mock.Mock(side_effect=as_it_is)
     with mock.patch.object(tile_compiler, "compiled", calls):
-        found = on_ranks(names, tile_bytes, {"compile_tiles": True, **options}, sizes)
+        found = on_ranks(names, tile_bytes, {"compile_tiles": True}, sizes)
     assert calls.call_count >= len(names)  # of each loss two functions or more, but for smooth triplets
     return found
 
@@ -48,60 +48,59 @@ def with_masks(
 def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     tile_bytes = TILE_BYTES if world_size != 2 else None  # several tiles, or one that is kept for backward
     names = WITH_MASKS if world_size > 1 else WITH_MASKS[::3]  # a tile does not know how many ranks there are
-    results = pool.run(world_size, with_masks, names, tile_bytes, {})
-    problems = [p for name in names if (p := judged(name, results, truth_of(name), statistics=False))]
-    assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
+    assert not problems_of(names, pool.run(world_size, with_masks, names, tile_bytes), statistics=False)
 
 
 @pytest.mark.parametrize("sizes", slow_parameters([[31, 0, 29], [1, 59]], [[1, 59]]), ids=str)
 def test_masks_of_a_rank_with_one_row_or_none(pool: RankPool, sizes: list[int]) -> None:
     names = WITH_MASKS[::3]
-    results = pool.run(len(sizes), with_masks, names, TILE_BYTES, {}, sizes)
-    problems = [p for name in names if (p := judged(name, results, truth_of(name), statistics=False))]
-    assert not problems, f"{len(problems)} of {len(names)}\n" + "\n".join(problems)
+    assert not problems_of(names, pool.run(len(sizes), with_masks, names, TILE_BYTES, sizes), statistics=False)
 
 
-def with_a_compiler_that_fails(failing_rank: int) -> dict[str, Any]:
+MAKE: dict[str, Callable[..., nn.Module]] = {
+    "tiles": lambda **options: GlobalBatchLoss(pml.SupConLoss(), mode="rows", **options),
+    "classes": lambda **options: ClassShardedLoss(pml.ArcFaceLoss(8, 4), **options),
+}
+
+
+def with_a_compiler_that_fails(name: str, failing_rank: int) -> dict[str, Any]:
     """The value of two calls and what was said, where a rank cannot compile."""
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         if dist.get_rank() == failing_rank:
             raise RuntimeError("no compiler here")
-        return mock.Mock(side_effect=AssertionError) if calls else mock.Mock(side_effect=function)
+        return mock.Mock(side_effect=AssertionError) if values else mock.Mock(side_effect=function)
 
-    calls: list[int] = []
-    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", compile_tiles=True)
-    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    values = []
+    torch.manual_seed(0)
+    loss, eager, values = MAKE[name](compile_tiles=True), MAKE[name](), list[float]()
+    eager.load_state_dict(loss.state_dict())
+    rows, labels = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 0, 1, 1, 2, 2])
     with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_compiler, "compiled", compiled):
         warnings.simplefilter("always")
         for _ in range(2):
-            values.append(float(loss(rows, labels)))
-            calls.append(1)
-    eager = GlobalBatchLoss(pml.SupConLoss(), mode="rows")
-    return {"values": values, "eager": float(eager(rows, labels)), "said": [str(one.message) for one in said]}
+            values.append(loss(rows, labels).item())
+    return {"values": values, "eager": eager(rows, labels).item(), "said": [str(one.message) for one in said]}
 
 
-def test_where_one_rank_cannot_compile_none_does(pool: RankPool) -> None:
-    first, second = pool.run(2, with_a_compiler_that_fails, 1)
-    assert first["values"] == second["values"] == pytest.approx([first["eager"]] * 2, rel=1e-12)
+@pytest.mark.parametrize("name", MAKE)
+def test_where_one_rank_cannot_compile_none_does(pool: RankPool, name: str) -> None:
+    first, second = pool.run(2, with_a_compiler_that_fails, name, 1)
+    assert first["values"] == second["values"] == pytest.approx([first["eager"]] * 2, rel=1e-6)
     (said,) = first["said"]  # rank 0 says it, once
     assert "compile_tiles: torch.compile failed on rank 1 (RuntimeError: no compiler here)" in said
     assert "All ranks compute tiles eagerly" in said
     assert not second["said"]
 
 
-def one_rank_compiles() -> None:
-    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows", compile_tiles=dist.get_rank() == 0)
+def one_rank_compiles(name: str) -> None:
+    loss = MAKE[name](compile_tiles=dist.get_rank() == 0)
     with mock.patch.object(tile_compiler, "compiled", as_it_is):
-        loss(torch.randn(4, 3), torch.tensor([0, 0, 1, 1]))
+        loss(torch.randn(4, 4), torch.tensor([0, 0, 1, 1]))
 
 
-def test_an_option_of_one_rank_is_an_error_on_all(pool: RankPool) -> None:
-    first, second = pool.errors(2, one_rank_compiles)
-    assert first.message == second.message
-    assert "compile_tiles" in first.message
+@pytest.mark.parametrize("name", MAKE)
+def test_an_option_of_one_rank_is_an_error_on_all(pool: RankPool, name: str) -> None:
+    assert_same_error(pool.errors(2, one_rank_compiles, name), "compile_tiles")
 
 
 def successor(value: int) -> int:
@@ -182,7 +181,9 @@ def test_what_is_compiled_stays_in_its_process() -> None:
         assert not other._eager
 
 
-def towers_with_masks(name: str) -> list[Tensor]:
+@pytest.mark.parametrize("name", TOWERS)
+@each_rank(2)
+def test_towers_with_masks(name: str) -> None:
     """What one rank gets of functions that find own pairs by a mask, less what it gets of those that take a view of them."""
     rank, found = dist.get_rank(), []
     rows = torch.randn(2, 12, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -194,13 +195,7 @@ def towers_with_masks(name: str) -> list[Tensor]:
             value = loss(*leaves, extra, queue)
             value.backward()
         found.append([value.detach(), *(leaf.grad for leaf in leaves), loss.logit_scale.grad])
-    return [ours - expected for ours, expected in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_towers_with_masks(pool: RankPool, name: str) -> None:
-    for differences in pool.run(2, towers_with_masks, name):
-        assert all(float(difference.abs().max()) < 1e-12 for difference in differences)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
 
 
 def as_if_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +224,9 @@ def test_classes_with_masks_are_one_process(pool: RankPool, world_size: int) -> 
     assert not problems, "\n".join(problems)
 
 
-def sampled_classes_with_masks(products: Any) -> list[Tensor]:
+@pytest.mark.parametrize("products", ["float32", "bf16"])
+@each_rank(2)
+def test_sampled_classes_with_masks(products: str) -> None:
     """Sampled classes, and products of bf16: what one rank gets, less what it gets uncompiled."""
     found, count = [], 12
     rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -249,42 +246,5 @@ def sampled_classes_with_masks(products: Any) -> list[Tensor]:
         with mock.patch.object(tile_compiler, "compiled", as_if_compiled):
             value = loss(leaf, labels)
             value.backward()
-        assert leaf.grad is not None
-        assert loss.weight.grad is not None
         found.append([value.detach(), leaf.grad, loss.weight.grad.to_dense()])
-    return [ours - expected for ours, expected in zip(*found, strict=True)]
-
-
-@pytest.mark.parametrize("products", ["float32", "bf16"])
-def test_sampled_classes_with_masks(pool: RankPool, products: str) -> None:
-    for differences in pool.run(2, sampled_classes_with_masks, products):
-        assert all(float(difference.abs().max()) < 1e-6 for difference in differences)
-
-
-def classes_without_a_compiler() -> tuple[float, list[str]]:
-    loss = ClassShardedLoss(pml.ArcFaceLoss(8, 4), compile_tiles=True)
-    broken = mock.Mock(side_effect=RuntimeError("no compiler here") if dist.get_rank() else as_it_is)
-    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    with warnings.catch_warnings(record=True) as said, mock.patch.object(tile_compiler, "compiled", broken):
-        warnings.simplefilter("always")
-        value = loss(rows, torch.arange(6))
-    return value.item(), [str(one.message) for one in said]
-
-
-def test_where_one_rank_cannot_compile_no_classes_are(pool: RankPool) -> None:
-    (value, (said,)), (other_value, nothing) = pool.run(2, classes_without_a_compiler)
-    assert value == other_value
-    assert not nothing
-    assert "compile_tiles: torch.compile failed on rank 1 (RuntimeError: no compiler here)" in said
-
-
-def one_rank_compiles_classes() -> None:
-    loss = ClassShardedLoss(pml.ArcFaceLoss(8, 3), compile_tiles=dist.get_rank() == 0)
-    with mock.patch.object(tile_compiler, "compiled", as_it_is):
-        loss(torch.randn(4, 3), torch.tensor([0, 0, 1, 1]))
-
-
-def test_classes_compiled_by_one_rank_are_an_error_on_all(pool: RankPool) -> None:
-    first, second = pool.errors(2, one_rank_compiles_classes)
-    assert first.message == second.message
-    assert "compile_tiles" in first.message
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)

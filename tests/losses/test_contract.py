@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,6 +24,7 @@ from lightning_ddp_losses.losses.tiled.pair_losses import Contrastive, PairLoss
 from lightning_ddp_losses.strategies.loss_discovery import FoundLoss
 from lightning_ddp_losses.strategies.loss_forward import LossForwardPatch
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses.cases import PML, classes
 from tests.losses.harness import (
     CLASSES,
@@ -35,49 +36,42 @@ from tests.losses.harness import (
     compare,
     fresh,
     global_rows,
-    gradients,
-    mean_over_ranks,
+    line_of_rows,
     on_ranks,
+    own_rows,
 )
 from tests.losses.variants import Tempered
+from tests.oracle import graded, joined
+from tests.refusals import assert_same_error
 
-
-def rows() -> Tensor:
-    return torch.linspace(-1, 1, 4 * DIM, dtype=torch.float64).view(4, DIM).sin().requires_grad_()
+rows = line_of_rows
+PARTS = [5, 7]
 
 
 def a_frozen_rank(name: str, mode: str) -> dict[str, Tensor]:
-    rank, batch = dist.get_rank(), global_rows()
     net, loss = fresh(Case(getattr(pml, name)))
-    part = slice(0, 5) if rank == 0 else slice(5, 12)
-    embeddings = net(batch["features"][part])
-    value = GlobalBatchLoss(loss, mode=mode)(  # type: ignore[arg-type]
-        embeddings.detach() if rank else embeddings, batch["labels"][part]
-    )
-    value.backward()
-    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+    batch = own_rows(PARTS)
+    embeddings = net(batch["features"])
+    judge = GlobalBatchLoss(loss, mode=mode)  # type: ignore[arg-type]
+    value = judge(embeddings.detach() if dist.get_rank() else embeddings, batch["labels"])
+    return graded(value, net=net, loss=loss)
 
 
-def no_rows_and_no_graph(plain: nn.Module) -> tuple[Tensor, Tensor | None]:
-    rank, batch = dist.get_rank(), global_rows()
-    embeddings = torch.zeros(0, CLASSES) if rank == 0 else batch["features"][:, :CLASSES].float().requires_grad_()
-    labels = batch["labels"][:0] if rank == 0 else batch["labels"]
-    value = GlobalBatchLoss(plain)(embeddings, labels)
-    value.backward()
-    return value.detach(), embeddings.grad
+def no_rows_and_no_graph(plain: nn.Module) -> dict[str, Tensor]:
+    batch, rank = own_rows([0, 12]), dist.get_rank()
+    embeddings = batch["features"][:, :CLASSES].float().requires_grad_(rank == 1)
+    return graded(GlobalBatchLoss(plain)(embeddings, batch["labels"]), embeddings=embeddings)
 
 
 @pytest.mark.parametrize("plain", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()], ids=lambda loss: type(loss).__name__)
 def test_a_rank_without_rows_or_graph_takes_part(pool: RankPool, plain: nn.Module) -> None:
-    (value, grad), (other_value, other_grad) = pool.run(2, no_rows_and_no_graph, plain)
+    first, second = pool.run(2, no_rows_and_no_graph, plain)
     batch = global_rows()
     x = batch["features"][:, :CLASSES].float().requires_grad_()
-    expected = plain(x, batch["labels"])
-    expected.backward()
-    assert grad is None
-    assert value == other_value
-    torch.testing.assert_close(value, expected.detach())
-    torch.testing.assert_close(other_grad / 2, x.grad)
+    truth = graded(plain(x, batch["labels"]), embeddings=x)
+    assert first.keys() == {"value"}
+    assert first["value"] == second["value"]
+    torch.testing.assert_close(second | {"embeddings": second["embeddings"] / 2}, truth)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("SupConLoss", "rows"), ("SupConLoss", "replicated"), ("NCALoss", "auto")])
@@ -85,9 +79,7 @@ def test_a_rank_whose_rows_need_no_gradient_takes_part(pool: RankPool, name: str
     batch = global_rows()
     net, loss = fresh(Case(getattr(pml, name)))
     embeddings = net(batch["features"])
-    value = loss(torch.cat([embeddings[:5], embeddings[5:].detach()]), batch["labels"])
-    value.backward()
-    truth = {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
+    truth = graded(loss(torch.cat([embeddings[:5], embeddings[5:].detach()]), batch["labels"]), net=net, loss=loss)
     first, second = pool.run(2, a_frozen_rank, name, mode)
     assert set(second) == {"value"}
     compare({n: t if n == "value" else t / 2 for n, t in first.items()}, truth)
@@ -112,50 +104,37 @@ def test_ranks_that_number_their_own_rows_are_warned_once(pool: RankPool) -> Non
     assert pool.run(2, hand_made_labels, "distinct") == [[], []]
 
 
-def coefficients(backward: str, steps: int) -> list[Tensor]:
-    """Each rank weighs the loss by a number of its own."""
-    rank, batch = dist.get_rank(), global_rows()
+def coefficients(backward: str | None) -> dict[str, Tensor]:
+    """Gradients of the second of two steps: each rank weighs the loss by a number of its own; None: by their mean, in one process."""
     net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
-    wrapped = GlobalBatchLoss(loss, backward=backward)  # type: ignore[arg-type]
-    part = slice(0, 5) if rank == 0 else slice(5, 12)
-    for _ in range(steps):
-        for parameter in [*net.parameters(), *loss.parameters()]:
-            parameter.grad = None
-        (wrapped(net(batch["features"][part]), batch["labels"][part]) * (1 + 2 * rank)).backward()
-    return [p.grad for p in [*net.parameters(), *loss.parameters()] if p.grad is not None]
+    batch, factor = (global_rows(), 2) if backward is None else (own_rows(PARTS), 1 + 2 * dist.get_rank())
+    judge = loss if backward is None else GlobalBatchLoss(loss, backward=backward)  # type: ignore[arg-type]
+    for _ in range(2):
+        net.zero_grad(), loss.zero_grad()
+        found = graded(judge(net(batch["features"]), batch["labels"]) * factor, net=net, loss=loss)
+    return {**found, "value": torch.ones(())}
 
 
 def test_coefficients_that_differ_are_exact_with_summed_gradients(pool: RankPool) -> None:
-    """Their mean is the coefficient of one process."""
-    batch = global_rows()
-    net, loss = fresh(Case(partial(pml.MarginLoss, learn_beta=True, num_classes=CLASSES)))
-    (loss(net(batch["features"]), batch["labels"]) * 2).backward()
-    truth = [p.grad for p in [*net.parameters(), *loss.parameters()] if p.grad is not None]
-    first, second = pool.run(2, coefficients, "sum", 2)
-    ours = {str(i): (a + b) / 2 for i, (a, b) in enumerate(zip(first, second, strict=True))}
-    compare(ours | {"value": torch.ones(())}, {str(i): t for i, t in enumerate(truth)} | {"value": torch.ones(())})
+    compare(joined(pool.run(2, coefficients, "sum")), coefficients(None))
 
 
 def test_coefficients_that_differ_are_an_error_that_names_the_ranks(pool: RankPool) -> None:
-    errors = pool.errors(2, coefficients, "own_slice", 2)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert len({error.message for error in errors}) == 1
-    for word in ("coefficient", "rank 0", "rank 1", "1.0", "3.0", "backward='sum'"):
-        assert word in errors[0].message
+    words = ("coefficient", "rank 0", "rank 1", "1.0", "3.0", "backward='sum'")
+    assert_same_error(pool.errors(2, coefficients, "own_slice"), *words, kind="RankMismatchError")
 
 
-def in_low_precision(name: str, dtype: torch.dtype) -> tuple[Tensor, list[torch.dtype], Tensor]:
+def in_low_precision(name: str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Embeddings as an encoder under autocast hands them over, while autocast is on."""
-    rank, batch = dist.get_rank(), global_rows()
+    batch = own_rows(PARTS)
     torch.manual_seed(3)
     loss = PML[name].make()
-    part = slice(0, 5) if rank == 0 else slice(5, 12)
-    embeddings = torch.nn.functional.pad(batch["features"], (0, 1)).to(dtype)[part].requires_grad_()
+    embeddings = nn.functional.pad(batch["features"], (0, 1)).to(dtype).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        value = GlobalBatchLoss(loss)(embeddings, batch["labels"][part])
-    value.backward()
-    assert embeddings.grad is not None
-    return value.detach(), [p.dtype for p in loss.parameters()], embeddings.grad.double()
+        value = GlobalBatchLoss(loss)(embeddings, batch["labels"])
+    assert {value.dtype, *(p.dtype for p in loss.parameters())} == {torch.float32}
+    found = graded(value, rows=embeddings)
+    return {**found, "rows": found["rows"].double()}
 
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "MultiSimilarityLoss", "ProxyAnchorLoss"])
@@ -164,25 +143,18 @@ def test_numerics_never_go_below_float32(pool: RankPool, dtype: torch.dtype, nam
     """Only the embeddings are low: value and gradient are those of float32 on the very same numbers."""
     batch = global_rows()
     torch.manual_seed(3)
-    loss = PML[name].make()
-    leaf = torch.nn.functional.pad(batch["features"], (0, 1)).to(dtype).float().requires_grad_()
-    truth = loss(leaf, batch["labels"])
-    truth.backward()
-    (first, kinds, a), (second, _, b) = pool.run(2, in_low_precision, name, dtype)
-    assert first.dtype == torch.float32
-    assert torch.equal(first, second)
-    assert set(kinds) <= {torch.float32}
-    torch.testing.assert_close(first, truth.detach())
-    gathered = torch.cat([a, b]) / 2  # the mean over ranks
-    torch.testing.assert_close(gathered, leaf.grad.double(), rtol=2e-2, atol=1e-4)  # type: ignore[union-attr]
+    leaf = nn.functional.pad(batch["features"], (0, 1)).to(dtype).float().requires_grad_()
+    truth = graded(PML[name].make()(leaf, batch["labels"]), rows=leaf)
+    found = joined(pool.run(2, in_low_precision, name, dtype), "rows")
+    torch.testing.assert_close(found["value"], truth["value"])
+    torch.testing.assert_close(found["rows"], truth["rows"].double(), rtol=2e-2, atol=1e-4)
 
 
 def draws(steps: int) -> list[float]:
     net, loss = fresh(Case(partial(Tempered, 0.5)))
-    wrapped, batch = GlobalBatchLoss(loss), global_rows()
-    part = slice(0, 5) if dist.get_rank() == 0 else slice(5, 12)
+    wrapped = GlobalBatchLoss(loss)
     torch.manual_seed(dist.get_rank())
-    embeddings = net(batch["features"][part])
+    embeddings = net(own_rows(PARTS)["features"])
     return [wrapped(embeddings, embeddings, net.logit_scale).item() for _ in range(steps)]
 
 
@@ -192,7 +164,8 @@ def test_each_call_draws_anew_and_all_ranks_draw_alike(pool: RankPool) -> None:
     assert len(set(first)) == 3
 
 
-def one_strided_row() -> None:
+@each_rank(2)
+def test_one_row_with_a_stride_travels_like_any() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     matrix = torch.arange(6.0).view(1, 6) + 10 * rank
     expected = torch.tensor([2.0 + 10 * r for r in range(world)])
@@ -200,12 +173,7 @@ def one_strided_row() -> None:
     column = matrix[:, 2].clone().requires_grad_()
     wide = torch.stack([column] * 6, 1)[:, 2]  # one row, stride 6
     GlobalBatchLoss(nn.MSELoss(), mode="replicated")(wide, matrix[:, 1]).backward()
-    assert column.grad is not None
     torch.testing.assert_close(column.grad / world, torch.tensor([2.0 / world]))
-
-
-def test_one_row_with_a_stride_travels_like_any(pool: RankPool) -> None:
-    pool.run(2, one_strided_row)
 
 
 class OwnRows(pml.ContrastiveLoss):
@@ -228,8 +196,8 @@ def registered() -> dict[str, dict[str, Tensor]]:
 def test_a_declared_class_runs_in_the_declared_mode(pool: RankPool) -> None:
     assert GlobalBatchLoss(OwnRows()).exact_modes() == ("replicated",)
     results = pool.run(2, registered)
-    compare(mean_over_ranks([r["rows"] for r in results]), alone(PML["ContrastiveLoss"], []))
-    compare(mean_over_ranks([r["elements"] for r in results]), alone(PML["ArcFaceLoss"], []))
+    compare(joined([r["rows"] for r in results]), alone(PML["ContrastiveLoss"], []))
+    compare(joined([r["elements"] for r in results]), alone(PML["ArcFaceLoss"], []))
 
 
 class OwnTiles(pml.ContrastiveLoss):
@@ -250,7 +218,7 @@ def registered_tiles() -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_declared_class_brings_its_own_tiles(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, registered_tiles)
-    compare(mean_over_ranks(results), alone(PML["ContrastiveLoss"], []))
+    compare(joined(results), alone(PML["ContrastiveLoss"], []))
 
 
 def test_tiles_that_are_none_are_refused() -> None:
@@ -273,14 +241,16 @@ def test_what_the_table_names_is_there(cls: type[nn.Module]) -> None:
     assert issubclass(head_class_of(loss) or Head, Head)
 
 
-@pytest.mark.parametrize("name", ["NPairsLoss", "LiftedStructureLoss", "FastAPLoss", "SmoothAPLoss", "RankedListLoss"])
+NO_SPLIT = {name: PML[name].make for name in ("NPairsLoss", "LiftedStructureLoss", "FastAPLoss", "SmoothAPLoss")}
+NO_SPLIT["RankedListLoss"] = PML["RankedListLoss"].make
+NO_SPLIT["a reducer that does not split"] = lambda: pml.MultiSimilarityLoss(
+    reducer=reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES))
+)
+
+
+@pytest.mark.parametrize("name", NO_SPLIT)
 def test_the_check_finds_losses_that_no_split_gives(name: str) -> None:
-    assert check_separable(PML[name].make(), embedding_size=DIM, num_classes=CLASSES) == ("replicated",)
-
-
-def test_the_check_sees_a_reducer_that_does_not_split() -> None:
-    loss = pml.MultiSimilarityLoss(reducer=reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)))
-    assert check_separable(loss, embedding_size=DIM, num_classes=CLASSES) == ("replicated",)
+    assert check_separable(NO_SPLIT[name](), embedding_size=DIM, num_classes=CLASSES) == ("replicated",)
 
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "SupConLoss", "NCALoss", "MultipleLosses"])
@@ -288,32 +258,23 @@ def test_without_a_process_group_it_is_the_loss_itself(name: str) -> None:
     net, loss = fresh(PML[name])
     args, kwargs = by_labels(net, global_rows())
     assert not dist.is_initialized()
-    value = GlobalBatchLoss(loss)(*args, **kwargs)
-    value.backward()
-    found = {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
-    compare(found, alone(PML[name], []))
+    compare(graded(GlobalBatchLoss(loss)(*args, **kwargs), net=net, loss=loss), alone(PML[name], []))
 
 
-def evaluated() -> list[Any]:
-    rank, batch = dist.get_rank(), global_rows()
-    part = slice(0, 5) if rank == 0 else slice(5, 12)
-    found = []
-    for name in ("ArcFaceLoss", "SupConLoss", "NCALoss"):
-        net, loss = fresh(PML[name])
-        with torch.no_grad():
-            value = GlobalBatchLoss(loss)(net(batch["features"][part]), batch["labels"][part])
-        found.append((name, value.item(), value.requires_grad))
-    return found
+def evaluated(name: str) -> tuple[float, bool]:
+    (net, loss), batch = fresh(PML[name]), own_rows(PARTS)
+    with torch.no_grad():
+        value = GlobalBatchLoss(loss)(net(batch["features"]), batch["labels"])
+    return value.item(), value.requires_grad
 
 
-def test_without_gradient_it_gives_the_value(pool: RankPool) -> None:
-    for found in pool.run(2, evaluated):
-        for name, value, needs in found:
-            assert value == pytest.approx(float(alone(PML[name], [])["value"]), rel=1e-9)
-            assert not needs
+@pytest.mark.parametrize("name", ["ArcFaceLoss", "SupConLoss", "NCALoss"])
+def test_without_gradient_it_gives_the_value(pool: RankPool, name: str) -> None:
+    truth = float(alone(PML[name], [])["value"])
+    assert pool.run(2, evaluated, name) == [(pytest.approx(truth, rel=1e-9), False)] * 2
 
 
-def labels_on_an_accelerator(divided: bool, bad_at: int) -> list[float]:
+def labels_on_an_accelerator(divided: bool, bad_at: int, read: bool = False) -> list[float]:
     """Values of three calls as they are made where the batch is not on the CPU; one has a label out of range on rank 1."""
     torch.manual_seed(0)
     plain, found = pml.ArcFaceLoss(num_classes=4, embedding_size=3), []
@@ -322,42 +283,26 @@ def labels_on_an_accelerator(divided: bool, bad_at: int) -> list[float]:
         for step in range(3):
             labels = torch.tensor([0, 3]) + (step == bad_at) * dist.get_rank()
             found.append(float(loss(torch.randn(2, 3), labels).detach()))
+    if read:
+        with pytest.raises(InputError, match="labels of call 3") if dist.get_rank() else contextlib.nullcontext():
+            read_late(loss)
     return found
+
+
+def read_late(loss: nn.Module) -> None:
+    for reading in inputs.readings_in(nn.ModuleDict({"loss": loss})):
+        reading.raise_late()
 
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_labels_out_of_range_on_an_accelerator(pool: RankPool, divided: bool) -> None:
     """An error on every rank: at the first call at once, later at the next call, which names the one with the labels."""
-    first, second = pool.errors(2, labels_on_an_accelerator, divided, 0)
-    assert first.message == second.message
-    assert "0 to 3 (num_classes=4), got 1 to 4" in first.message
-    first, second = pool.errors(2, labels_on_an_accelerator, divided, 1)
-    assert first.message == second.message
-    assert "labels of call 2" in first.message
-    assert "0 to 3 (num_classes=4), got 1 to 4" in first.message
-    for values in pool.run(2, labels_on_an_accelerator, divided, 2):
+    words = "0 to 3 (num_classes=4), got 1 to 4"
+    assert_same_error(pool.errors(2, labels_on_an_accelerator, divided, 0), words)
+    assert_same_error(pool.errors(2, labels_on_an_accelerator, divided, 1), words, "labels of call 2")
+    # those of the last call are read at the end
+    for values in pool.run(2, labels_on_an_accelerator, divided, 2, read=True):
         assert all(value > 0 for value in values)
-
-
-def labels_of_the_last_call(divided: bool) -> str:
-    plain = pml.ArcFaceLoss(num_classes=4, embedding_size=3)
-    loss = ClassShardedLoss(plain) if divided else GlobalBatchLoss(plain)
-    with mock.patch.object(inputs, "on_host", return_value=False):
-        for step in range(3):
-            loss(torch.randn(2, 3), torch.tensor([0, 3]) + (step == 2) * dist.get_rank())
-    try:
-        for reading in inputs.readings_in(nn.ModuleDict({"loss": loss})):
-            reading.raise_late()
-    except InputError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("divided", [False, True])
-def test_labels_of_the_last_call_are_read_at_the_end(pool: RankPool, divided: bool) -> None:
-    first, second = pool.run(2, labels_of_the_last_call, divided)
-    assert not first
-    assert "labels of call 3" in second
 
 
 def test_nan_on_an_accelerator_is_an_error_one_call_later() -> None:
@@ -427,14 +372,11 @@ class Constant(nn.Module):
         return self.value
 
 
-def returns_a_parameter() -> tuple[bool, float, bool]:
+@each_rank(2)
+def test_a_loss_that_returns_its_parameter_gathers_no_hooks() -> None:
     loss = GlobalBatchLoss(Constant())
     for _ in range(3):
         value = loss(torch.ones(2, 2))
         value.backward()
     hooks = loss.loss.value._backward_hooks
-    return value is loss.loss.value, float(loss.loss.value.grad), bool(hooks)
-
-
-def test_a_loss_that_returns_its_parameter_gathers_no_hooks(pool: RankPool) -> None:
-    assert pool.run(2, returns_a_parameter) == [(False, 3.0, False)] * 2
+    assert (value is loss.loss.value, float(loss.loss.value.grad), bool(hooks)) == (False, 3.0, False)

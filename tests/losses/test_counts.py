@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +13,15 @@ from pytorch_metric_learning import miners
 from torch import nn
 
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives, nothing_rides
-from tests.losses.cases import PML, two_views
-from tests.losses.harness import DIM, Arguments, Case, Net, Rows, by_labels, fresh, own_rows
+from tests.losses.cases import PML, both_views, two_views
+from tests.losses.harness import CLASSES, DIM, Arguments, Case, Net, Rows, by_labels, fresh, own_rows
 from tests.losses.torch_cases import TORCH
+from tests.oracle import CLASS_LOSSES
 
 ELEMENTS, REPLICATED, ROWS, SYMMETRIC = (1, 0), (2, 0), (3, 1), (3, 0)  # forward, backward
-Make = Callable[[], nn.Module]
 
 
 def mined(net: Net, rows: Rows) -> Arguments:
@@ -33,6 +31,10 @@ def mined(net: Net, rows: Rows) -> Arguments:
 
 def with_mask(net: Net, rows: Rows) -> Arguments:
     return by_labels(net, rows)[0], {"enqueue_mask": rows["bits"][:, 0].bool()}
+
+
+def sharded(name: str) -> nn.Module:
+    return ClassShardedLoss(getattr(pml, name)(num_classes=CLASSES, embedding_size=DIM))
 
 
 def rows_count(case: Case) -> tuple[int, int]:
@@ -60,23 +62,26 @@ COUNTS: dict[str, tuple[Case, str, tuple[int, int]]] = {
         "auto",
         REPLICATED,
     ),
+    # no `GlobalBatchLoss`, so no mode
+    **{f"{name}, divided": (Case(partial(sharded, name)), "", ROWS) for name in CLASS_LOSSES},
+    "CLIP": (Case(ClipLoss, both_views), "", ROWS),
+    "SigLIP": (Case(SigLipLoss, both_views), "", ROWS),
 }
 
 
-def count(name: str, rides: bool) -> list[list[str]]:
-    """The second step's collectives: forward, backward, logging."""
+def count(name: str, rides: bool) -> list[int]:
+    """Collectives of the second step, forward and backward."""
     case, mode, _ = COUNTS[name]
-    rows = own_rows([6, 6], dist.get_rank())
     with contextlib.nullcontext() if rides else nothing_rides():
         for _ in range(2):
             net, loss = fresh(case)  # anew: PML's DynamicSoftMarginLoss cannot take a second step
-            wrapped = GlobalBatchLoss(loss, mode=mode, **case.options)  # type: ignore[arg-type]
-            args, kwargs = case.give(net, rows)
+            wrapped = GlobalBatchLoss(loss, mode=mode, **case.options) if mode else loss  # type: ignore[arg-type]
+            args, kwargs = case.give(net, own_rows([6, 6]))
             with CountCollectives() as counter:
                 value = wrapped(*args, **kwargs)
-                forward = counter.take()
+                forward = len(counter.take())
                 value.backward()
-                backward = counter.take()
+                backward = len(counter.take())
     return [forward, backward]
 
 
@@ -90,8 +95,7 @@ def test_a_step_costs_what_the_table_says(pool: RankPool, name: str, rides: bool
         forward -= forward > 1
     else:  # many need an exchange of their own, in backward behind the handshake that says whose gradient it is
         backward *= 2
-    for found in pool.run(2, count, name, rides):
-        assert [len(names) for names in found] == [forward, backward], found
+    assert pool.run(2, count, name, rides) == [[forward, backward]] * 2
 
 
 def count_wide(mode: str, bytes_over: int) -> list[int]:
@@ -118,7 +122,7 @@ def test_bytes_decide_whether_rows_travel_in_the_frame(pool: RankPool, mode: str
 def count_miner(rides: bool) -> int:
     net, _ = fresh(PML["SupConLoss"])
     miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
-    args, _ = by_labels(net, own_rows([6, 6], dist.get_rank()))
+    args, _ = by_labels(net, own_rows([6, 6]))
     with contextlib.nullcontext() if rides else nothing_rides():
         miner(*args)
         with CountCollectives() as counter:
@@ -131,18 +135,16 @@ def test_a_miner_costs_a_frame_and_for_many_rows_a_gather(pool: RankPool) -> Non
     assert pool.run(2, count_miner, True) == [1, 1]
 
 
-def count_alone() -> Any:
-    return count_of_one(), torch.distributed.is_initialized()
-
-
-def count_of_one() -> int:
-    net, loss = fresh(PML["SupConLoss"])
-    args, _ = by_labels(net, own_rows([12], 0))
-    with CountCollectives() as counter:
-        GlobalBatchLoss(loss)(*args).backward()
-    return len(counter.take())
+def count_alone() -> tuple[list[int], bool]:
+    found = []
+    for make in (lambda: GlobalBatchLoss(pml.SupConLoss()), partial(sharded, "ArcFaceLoss")):
+        net, loss = fresh(Case(make))
+        with CountCollectives() as counter:
+            loss(*by_labels(net, own_rows([12], 0))[0]).backward()
+        found.append(len(counter.take()))
+    return found, dist.is_initialized()
 
 
 @pytest.mark.parametrize("distributed", [True, False])
 def test_a_world_of_one_pays_nothing(pool: RankPool, distributed: bool) -> None:
-    assert pool.run(1, count_alone, distributed=distributed) == [(0, distributed)]
+    assert pool.run(1, count_alone, distributed=distributed) == [([0, 0], distributed)]

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses import InputError, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.oracle import assert_close
+from tests.each_rank import each_rank
+from tests.oracle import assert_close, graded, own
+from tests.refusals import refusals
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
 
@@ -35,26 +37,20 @@ def sums(model: Any, rows: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def on_ranks(how: str) -> dict[str, Any]:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    first = sum(ROWS[world_size][:rank])
-    rows = batch()[first : first + ROWS[world_size][rank]]
     model = DistributedDataParallel(net())
-    total, counts = sums(model, rows)
+    total, counts = sums(model, batch()[own(ROWS[dist.get_world_size()])])
     if how == "together":
         means = global_mean(total, torch.tensor(counts), name="pair")
     else:
         means = torch.stack([global_mean(t, n) for t, n in zip(total.unbind(), counts, strict=True)])
-    (means[0] + 0.5 * means[1]).backward()
-    grads = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
-    return {"values": means.detach(), **grads}
+    return graded(means[0] + 0.5 * means[1], net=model.module) | {"values": means.detach()}
 
 
 def alone() -> dict[str, Any]:
     model = net()
     total, counts = sums(model, batch())
     means = total / torch.tensor(counts)
-    (means[0] + 0.5 * means[1]).backward()
-    return {"values": means.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return graded(means[0] + 0.5 * means[1], net=model) | {"values": means.detach()}
 
 
 @pytest.mark.parametrize("how", ["together", "one by one"])
@@ -65,42 +61,29 @@ def test_one_process(pool: RankPool, world_size: int, how: str) -> None:
         assert_close(found, oracle)
 
 
-def under_autocast() -> tuple[torch.dtype, float]:
+@each_rank(2)
+def test_autocast_and_halves() -> None:
     model = DistributedDataParallel(net().float())
     with torch.autocast("cpu", torch.bfloat16):
         out = model(batch().float())
         value = global_mean(out.sum(), out.numel())
     value.backward()
-    return value.dtype, value.item()
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(float(net()(batch()).mean().detach()), abs=0.02)
 
 
-def test_autocast_and_halves(pool: RankPool) -> None:
-    with torch.no_grad():
-        true = float(net()(batch()).mean())
-    for dtype, value in pool.run(2, under_autocast):
-        assert dtype == torch.float32
-        assert value == pytest.approx(true, abs=0.02)
-
-
-def without_items() -> list[float]:
+@each_rank(2)
+def test_nothing_anywhere() -> None:
     weight = torch.ones(3, requires_grad=True)
     value = global_mean((weight[:0] * 2).sum(), 0, empty=4.0)
     value.backward()
-    assert weight.grad is not None
-    return [value.item(), *weight.grad.tolist()]
+    assert [value.item(), *weight.grad.tolist()] == [4.0, 0, 0, 0]
 
 
-def test_nothing_anywhere(pool: RankPool) -> None:
-    assert pool.run(2, without_items) == [[4.0, 0, 0, 0]] * 2
-
-
-def large_counts() -> float:
+@each_rank(2)
+def test_counts_beyond_int32_are_exact() -> None:
     total = torch.tensor(3.0 * 2**33, dtype=torch.float64)
-    return float(global_mean(total, 2**33 + 1 - 2 * dist.get_rank()))
-
-
-def test_counts_beyond_int32_are_exact(pool: RankPool) -> None:
-    assert pool.run(2, large_counts) == [3.0, 3.0]
+    assert float(global_mean(total, 2**33 + 1 - 2 * dist.get_rank())) == 3.0
 
 
 def test_one_count_of_several_means_may_be_a_number_or_a_tensor_without_dimensions() -> None:
@@ -108,76 +91,27 @@ def test_one_count_of_several_means_may_be_a_number_or_a_tensor_without_dimensio
     assert global_mean(totals, count).tolist() == global_mean(totals, 3).tolist() == [1.0, 2.0]
 
 
-def counted() -> int:
+@each_rank(2)
+def test_one_collective() -> None:
     weight = torch.ones(3, requires_grad=True)
     global_mean(weight.sum(), 3).backward()
     with CountCollectives() as collectives:
         global_mean(torch.stack([weight.sum(), weight.prod()]), 3).sum().backward()
-    return len(collectives.names)
+    assert len(collectives.names) == 1
 
 
-def test_one_collective(pool: RankPool) -> None:
-    assert pool.run(2, counted) == [1, 1]
-
-
-def in_part_of_the_world() -> float:
+@each_rank(3)
+def test_a_group() -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     rank = dist.get_rank()
-    return float(global_mean(torch.tensor(float(rank)), 1, group=groups[rank // 2]))
-
-
-def test_a_group(pool: RankPool) -> None:
-    assert pool.run(3, in_part_of_the_world) == [0.5, 0.5, 2.0]
+    assert float(global_mean(torch.tensor(float(rank)), 1, group=groups[rank // 2])) == [0.5, 0.5, 2.0][rank]
 
 
 # ---------------------------------------------------------------------- bad input on one rank
 
 
-def call(case: str) -> None:
-    odd = dist.get_rank() == 1
-    total: Any = torch.ones(2, requires_grad=True) * 2
-    count: Any = 3
-    name = "boxes"
-    if odd and case == "negative":
-        count = -1
-    if odd and case == "not a number":
-        count = torch.tensor([1.0, float("nan")])
-    if odd and case == "a count with a graph":
-        count = torch.ones(2, requires_grad=True)
-    if odd and case == "another number of counts":
-        count = torch.ones(3)
-    if odd and case == "another number of means":
-        total = torch.ones(3, requires_grad=True) * 2
-    if odd and case == "whole numbers":
-        total = torch.ones(2, dtype=torch.int64)
-    if odd and case == "a matrix":
-        total = torch.ones(2, 2)
-    if odd and case == "another name":
-        name = "tokens"
-    if odd and case == "no graph":
-        total = total.detach()
-    global_mean(total, count, name=name)
-
-
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("negative", "finite, 0 or more, got [-1, -1]"),
-        ("not a number", "finite, 0 or more, got [1.0, nan]"),
-        ("a count with a graph", "expected no gradient"),
-        ("another number of counts", "as many as means, 2, got (3,)"),
-        ("another number of means", "(3,) torch.float32"),
-        ("whole numbers", "a floating tensor"),
-        ("a matrix", "a floating tensor, 0-dim or (k,)"),
-        ("another name", "global_mean `tokens`"),
-        ("no graph", "went through the model"),
-    ],
-)
-def test_errors_on_every_rank(pool: RankPool, case: str, text: str) -> None:
-    for error in pool.errors(2, call, case):
-        assert error.is_a("DDPLossError"), error
-        assert text in error.message, error.message
-        assert not error.timed_out
+def ask(total: Any = None, count: Any = 3, name: str = "boxes") -> Tensor:
+    return global_mean(torch.ones(2, requires_grad=True) * 2 if total is None else total, count, name=name)
 
 
 def in_a_mesh() -> str:
@@ -197,13 +131,28 @@ def test_an_error_inside_a_mesh_goes_to_its_ranks(pool: RankPool) -> None:
     assert not outside
 
 
-def weighed_by_rank() -> None:
+def weighed(factor: float) -> None:
     for _ in range(2):
         weight = torch.ones(3, requires_grad=True)
-        (global_mean(weight.sum(), 3) * (1 + dist.get_rank())).backward()
+        (global_mean(weight.sum(), 3) * factor).backward()
 
 
-def test_a_factor_that_differs_by_rank(pool: RankPool) -> None:
-    for error in pool.errors(2, weighed_by_rank):
-        assert error.is_a("RankMismatchError")
-        assert "coefficient" in error.message
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "negative": (lambda r: ask(count=-1 if r else 3), "finite, 0 or more, got [-1, -1]"),
+    "not a number": (
+        lambda r: ask(count=torch.tensor([1.0, float("nan")]) if r else 3),
+        "finite, 0 or more, got [1.0, nan]",
+    ),
+    "a count with a graph": (
+        lambda r: ask(count=torch.ones(2, requires_grad=True) if r else 3),
+        "expected no gradient",
+    ),
+    "another number of counts": (lambda r: ask(count=torch.ones(3) if r else 3), "as many as means, 2, got (3,)"),
+    "another number of means": (lambda r: ask(torch.ones(2 + r, requires_grad=True) * 2), "(3,) torch.float32"),
+    "whole numbers": (lambda r: ask(torch.ones(2, dtype=torch.int64) if r else None), "a floating tensor"),
+    "a matrix": (lambda r: ask(torch.ones(2, 2) if r else None), "a floating tensor, 0-dim or (k,)"),
+    "another name": (lambda r: ask(name="tokens" if r else "boxes"), "global_mean `tokens`"),
+    "no graph": (lambda r: ask(torch.ones(2) * 2 if r else None), "went through the model"),
+    "a factor that differs by rank": (lambda r: weighed(1 + r), "coefficient", "RankMismatchError"),
+}
+test_errors_on_every_rank = refusals(__name__, "REFUSED")

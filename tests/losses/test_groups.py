@@ -17,20 +17,9 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses.cases import PML
-from tests.losses.harness import (
-    CLASSES,
-    DIM,
-    SEED,
-    Case,
-    alone,
-    compare,
-    fresh,
-    gradients,
-    mean_over_ranks,
-    on_ranks,
-    own_rows,
-)
+from tests.losses.harness import CLASSES, DIM, Case, check, on_ranks
 from tests.losses.torch_cases import TORCH
 
 WORLD = 4
@@ -64,7 +53,7 @@ def in_the_world(name: str) -> Results:
 
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks_are_one_process(pool: RankPool, name: str) -> None:
-    assert_one_process(CASES[name], pool.run(WORLD, in_the_world, name), FOUR)
+    check(CASES[name], pool.run(WORLD, in_the_world, name), FOUR)
 
 
 def own_group() -> dist.ProcessGroup:
@@ -77,39 +66,21 @@ def in_two_groups(names: Sequence[str]) -> dict[str, Results]:
     group, found = own_group(), {}
     for name in names:
         case = CASES[name]
-        modes = GlobalBatchLoss(case.make()).exact_modes()
-        if dist.get_rank() in MEMBERS[1]:
-            modes = modes[::-1]
-        found[name] = {
-            f"{split}, {mode}": in_group(case, sizes, mode, group) for split, sizes in TWO.items() for mode in modes
-        }
+        modes = GlobalBatchLoss(case.make()).exact_modes()[:: -1 if dist.get_rank() in MEMBERS[1] else 1]
+        ways = [(split, sizes, mode) for split, sizes in TWO.items() for mode in modes]
+        found[name] = {f"{split}, {mode}": on_ranks(case, sizes, mode, group=group) for split, sizes, mode in ways}
     return found
-
-
-def in_group(case: Case, sizes: list[int], mode: str, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    net, loss = fresh(case)
-    wrapped = GlobalBatchLoss(loss, **{**case.options, "mode": mode, "group": group})
-    torch.manual_seed(SEED)
-    args, kwargs = case.give(net, own_rows(sizes, process_groups.rank(group)))
-    value = wrapped(*args, **kwargs)
-    value.backward()
-    return {"value": value.detach(), **{n: g for n, g in gradients(net, loss).items() if g is not None}}
 
 
 def test_each_group_is_one_process(pool: RankPool) -> None:
     results = pool.run(WORLD, in_two_groups, list(CASES))
     for members in MEMBERS:
         for name, case in CASES.items():
-            assert_one_process(case, [results[rank][name] for rank in members], TWO)
+            check(case, [results[rank][name] for rank in members], TWO)
 
 
-def assert_one_process(case: Case, results: Sequence[Results], splits: dict[str, list[int]]) -> None:
-    truths = {split: alone(case, sizes) for split, sizes in splits.items()}
-    for key in results[0]:
-        compare(mean_over_ranks([result[key] for result in results]), truths[key.split(", ")[0]], key)
-
-
-def copied() -> list[float]:
+@each_rank(WORLD)
+def test_a_copy_is_over_the_same_group() -> None:
     """What deep copies give, beside the originals: over the same group, with weights of their own."""
     group = own_group()
     torch.manual_seed(3 + process_groups.rank(group))
@@ -124,12 +95,8 @@ def copied() -> list[float]:
         with torch.no_grad():
             next(iter(twin.parameters())).zero_()
         assert any(p.any() for p in made.parameters())
-    return [*found, len(tuples(rows, labels)[3]), len(copy.deepcopy(tuples)(rows, labels)[3])]
-
-
-def test_a_copy_is_over_the_same_group(pool: RankPool) -> None:
-    for found in pool.run(WORLD, copied):
-        assert found[::2] == found[1::2]
+    found = [*found, len(tuples(rows, labels)[3]), len(copy.deepcopy(tuples)(rows, labels)[3])]
+    assert found[::2] == found[1::2]
 
 
 def disagree_in_one_group() -> str:

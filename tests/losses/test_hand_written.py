@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.losses.cases import classes
 from tests.losses.harness import CLASSES, DIM, TASK
-from tests.oracle import Encoder, Task, assert_close, batches
+from tests.oracle import Encoder, Task, assert_close, batches, own
 
 STEPS = batches(Task(rows=12, features=TASK.features, dim=DIM, classes=CLASSES, steps=3))
 SIZES = {1: [12], 2: [4, 8], 3: [1, 4, 7]}
@@ -47,57 +49,42 @@ class Model(nn.Module):
         self.loss = GlobalBatchLoss(inner) if wrap else inner
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:
-        value: Tensor = self.loss(self.encoder(features), labels)
-        return value
+        return self.loss(self.encoder(features), labels)
 
 
-def part(rank: int, world: int) -> slice:
-    sizes = SIZES[world]
-    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-
-
-def trained_alone(loss: str) -> tuple[list[float], dict[str, Tensor]]:
-    model, values = Model(loss, wrap=False), []
-    optimizer = sgd(model.parameters())
+def trained(
+    model: Model, call: Callable[[Tensor, Tensor], Tensor], part: slice = slice(None)
+) -> tuple[list[float], Any]:
+    """The value of each step, and the state at the end."""
+    optimizer, values = sgd(model.parameters()), []
     for features, labels in STEPS:
-        value = model(features, labels)
+        value = call(features[part], labels[part])
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
         values.append(value.item())
-    return values, {n.replace("loss.", "loss.loss.", 1): t for n, t in model.state_dict().items()}
+    return values, model.state_dict()
+
+
+def trained_alone(loss: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = Model(loss, wrap=False)
+    values, state = trained(model, model)
+    return values, {n.replace("loss.", "loss.loss.", 1): t for n, t in state.items()}
 
 
 def inside(loss: str) -> tuple[list[float], dict[str, Tensor]]:
     """DDP around encoder and loss."""
-    own = part(dist.get_rank(), dist.get_world_size())
-    model, values = Model(loss, wrap=True), []
-    ddp = DistributedDataParallel(model)
-    optimizer = sgd(ddp.parameters())
-    for features, labels in STEPS:
-        value = ddp(features[own], labels[own])
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        values.append(value.item())
-    return values, model.state_dict()
+    model = Model(loss, wrap=True)
+    return trained(model, DistributedDataParallel(model), own(SIZES[dist.get_world_size()]))
 
 
 def beside(loss: str) -> tuple[list[float], dict[str, Tensor]]:
     """DDP around the encoder; the loss in a DDP of its own where it has parameters."""
-    own = part(dist.get_rank(), dist.get_world_size())
-    model, values = Model(loss, wrap=True), []
+    model = Model(loss, wrap=True)
     encoder = DistributedDataParallel(model.encoder)
     learns = any(p.requires_grad for p in model.loss.parameters())
     judge = DistributedDataParallel(model.loss) if learns else model.loss
-    optimizer = sgd(model.parameters())
-    for features, labels in STEPS:
-        value = judge(encoder(features[own]), labels[own])
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-        values.append(value.item())
-    return values, model.state_dict()
+    return trained(model, lambda rows, labels: judge(encoder(rows), labels), own(SIZES[dist.get_world_size()]))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -111,9 +98,11 @@ def test_a_loop_without_lightning_is_one_process(pool: RankPool, world_size: int
 
 
 class Module(LightningModule):
-    def __init__(self, loss: str) -> None:
+    """Its loss is wrapped, or the strategy makes it global."""
+
+    def __init__(self, loss: str, wrap: bool = True) -> None:
         super().__init__()
-        model = Model(loss, wrap=True)
+        model = Model(loss, wrap=wrap)
         self.encoder, self.loss = model.encoder, model.loss
         self.values: list[float] = []
 
@@ -127,13 +116,16 @@ class Module(LightningModule):
         return sgd(self.parameters())
 
 
-def fit(loss: str, strategy: str, **options: Any) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    own = part(dist.get_rank(), dist.get_world_size())
-    data = [(features[own], labels[own]) for features, labels in STEPS]
-    module = Module(loss)
+def fit(
+    loss: str, strategy: str | dict[str, Any], wrap: bool = True
+) -> tuple[list[float], dict[str, Tensor], list[str]]:
+    part = own(SIZES[dist.get_world_size()])
+    data = [(features[part], labels[part]) for features, labels in STEPS]
+    module = Module(loss, wrap)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(strategy, **options).fit(module, DataLoader(data, batch_size=None))
+        trainer = make_trainer(strategy if isinstance(strategy, str) else DDPLossStrategy(**strategy))
+        trainer.fit(module, DataLoader(data, batch_size=None))
     return module.values, dict(module.state_dict()), [str(w.message) for w in caught if "rows of" in str(w.message)]
 
 
@@ -148,74 +140,58 @@ def test_uneven_rows_under_lightning_are_one_process(pool: RankPool, world_size:
         assert not warned, "uneven rows are right in a global loss"
 
 
-class Unchanged(Module):
-    """A module that knows nothing of ranks; the strategy makes its loss global."""
-
-    def __init__(self, loss: str) -> None:
-        super().__init__(loss)
-        self.loss = Model(loss, wrap=False).loss
-
-
-def fit_unchanged(loss: str) -> tuple[list[float], dict[str, Tensor]]:
-    from lightning_ddp_losses import DDPLossStrategy
-
-    own = part(dist.get_rank(), dist.get_world_size())
-    data = [(features[own], labels[own]) for features, labels in STEPS]
-    module = Unchanged(loss)
-    make_trainer(DDPLossStrategy(global_batch="auto")).fit(module, DataLoader(data, batch_size=None))
-    return module.values, dict(module.state_dict())
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_strategy_makes_the_losses_of_an_unchanged_module_global(pool: RankPool, loss: str) -> None:
     expected, state = trained_alone(loss)
-    for values, ours in pool.run(2, fit_unchanged, loss):
+    for values, ours, _ in pool.run(2, fit, loss, {"global_batch": "auto"}, wrap=False):
         assert values == pytest.approx(expected, rel=1e-9)
         assert_close(ours, {name.replace("loss.loss.", "loss.", 1): tensor for name, tensor in state.items()})
 
 
-def miner_and_classes(world_size: int, rank: int, wrap: bool) -> list[float]:
-    """ArcFace weighted by mined tuples, the miner global too."""
+def miner_and_classes(wrap: bool) -> list[float]:
+    """ArcFace weighted by mined tuples; on ranks the miner is global too."""
     torch.manual_seed(2)
     encoder, loss, miner = Encoder(TASK).double(), LOSSES["elements"]().double(), miners.BatchHardMiner()
-    own = part(rank, world_size) if wrap else slice(None)
+    part = own(SIZES[dist.get_world_size()]) if wrap else slice(None)
     judge, find = (GlobalBatchLoss(loss), GlobalBatchMiner(miner)) if wrap else (loss, miner)
     parameters = [*encoder.parameters(), *loss.parameters()]
     optimizer, values = sgd(parameters), []
     for features, labels in STEPS:
-        embeddings = encoder(features[own])
-        value = judge(embeddings, labels[own], find(embeddings, labels[own]))
+        embeddings = encoder(features[part])
+        value = judge(embeddings, labels[part], find(embeddings, labels[part]))
         optimizer.zero_grad()
         value.backward()
         for parameter in parameters if wrap else []:
             dist.all_reduce(parameter.grad)
-            parameter.grad /= world_size
+            parameter.grad /= dist.get_world_size()
         optimizer.step()
         values.append(value.item())
     return values
 
 
-def mined_on_ranks() -> list[float]:
-    return miner_and_classes(dist.get_world_size(), dist.get_rank(), True)
-
-
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_mined_weights_train_as_in_one_process(pool: RankPool, world_size: int) -> None:
-    expected = miner_and_classes(1, 0, False)
-    for values in pool.run(world_size, mined_on_ranks):
-        assert values == pytest.approx(expected, rel=1e-9)
+    assert (
+        pool.run(world_size, miner_and_classes, True)
+        == [pytest.approx(miner_and_classes(False), rel=1e-9)] * world_size
+    )
 
 
-def checkpointed(name: str) -> list[Tensor]:
+CHECKPOINTED: dict[str, Callable[[], nn.Module]] = {
+    "L1": lambda: GlobalBatchLoss(torch.nn.L1Loss()),
+    "NTXent": lambda: GlobalBatchLoss(pml.NTXentLoss()),
+    "in tiles": lambda: GlobalBatchLoss(pml.ContrastiveLoss(), mode="rows"),
+    "in row chunks": lambda: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@each_rank(3)
+def test_a_checkpointed_loss_with_a_rank_without_rows(name: str) -> None:
     """A loss inside an activation checkpoint, plainly and so; the last rank has no rows, and no graph."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rows = 0 if rank == world - 1 else 3
-    loss = {
-        "L1": lambda: GlobalBatchLoss(torch.nn.L1Loss()),
-        "NTXent": lambda: GlobalBatchLoss(pml.NTXentLoss()),
-        "in tiles": lambda: GlobalBatchLoss(pml.ContrastiveLoss(), mode="rows"),
-        "in row chunks": lambda: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
-    }[name]()
+    loss = CHECKPOINTED[name]()
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
     target = torch.zeros_like(values) if name == "L1" else torch.arange(rows) % 2
@@ -228,11 +204,6 @@ def checkpointed(name: str) -> list[Tensor]:
         value = run(x, target)
         value.backward()
         found += [value.detach(), torch.zeros_like(x) if x.grad is None else x.grad]
-    return found
-
-
-@pytest.mark.parametrize("name", ["L1", "NTXent", "in tiles", "in row chunks"])
-def test_a_checkpointed_loss_with_a_rank_without_rows(pool: RankPool, name: str) -> None:
-    for value, grad, value_again, grad_again in pool.run(3, checkpointed, name):
-        assert torch.equal(value, value_again)
-        assert torch.equal(grad, grad_again)
+    value, grad, value_again, grad_again = found
+    assert torch.equal(value, value_again)
+    assert torch.equal(grad, grad_again)

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.oracle import assert_close, graded, joined, own
 from tests.ssl.test_ssl import naive_barlow, naive_vicreg
 
 ROWS, FEATURES = 40, 6
@@ -102,24 +102,22 @@ def views() -> list[Tensor]:
     return [*torch.randn(2, ROWS, FEATURES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)]
 
 
-def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> dict[str, Tensor]:
+def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> list[dict[str, Tensor]]:
     """Values of two calls, and the gradients of their rows."""
-    found = {}
+    found = []
     for step in range(2):
         inner = loss.loss if isinstance(loss, GlobalBatchLoss) else loss
         inner.temperature = 0.5 - 0.2 * step  # read in every call
         leaves = [view[rows].clone().requires_grad_() for view in views()]
         value = loss(leaves, leaves) if takes_lists else loss(*leaves)
-        value.backward()
-        found |= {f"value {step}": value.detach(), f"first {step}": leaves[0].grad, f"second {step}": leaves[1].grad}
+        found.append(graded(value, first=leaves[0], second=leaves[1]))
     return found
 
 
-def on_ranks(name: str, sizes: list[int]) -> dict[str, Tensor]:
+def on_ranks(name: str, sizes: list[int]) -> list[dict[str, Tensor]]:
     make, _, takes_lists = CASES[name]
-    start = sum(sizes[: dist.get_rank()])
     with paths_of_lightly():
-        return two_steps(GlobalBatchLoss(make()), takes_lists, slice(start, start + sizes[dist.get_rank()]))
+        return two_steps(GlobalBatchLoss(make()), takes_lists, own(sizes))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -129,11 +127,8 @@ def test_one_process(pool: RankPool, name: str) -> None:
         assert GlobalBatchLoss(make()).exact_modes()[0] == mode
     truth = two_steps(make(), takes_lists, slice(None))
     for sizes in ([20, 20], [29, 11]):
-        found = pool.run(2, on_ranks, name, sizes)
-        # after DDP's mean
-        whole = {key: torch.cat([rank[key] for rank in found]) / 2 for key in truth if "value" not in key}
-        whole |= {key: found[0][key] for key in truth if "value" in key}
-        assert_close(whole, truth, rtol=1e-10)
+        for found, expected in zip(zip(*pool.run(2, on_ranks, name, sizes), strict=True), truth, strict=True):
+            assert_close(joined(found, "first", "second"), expected, rtol=1e-10)
 
 
 def test_what_gathers_by_itself_is_refused() -> None:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses.harness import CLASSES, DIM, ROWS, SPLITS, TASK
-from tests.oracle import Encoder, assert_close, batches, cuts
+from tests.oracle import Encoder, assert_close, batches, cuts, own
+from tests.refusals import refusals
 
 STEPS = batches(type(TASK)(rows=ROWS, features=TASK.features, dim=DIM, classes=CLASSES, steps=5))
 INNER: dict[str, Callable[[], nn.Module]] = {
@@ -69,26 +71,19 @@ class Run:
             part.load_state_dict(copy.deepcopy(state[name]))
 
 
-def own(sizes: list[int]) -> slice:
-    rank = dist.get_rank()
-    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-
-
 def mask(labels: Tensor, features: Tensor) -> Tensor:
     """Which rows go to the queue; the others are compared with it. (On step 0 none would be there to compare with.)"""
     return features[:, 0] > 0.2
 
 
-def steps_alone(
-    inner: str, size: int, *, masked: bool = False, miner: nn.Module | None = None, nested: bool = False
+def steps_of(
+    inner: str, size: int, sizes: list[int] | None = None, *, masked: bool = False, rest: int = 0, **options: Any
 ) -> list[Any]:
-    run = Run(inner, size, distributed=False, miner=miner, nested=nested)
-    return [run.step(x, y, **({"enqueue_mask": mask(y, x)} if masked else {})) for x, y in STEPS]
-
-
-def steps_on_ranks(inner: str, size: int, sizes: list[int], masked: bool, miner: nn.Module | None) -> list[Any]:
-    run, part = Run(inner, size, distributed=True, miner=miner), own(sizes)
-    return [run.step(x[part], y[part], **({"enqueue_mask": mask(y, x)[part]} if masked else {})) for x, y in STEPS]
+    """All steps (of which the last ones are returned), on this rank's rows; None: in one process."""
+    run, part = Run(inner, size, distributed=sizes is not None, **options), slice(None) if sizes is None else own(sizes)
+    return [run.step(x[part], y[part], **({"enqueue_mask": mask(y, x)[part]} if masked else {})) for x, y in STEPS][
+        rest:
+    ]
 
 
 def compare(results: list[list[dict[str, Tensor]]], expected: list[dict[str, Tensor]]) -> None:
@@ -103,9 +98,8 @@ def compare(results: list[list[dict[str, Tensor]]], expected: list[dict[str, Ten
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_queue_is_that_of_one_process(pool: RankPool, world_size: int, size: int, split: str) -> None:
     """Sizes from the global batch up; most wrap in the middle of a batch."""
-    sizes = SPLITS[world_size][split]
     inner = list(INNER)[size % 3]
-    compare(pool.run(world_size, steps_on_ranks, inner, size, sizes, False, None), steps_alone(inner, size))
+    compare(pool.run(world_size, steps_of, inner, size, SPLITS[world_size][split]), steps_of(inner, size))
 
 
 @pytest.mark.parametrize("size", [8, 12, 17])
@@ -115,14 +109,13 @@ def test_a_mask_says_which_rows_are_remembered(pool: RankPool, world_size: int, 
     marked = max(int(mask(y, x).sum()) for x, y in STEPS)
     assert 0 < marked <= 8
     sizes = SPLITS[world_size]["uneven" if world_size > 1 else "even"]
-    expected = steps_alone("contrastive", size, masked=True)
-    compare(pool.run(world_size, steps_on_ranks, "contrastive", size, sizes, True, None), expected)
+    results = pool.run(world_size, steps_of, "contrastive", size, sizes, masked=True)
+    compare(results, steps_of("contrastive", size, masked=True))
 
 
 def test_the_memory_mines_the_global_batch(pool: RankPool) -> None:
-    expected = steps_alone("contrastive", 17, miner=miners.PairMarginMiner())
-    results = pool.run(2, steps_on_ranks, "contrastive", 17, [4, 8], False, miners.PairMarginMiner())
-    compare(results, expected)
+    miner = miners.PairMarginMiner()
+    compare(pool.run(2, steps_of, "contrastive", 17, [4, 8], miner=miner), steps_of("contrastive", 17, miner=miner))
 
 
 def first_part(steps: int, size: int, nested: bool) -> tuple[State, list[str]]:
@@ -147,7 +140,7 @@ def test_a_resume_at_another_world_size_goes_on_exactly(
     size = 17  # full after two steps
     state, keys = pool.run(before, first_part, steps, size, nested)[0]
     assert any("position" in key for key in keys)
-    expected = steps_alone("learnt margin", size, nested=nested)[steps:]
+    expected = steps_of("learnt margin", size, nested=nested, rest=steps)
     compare(pool.run(after, second_part, state, steps, size, nested), expected)
 
 
@@ -163,7 +156,8 @@ def test_a_copy_keeps_a_position_of_its_own() -> None:
     assert twin.state_dict()["queue_position.position"].tolist() == [7, 1]
 
 
-def masks_by_place_and_name() -> list[float]:
+@each_rank(2)
+def test_the_mask_is_taken_where_pml_takes_it() -> None:
     """The fourth argument of PML's memory is the mask; the sixth of its distributed wrapper."""
     features, labels = STEPS[0]
     torch.manual_seed(5)
@@ -177,34 +171,24 @@ def masks_by_place_and_name() -> list[float]:
     alone = pml.CrossBatchMemory(pml.ContrastiveLoss(), DIM, memory_size=30).double()
     wrapped = [GlobalBatchLoss(copy.deepcopy(alone)) for _ in calls]
     found = [loss(*args, **kwargs).item() for loss, (args, kwargs) in zip(wrapped, calls, strict=True)]
-    return [alone(rows, labels, None, marked).item(), *found]
+    expected = alone(rows, labels, None, marked).item()
+    assert expected > 0
+    assert found == pytest.approx([expected] * 3, rel=1e-9)
 
 
-def test_the_mask_is_taken_where_pml_takes_it(pool: RankPool) -> None:
-    for expected, *found in pool.run(2, masks_by_place_and_name):
-        assert expected > 0
-        assert found == pytest.approx([expected] * 3, rel=1e-9)
-
-
-def no_rows() -> None:
+def no_rows(rank: int) -> None:
     loss = GlobalBatchLoss(pml.CrossBatchMemory(pml.NTXentLoss(), DIM, memory_size=8))
     loss(torch.ones(0, DIM), torch.ones(0, dtype=torch.long))
 
 
-def test_a_memory_without_rows_on_all_ranks_says_so(pool: RankPool) -> None:
-    for error in pool.errors(2, no_rows):
-        assert error.type == "InputError"
-        assert "CrossBatchMemory): embeddings: expected rows on some rank" in error.message
+def too_small(rank: int) -> None:
+    steps_of("contrastive", 8, SPLITS[dist.get_world_size()]["uneven"])
 
 
-def too_small() -> None:
-    steps_on_ranks("contrastive", 8, SPLITS[dist.get_world_size()]["uneven"], False, None)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_memory_that_the_global_batch_does_not_fit_is_an_error_on_all_ranks(pool: RankPool, world_size: int) -> None:
-    errors = pool.errors(world_size, too_small)
-    assert {error.type for error in errors} == {"InputError"}
-    assert len({error.message for error in errors}) == 1
-    for word in ("memory_size", "12", "8", "CrossBatchMemory"):
-        assert word in errors[0].message
+TOO_SMALL = ("memory_size", "12", "8", "CrossBatchMemory")
+REFUSED = {
+    "no rows on all ranks": (no_rows, "CrossBatchMemory): embeddings: expected rows on some rank", "InputError"),
+    "smaller than the batch of two ranks": (too_small, TOO_SMALL, "InputError"),
+    "smaller than the batch of three ranks": (too_small, TOO_SMALL, "InputError", 3),
+}
+test_what_a_memory_cannot_hold_is_an_error_on_all_ranks = refusals(__name__, "REFUSED")

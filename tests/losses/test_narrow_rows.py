@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, GlobalBatchMiner, SigLipLoss
 from lightning_ddp_losses.distributed import collectives, gathered_batch
 from lightning_ddp_losses.distributed.raw_collectives import Ring
-from lightning_ddp_losses.testing import RankPool
 from tests.counting import nothing_rides
+from tests.each_rank import each_rank
 from tests.test_microbatch import Allocated
 
 WIDTH, CLASSES = 64, 6
@@ -38,8 +38,7 @@ class Mined(nn.Module):
         self.loss = GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows")
 
     def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
-        value: Tensor = self.loss(rows, labels, self.miner(rows, labels))
-        return value
+        return self.loss(rows, labels, self.miner(rows, labels))
 
 
 MAKE: dict[str, Callable[[], nn.Module]] = {
@@ -122,34 +121,32 @@ def three_ways(name: str, narrow: torch.dtype, rides: bool) -> list[Any]:
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_same_bits_of_half_the_bytes(pool: RankPool, world_size: int, name: str) -> None:
-    for (wide, wide_bytes), (narrow, narrow_bytes), (mixed, _) in pool.run(
-        world_size, three_ways, name, torch.bfloat16, False
-    ):
-        for expected, got, of_both in zip(wide, narrow, mixed, strict=True):
-            assert torch.equal(expected, got)
-            assert torch.equal(expected, of_both)
-        # labels, products and what fills up to an aligned place are few beside 64 numbers a row
-        assert wide_bytes >= (7 if "ring" in name else 12) * WIDTH * 4
-        # gradients, of float32, follow SigLIP's texts round the ring
-        assert narrow_bytes < (0.9 if name == "SigLIP, ring" else 0.56) * wide_bytes
+@each_rank()
+def test_the_same_bits_of_half_the_bytes(name: str) -> None:
+    (wide, wide_bytes), (narrow, narrow_bytes), (mixed, _) = three_ways(name, torch.bfloat16, rides=False)
+    torch.testing.assert_close(narrow, wide, rtol=0, atol=0)
+    torch.testing.assert_close(mixed, wide, rtol=0, atol=0)
+    # labels, products and what fills up to an aligned place are few beside 64 numbers a row
+    assert wide_bytes >= (7 if "ring" in name else 12) * WIDTH * 4
+    # gradients, of float32, follow SigLIP's texts round the ring
+    assert narrow_bytes < (0.9 if name == "SigLIP, ring" else 0.56) * wide_bytes
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)
-def test_rows_of_one_rank_in_float32_are_no_disagreement(pool: RankPool, name: str) -> None:
+@each_rank(2)
+def test_rows_of_one_rank_in_float32_are_no_disagreement(name: str) -> None:
     """Products are then float32 on all ranks."""
-    for (wide, _), (narrow, _), (mixed, _) in pool.run(2, three_ways, name, torch.bfloat16, False):
-        for expected, got, of_both in zip(wide, narrow, mixed, strict=True):
-            torch.testing.assert_close(of_both, expected, rtol=1e-2, atol=1e-6)
-            torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-6)
+    (wide, _), (narrow, _), (mixed, _) = three_ways(name, torch.bfloat16, rides=False)
+    torch.testing.assert_close(narrow, wide, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(mixed, wide, rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["tiles, symmetric", "class-sharded", "SigLIP"])
-def test_rows_that_ride_in_the_handshake(pool: RankPool, name: str) -> None:
-    for (wide, _), (narrow, _), (mixed, _) in pool.run(2, three_ways, name, torch.float16, True):
-        for expected, got, of_both in zip(wide, narrow, mixed, strict=True):
-            assert torch.equal(expected, got)
-            assert torch.equal(expected, of_both)
+@each_rank(2)
+def test_rows_that_ride_in_the_handshake(name: str) -> None:
+    (wide, _), (narrow, _), (mixed, _) = three_ways(name, torch.float16, rides=True)
+    torch.testing.assert_close(narrow, wide, rtol=0, atol=0)
+    torch.testing.assert_close(mixed, wide, rtol=0, atol=0)
 
 
 def peaks_of(loss: Callable[..., nn.Module], tile_bytes: int) -> tuple[int, int]:
@@ -174,7 +171,8 @@ def test_memory_of_two_towers_in_half_precision(loss: Callable[..., nn.Module], 
     assert with_large_tiles - with_small_tiles < (tiles + 0.6) * tile
 
 
-def odd_bytes() -> tuple[Tensor, Tensor]:
+@each_rank(2)
+def test_stats_behind_rows_of_an_odd_number_of_bytes() -> None:
     """A ring and a gather of rows whose bytes are no whole number of float32."""
     rank = dist.get_rank()
     rows = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))[:, [slice(0, 5), slice(5, 8)][rank]]
@@ -184,11 +182,5 @@ def odd_bytes() -> tuple[Tensor, Tensor]:
         leaf = texts.clone().requires_grad_()
         value = ClipLoss(gather=gather)(images, leaf)  # type: ignore[arg-type]
         value.backward()
-        assert leaf.grad is not None
         found.append(torch.cat([value.detach().view(1), leaf.grad.float().view(-1)]))
-    return found[0], found[1]
-
-
-def test_stats_behind_rows_of_an_odd_number_of_bytes(pool: RankPool) -> None:
-    for gathered, passed_on in pool.run(2, odd_bytes):
-        torch.testing.assert_close(gathered, passed_on, rtol=1e-2, atol=1e-4)  # gradients are bfloat16
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-4)  # gradients are bfloat16

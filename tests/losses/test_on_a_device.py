@@ -15,17 +15,19 @@ import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, InputError, SigLipLoss
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.losses import partial_sums, sharded_weight
 from lightning_ddp_losses.losses.tiled import evaluator
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses import harness, sharded_cases
 from tests.losses.cases import PML
 from tests.losses.harness import SPLITS, Case
 from tests.losses.torch_cases import TORCH
-from tests.oracle import assert_close
+from tests.oracle import assert_close, graded, joined
+from tests.refusals import refusals
 from tests.strategies.jobs import TASK, Job, fit
 
 ROWS = ["ContrastiveLoss", "MultiSimilarityLoss", "NTXentLoss", "SupConLoss", "TripletMarginLoss", "SelfSupervisedLoss"]
@@ -66,7 +68,7 @@ def losses_on_a_rank() -> dict[str, dict[str, dict[str, Tensor]]]:
 def test_numbers_that_stay_on_the_device(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, losses_on_a_rank)
     for name, (case, _) in CASES.items():
-        harness.check(case, [result[name] for result in results], world_size)
+        harness.check(case, [result[name] for result in results], SPLITS[world_size])
 
 
 def class_sharded_on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
@@ -77,67 +79,41 @@ def class_sharded_on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rows_that_are_not_listed(pool: RankPool, world_size: int) -> None:
     names = [name for name in sharded_cases.CASES if "chunks" in name or "mined" in name]
-    results = pool.run(world_size, class_sharded_on_a_rank, names)
-    for name in names:
-        case = sharded_cases.CASES[name]
-        for split, sizes in SPLITS[world_size].items():
-            found = [result[f"{name}; {split}"] for result in results]
-            truth = sharded_cases.judge(case, sizes)
-            weight = sharded_cases.whole([each.pop("weight") for each in found], case.name)
-            assert_close({"weight": weight}, {"weight": truth.pop("weight")})
-            harness.compare(harness.mean_over_ranks(found), truth, f"{name}; {split}")
+    problems = sharded_cases.problems_of(names, pool.run(world_size, class_sharded_on_a_rank, names))
+    assert not problems, "\n".join(problems)
 
 
-def few_classes_on_a_rank(sizes: list[int]) -> dict[str, Tensor]:
-    """Four classes over three ranks leave one without any."""
-    rows = harness.own_rows(sizes, dist.get_rank())
+def few_classes(sizes: list[int] | None = None) -> dict[str, Tensor]:
+    """Four classes over three ranks leave one without any; None: one process."""
+    rows = harness.global_rows() if sizes is None else harness.own_rows(sizes)
     embeddings, labels = rows["targets"].clone().requires_grad_(), rows["labels"] % 4
     torch.manual_seed(2)
-    loss = ClassShardedLoss(pml.ArcFaceLoss(4, harness.DIM).double())
+    loss = pml.ArcFaceLoss(4, harness.DIM).double()
+    loss = loss if sizes is None else ClassShardedLoss(loss)
     with as_on_a_device():
         value = loss(embeddings, labels)
-    value.backward()
-    return {"value": value.detach(), "embeddings": embeddings.grad, "weight": loss.weight.grad}
+    return graded(value, embeddings=embeddings, weight=next(loss.parameters()))
 
 
 def test_a_rank_without_classes(pool: RankPool) -> None:
-    sizes = [4, 1, 7]
-    found = pool.run(3, few_classes_on_a_rank, sizes)
+    found = pool.run(3, few_classes, [4, 1, 7])
     assert [rank["weight"].shape[1] for rank in found] == [2, 2, 0]
-    # one process
-    rows = harness.global_rows()
-    embeddings = rows["targets"].clone().requires_grad_()
-    torch.manual_seed(2)
-    loss = pml.ArcFaceLoss(4, harness.DIM).double()
-    value = loss(embeddings, rows["labels"] % 4)
-    value.backward()
-    weight = torch.cat([rank["weight"] for rank in found], 1)
-    # the mean over ranks is the encoder's, as DDP takes it
-    own = torch.cat([rank["embeddings"] for rank in found]) / 3
-    assert_close(
-        {"value": found[2]["value"], "weight": weight, "embeddings": own},
-        {"value": value.detach(), "weight": loss.W.grad, "embeddings": embeddings.grad},
-    )
+    assert_close(joined(found, "embeddings", weight=1), few_classes())
 
 
-def two_ways(rows: int) -> list[list[Tensor]]:
+@each_rank(2)
+def test_siglip() -> None:
     """Value and gradients of SigLIP: through the hosts, then on the device."""
     torch.manual_seed(dist.get_rank())
-    images, texts = torch.randn(2, rows, 4, dtype=torch.float64)
+    images, texts = torch.randn(2, 3, 4, dtype=torch.float64)
     found = []
     for block in (contextlib.nullcontext(), as_on_a_device()):
         leaf, loss = images.clone().requires_grad_(), SigLipLoss().double()
         with block:
             value = loss(leaf, texts)
-        value.backward()
-        found.append([value.detach(), leaf.grad, loss.logit_scale.grad, loss.logit_bias.grad])
-    return found
-
-
-def test_siglip(pool: RankPool) -> None:
-    for through_hosts, on_device in pool.run(2, two_ways, 3):
-        for expected, got in zip(through_hosts, on_device, strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+        found.append(graded(value, leaf=leaf, loss=loss))
+    through_hosts, on_device = found
+    torch.testing.assert_close(on_device, through_hosts, rtol=1e-12, atol=1e-14)
 
 
 class WrongAtTheEnd(Job):
@@ -150,20 +126,15 @@ class WrongAtTheEnd(Job):
         return super().objective(features, labels + wrong, index)
 
 
-def fit_with_wrong_labels() -> str:
+def fit_with_wrong_labels(rank: int) -> None:
     with mock.patch.object(inputs, "on_host", return_value=False):
-        try:
-            fit(WrongAtTheEnd)
-        except InputError as error:
-            return str(error)
-    return "no error"
+        fit(WrongAtTheEnd)
 
 
-def test_labels_of_the_last_step_end_the_fit(pool: RankPool) -> None:
-    first, second = pool.run(2, fit_with_wrong_labels)
-    assert first == second
-    assert f"labels of call {TASK.steps}" in first
-    assert "got 1" in first
+REFUSED = {"labels of the last step": (fit_with_wrong_labels, (f"labels of call {TASK.steps}", "got 1"), "InputError")}
+
+
+test_what_is_found_at_the_end_ends_the_fit = refusals(__name__, "REFUSED")
 
 
 def handshake_sizes(rows: int) -> set[int | None]:

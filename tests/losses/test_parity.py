@@ -13,7 +13,7 @@ from torch.nn.modules import loss as torch_losses
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.losses.cases import NOT_LOSSES, PML
-from tests.losses.harness import Case, check, on_ranks, splits_by_turns
+from tests.losses.harness import SPLITS, Case, check, on_ranks, splits_by_turns
 from tests.losses.torch_cases import ALIASES, TORCH
 from tests.losses.variants import VARIANTS
 
@@ -40,7 +40,7 @@ def measure(name: str) -> dict[str, dict[str, Tensor]]:
     ],
 )
 def test_ranks_are_one_process(pool: RankPool, world_size: int, name: str) -> None:
-    check(CASES[name], pool.run(world_size, measure, name), world_size)
+    check(CASES[name], pool.run(world_size, measure, name), SPLITS[world_size])
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.modes is not None])
@@ -50,15 +50,17 @@ def test_each_loss_runs_in_its_cheapest_exact_mode(name: str) -> None:
     assert CASES[name].modes[0] in repr(wrapped)
 
 
-def test_every_loss_that_pml_exports_is_a_case() -> None:
-    exported = {name for name, cls in vars(pml).items() if inspect.isclass(cls) and issubclass(cls, torch.nn.Module)}
-    exported |= {name for name, cls in vars(pml).items() if inspect.isclass(cls)}
-    tried = {name.split(",")[0].split(" ")[0] for name in PML}
-    assert exported - tried == set(NOT_LOSSES), "write a row in tests/losses/cases.py"
+@pytest.mark.parametrize(
+    ("exported", "cases", "without"),
+    [
+        ({name for name, cls in vars(pml).items() if inspect.isclass(cls)}, PML, NOT_LOSSES),
+        (set(torch_losses.__all__), TORCH, ALIASES),
+    ],
+    ids=["pml", "torch"],
+)
+def test_every_loss_that_is_exported_is_a_case(
+    exported: set[str], cases: dict[str, Case], without: dict[str, str]
+) -> None:
+    tried = {name.split(",")[0].split(" ")[0].removeprefix("nn.") for name in cases}
+    assert exported - tried == set(without), "write a row in tests/losses/cases.py or torch_cases.py"
     assert tried <= exported
-
-
-def test_every_loss_that_torch_exports_is_a_case() -> None:
-    tried = {name.split(",")[0].removeprefix("nn.") for name in TORCH}
-    assert set(torch_losses.__all__) - tried == set(ALIASES), "write a row in tests/losses/torch_cases.py"
-    assert tried <= set(torch_losses.__all__)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,8 @@ from lightning_ddp_losses.audit.recorder import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.products import RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool
+from tests.oracle import graded, joined, own
+from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
 ROWS, DIM, CLASSES = 60, 24, 9
@@ -110,37 +113,19 @@ def evaluate(name: str, values: str, choice: str | None, part: slice = slice(Non
     else:
         given, loss = (images, texts), make(name, choice) if choice else make(name, "float32").double()
     value = loss(*given) if choice or given[1] is not texts else textbook(name, loss, images, texts)
-    value.backward()
-    found = {"value": value.detach(), "images": images.grad, "texts": texts.grad}
-    found |= {parameter: getattr(getattr(loss, parameter, None), "grad", None) for parameter in ("W", "logit_scale")}
-    return {key: tensor for key, tensor in found.items() if tensor is not None}
+    parameters = {n: p for n in ("W", "logit_scale") if (p := getattr(loss, n, None)) is not None}
+    return graded(value, images=images, texts=texts, **parameters)
 
 
 def on_a_rank(names: list[str]) -> dict[str, dict[str, Tensor]]:
     """Value and gradients by case; those of rows are W times the rank's share of one process's."""
-    sizes, rank = SIZES[dist.get_world_size()], dist.get_rank()
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    part = own(SIZES[dist.get_world_size()])
     cases = [(name, *limit) for limit in LIMITS for name in names]
     return {f"{name}; {choice}; {values}": evaluate(name, values, choice, part) for name, choice, values in cases}
 
 
 def off(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
-
-
-def joined(results: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What DDP's mean makes of the ranks' gradients, as one process has them."""
-    world = len(results)
-    whole = {"value": results[0]["value"]}
-    for name in results[0].keys() - {"value"}:
-        parts = [result[name] for result in results]
-        if name == "logit_scale":
-            whole[name] = torch.stack(parts).mean(0)
-        elif name == "W":
-            whole[name] = torch.cat(parts, 1)
-        else:
-            whole[name] = torch.cat(parts) / world
-    return whole
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
@@ -150,7 +135,7 @@ def test_rounding(pool: RankPool, world_size: int) -> None:
     problems = []
     for key in results[0]:
         name, choice, values = key.split("; ")
-        found, truth = joined([result[key] for result in results]), evaluate(name, values, None)
+        found, truth = joined([result[key] for result in results], "images", "texts", W=1), evaluate(name, values, None)
         of_value, of_gradient = LIMITS[choice, values]
         for what, expected in truth.items():
             limit = of_value if what == "value" else of_gradient
@@ -260,37 +245,32 @@ def test_bf16_rows_lose_nothing_that_bfloat16_shows(name: str) -> None:
         assert rounded[1] < 1.001 * rounded[0], what
 
 
-def without_bf16() -> None:
+def without_bf16(rank: int) -> None:
     loss = ClipLoss(products="bf16")
-    # on one rank only
-    with mock.patch.object(products, "has_bf16", return_value=dist.get_rank() == 0):
+    with mock.patch.object(products, "has_bf16", return_value=rank == 0):  # on one rank only
         loss(*towers_of_all_ranks("bf16"))
 
 
-def test_a_device_without_bf16(pool: RankPool) -> None:
-    errors = pool.errors(2, without_bf16)
-    assert all(error.is_a("ConfigurationError") for error in errors[1:])
-    assert all("which has none" in error.message for error in errors)
-
-
-OTHER_CHOICE: dict[str, Callable[[int], nn.Module]] = {
-    "towers": lambda rank: SigLipLoss(products=["float32", "bf16"][rank]),
-    "class shards": lambda rank: ClassShardedLoss(pml.ArcFaceLoss(CLASSES, DIM), products=["auto", "float32"][rank]),
-    "tiles": lambda rank: GlobalBatchLoss(pml.SupConLoss(), mode="rows", products=["bf16", "float32"][rank]),
-}
-
-
-def other_choice(name: str) -> None:
-    rank = dist.get_rank()
+def ask(loss: nn.Module) -> None:
     images, texts = towers_of_all_ranks("bf16")
-    OTHER_CHOICE[name](rank)(images, texts if name == "towers" else labels_of_all_ranks())
+    loss(images, texts if isinstance(loss, SigLipLoss) else labels_of_all_ranks())
 
 
-@pytest.mark.parametrize("name", OTHER_CHOICE)
-def test_another_choice_on_one_rank(pool: RankPool, name: str) -> None:
-    for error in pool.errors(2, other_choice, name):
-        assert error.is_a("RankMismatchError")
-        assert "products" in error.message
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "a device without bf16": (without_bf16, "which has none", "ConfigurationError"),
+    "towers": (lambda r: ask(SigLipLoss(products=["float32", "bf16"][r])), "products", "RankMismatchError"),
+    "class shards": (
+        lambda r: ask(ClassShardedLoss(pml.ArcFaceLoss(CLASSES, DIM), products=["auto", "float32"][r])),
+        "products",
+        "RankMismatchError",
+    ),
+    "tiles": (
+        lambda r: ask(GlobalBatchLoss(pml.SupConLoss(), mode="rows", products=["bf16", "float32"][r])),
+        "products",
+        "RankMismatchError",
+    ),
+}
+test_a_choice_that_one_rank_alone_can_or_makes = refusals(__name__, "REFUSED")
 
 
 LOOSE: dict[str, Callable[[], nn.Module]] = {
@@ -337,19 +317,29 @@ def test_euclidean_tiles_keep_float32() -> None:
     assert {*found} == {"highest"}
 
 
-def test_no_choice_and_no_product() -> None:
-    for kind in (ClipLoss, SigLipLoss):
-        with pytest.raises(ConfigurationError, match="one of 'float32', 'bf16', 'auto'"):
-            kind(products="tf32")
-    with pytest.raises(ConfigurationError, match="not one number times cosines"):
-        ClassShardedLoss(pml.SoftTripleLoss(num_classes=CLASSES, embedding_size=DIM), products="bf16")
-
-
-def test_tiles_that_are_no_products() -> None:
-    for loss, mode in ((pml.TripletMarginLoss(), "auto"), (pml.NCALoss(), "auto"), (pml.SupConLoss(), "replicated")):
-        with pytest.raises(ConfigurationError, match="not evaluated in tiles of products"):
-            GlobalBatchLoss(loss, mode=mode, products="bf16")
-        GlobalBatchLoss(loss, mode=mode, products="auto")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        *((partial(kind, products="tf32"), "one of 'float32', 'bf16', 'auto'") for kind in (ClipLoss, SigLipLoss)),
+        (
+            lambda: ClassShardedLoss(pml.SoftTripleLoss(num_classes=CLASSES, embedding_size=DIM), products="bf16"),
+            "not one number times cosines",
+        ),
+        *(
+            (partial(GlobalBatchLoss, loss, mode=mode, products="bf16"), "not evaluated in tiles of products")
+            for loss, mode in (
+                (pml.TripletMarginLoss(), "auto"),
+                (pml.NCALoss(), "auto"),
+                (pml.SupConLoss(), "replicated"),
+            )
+        ),
+    ],
+)
+def test_no_choice_and_no_product(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        make()
+    if "tiles" in words:
+        make.func(*make.args, **make.keywords | {"products": "auto"})  # type: ignore[attr-defined]
 
 
 def test_from_yaml() -> None:
@@ -378,13 +368,8 @@ def test_rows_and_gradient_are_those_of_torch() -> None:
     expected, got = rows.clone().requires_grad_(), rows.clone().requires_grad_()
     unit, theirs = unit_rows(got), nn.functional.normalize(expected, dim=1)
     assert torch.equal(unit, theirs)
-    (unit * weight).sum().backward()
-    (theirs * weight).sum().backward()
-    torch.testing.assert_close(got.grad, expected.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_without_gradient_there_is_no_graph() -> None:
-    rows = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    found, truth = graded((unit * weight).sum(), rows=got), graded((theirs * weight).sum(), rows=expected)
+    torch.testing.assert_close(found, truth, rtol=1e-12, atol=1e-12)
     assert unit_rows(rows).grad_fn is None
 
 
@@ -401,20 +386,30 @@ def entries(dtype: torch.dtype, size: float = 1.0) -> Tensor:
     return values
 
 
+def running_over(values: Tensor, width: int, keep: bool = False) -> RunningLogSumExp:
+    """What arrives in pieces of so many columns, each in two parts of rows."""
+    running = RunningLogSumExp(len(values), values.new_zeros(()))
+    for piece in values.split(width, 1):
+        for start, rows in zip(range(0, len(values), 2), piece.split(2), strict=True):
+            running.add_piece(max_and_sum_exp(rows if keep else rows.clone(), keep=keep), start)
+    return running
+
+
 def log_sum_exp(running: RunningLogSumExp) -> Tensor:
     return running.maximum + running.above_maximum()
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1.0, 1e4])
 @pytest.mark.parametrize("width", [1, 5, COLUMNS])
-def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int) -> None:
-    values, running = entries(dtype, size), RunningLogSumExp(FEW, torch.zeros((), dtype=dtype))
-    for piece in values.split(width, 1):
-        for start, stop in ((0, 2), (2, FEW)):
-            running.add_piece(max_and_sum_exp(piece[start:stop].clone()), start)
-    torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1))
+def test_pieces_are_the_whole(dtype: torch.dtype, size: float, width: int, keep: bool) -> None:
+    values = entries(dtype, size)
+    before, running = values.clone(), running_over(values, width, keep)
+    tolerance = {"rtol": 1e-12, "atol": 0} if keep and dtype == torch.float64 else {}
+    torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1), **tolerance)
     assert (running.sum_exp > 0).all()
+    assert torch.equal(values, before)
 
 
 def test_rows_without_entries_have_a_sum_of_nothing() -> None:
@@ -424,35 +419,13 @@ def test_rows_without_entries_have_a_sum_of_nothing() -> None:
 
 
 def test_merged_parts_are_the_whole() -> None:
-    values, parts = entries(torch.float64), []
-    for piece in values.split(5, 1):
-        parts.append(RunningLogSumExp(FEW, values))
-        parts[-1].add_piece(max_and_sum_exp(piece.clone()))
-    merged = RunningLogSumExp.merged(
-        torch.stack([part.maximum for part in parts]), torch.stack([part.sum_exp for part in parts])
-    )
-    torch.testing.assert_close(log_sum_exp(merged), values.logsumexp(1))
+    values = entries(torch.float64)
+    parts = [running_over(piece, 5) for piece in values.split(5, 1)]
+    maxima, sums = (torch.stack([getattr(part, name) for part in parts]) for name in ("maximum", "sum_exp"))
+    torch.testing.assert_close(log_sum_exp(RunningLogSumExp.merged(maxima, sums)), values.logsumexp(1))
 
 
 def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -> None:
-    running = RunningLogSumExp(1, torch.zeros(()))
-    running.add_piece(max_and_sum_exp(torch.tensor([[0.0, -1000.0]])))
-    running.add_piece(max_and_sum_exp(torch.tensor([[500.0, 100.0]])))
-    assert running.above_maximum().item() == 0.0
-
-
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_pieces_that_are_kept(pieces: int) -> None:
-    values = entries(torch.float64)
-    before, running = values.clone(), RunningLogSumExp(FEW, values)
-    for piece in values.chunk(pieces, 1):
-        running.add_piece(max_and_sum_exp(piece, keep=True))
-    torch.testing.assert_close(log_sum_exp(running), values.logsumexp(1), rtol=1e-12, atol=0)
-    assert torch.equal(values, before)
-
-
-def test_relative_to_an_entry_that_outweighs_all() -> None:
-    """What is added to the difference does not round it."""
-    running = RunningLogSumExp(1, torch.zeros(()))
-    running.add_piece(max_and_sum_exp(torch.tensor([[100.0, 80.0]])))
-    assert float(running.relative_to(torch.tensor([99.5]))) == 0.5
+    """And what is added to the difference to another does not round it."""
+    assert running_over(torch.tensor([[0.0, -1000.0, 500.0, 100.0]]), 2).above_maximum().item() == 0.0
+    assert float(running_over(torch.tensor([[100.0, 80.0]]), 2).relative_to(torch.tensor([99.5]))) == 0.5

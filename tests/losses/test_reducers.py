@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,26 +19,20 @@ from torch import Tensor, nn
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
-from tests.losses.cases import PML
-from tests.losses.harness import CLASSES, DIM, SPLITS, Case, alone, compare, mean_over_ranks, on_ranks
+from tests.each_rank import each_rank
+from tests.losses.cases import PML, REDUCERS
+from tests.losses.harness import DIM, SPLITS, Case, alone, compare, on_ranks
+from tests.oracle import joined
 
-REDUCERS: dict[str, Callable[[], nn.Module]] = {
-    "MeanReducer": reducers.MeanReducer,
-    "SumReducer": reducers.SumReducer,
-    "AvgNonZeroReducer": reducers.AvgNonZeroReducer,
-    "ThresholdReducer, low": partial(reducers.ThresholdReducer, low=0.3),
-    "ThresholdReducer, high": partial(reducers.ThresholdReducer, high=1.0),
-    "ThresholdReducer, both": partial(reducers.ThresholdReducer, low=0.1, high=1.2),
-    "PerAnchorReducer": reducers.PerAnchorReducer,
-    "PerAnchorReducer, AvgNonZero": lambda: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
+EVERY: dict[str, Callable[[], nn.Module]] = {
+    **{name: partial(make, 1.0) for name, make in REDUCERS.items()},
     "PerAnchorReducer, Sum": lambda: reducers.PerAnchorReducer(reducers.SumReducer()),
-    "ClassWeightedReducer": lambda: reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)),
-    "MultipleReducers": lambda: reducers.MultipleReducers(
+    "MultipleReducers, AvgNonZero": lambda: reducers.MultipleReducers(
         {"pos_loss": reducers.SumReducer(), "neg_loss": reducers.AvgNonZeroReducer()}
     ),
     "MultipleReducers, default": lambda: reducers.MultipleReducers({}, default_reducer=reducers.SumReducer()),
+    "DivisorReducer": reducers.DivisorReducer,
 }
-REDUCERS["DivisorReducer"] = reducers.DivisorReducer
 # (two views are compared by another loss, with its own reducer)
 SUMS = [
     name
@@ -51,7 +44,7 @@ SUMS = [
 def reduced(loss: str, reducer: str) -> Case:
     make = PML[loss].make
     assert isinstance(make, partial)
-    return Case(lambda: make.func(**make.keywords, reducer=REDUCERS[reducer]()))
+    return Case(lambda: make.func(**make.keywords, reducer=EVERY[reducer]()))
 
 
 REFUSALS = (NotImplementedError, KeyError, RuntimeError, IndexError, AssertionError)
@@ -61,7 +54,7 @@ REFUSALS = (NotImplementedError, KeyError, RuntimeError, IndexError, AssertionEr
 def supported(loss: str) -> dict[str, dict[str, Tensor]]:
     """What one process finds, by reducer; without those that PML itself cannot use with the loss."""
     found = {}
-    for reducer in REDUCERS:
+    for reducer in EVERY:
         with contextlib.suppress(*REFUSALS):
             found[reducer] = alone(reduced(loss, reducer), [])
     return found
@@ -69,12 +62,12 @@ def supported(loss: str) -> dict[str, dict[str, Tensor]]:
 
 def measure(loss: str, names: list[str], split: str) -> dict[str, dict[str, Tensor]]:
     sizes = SPLITS[torch.distributed.get_world_size()][split]
-    result = {}
-    for name in names:
-        case = reduced(loss, name)
-        for mode in GlobalBatchLoss(case.make()).exact_modes():
-            result[f"{name}: {mode}"] = on_ranks(case, sizes, mode)
-    return result
+    cases = {name: reduced(loss, name) for name in names}
+    return {
+        f"{name}: {mode}": on_ranks(case, sizes, mode)
+        for name, case in cases.items()
+        for mode in GlobalBatchLoss(case.make()).exact_modes()
+    }
 
 
 @pytest.mark.parametrize("loss", SUMS)
@@ -86,12 +79,12 @@ def test_reducers_divide_by_what_all_ranks_have(pool: RankPool, world_size: int,
     by_turns = list(truths)[(SUMS.index(loss) + world_size) % 2 :: 2]
     results = pool.run(world_size, measure, loss, by_turns, split)
     for key in results[0]:
-        compare(mean_over_ranks([result[key] for result in results]), truths[key.split(": ")[0]], key)
+        compare(joined([result[key] for result in results]), truths[key.split(": ")[0]], key)
 
 
 def test_every_reducer_is_tried() -> None:
     exported = {n for n, c in vars(reducers).items() if inspect.isclass(c)}
-    tried = {name.split(",")[0] for name in REDUCERS}
+    tried = {name.split(",")[0] for name in EVERY}
     assert exported - tried == {"BaseReducer", "DoNothingReducer"}
 
 
@@ -119,20 +112,13 @@ WITH_A_NAN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def values_of_nan() -> dict[str, float]:
-    """Embeddings that are NaN on both ranks, of which rank 0 has one row: too few to be compared."""
-    rank, found = dist.get_rank(), {}
-    for name, make in WITH_A_NAN.items():
-        mode = name.split(", ")[1]
-        embeddings = torch.full((1 + 6 * rank, DIM), torch.nan, requires_grad=True)
-        found[name] = GlobalBatchLoss(make(), mode=mode)(embeddings, torch.arange(1 + 6 * rank) % 3).item()
-    return found
-
-
-def test_a_nan_is_not_lost_where_nothing_passes_a_limit(pool: RankPool) -> None:
-    """As in one process: PML's loss of nothing is the sum of the embeddings times 0."""
-    for name, make in WITH_A_NAN.items():
-        embeddings, labels = torch.full((8, DIM), torch.nan), torch.tensor([0, 0, 1, 2, 0, 1, 2, 0])
-        assert make()(embeddings, labels).isnan(), name
-    for found in pool.run(2, values_of_nan):
-        assert all(math.isnan(value) for value in found.values()), found
+@pytest.mark.parametrize("name", WITH_A_NAN)
+@each_rank(2)
+def test_a_nan_is_not_lost_where_nothing_passes_a_limit(name: str) -> None:
+    """Embeddings that are NaN on both ranks, of which rank 0 has one row, too few to be compared: as in one process, where PML's loss of
+    nothing is the sum of the embeddings times 0.
+    """
+    make, mode, count = WITH_A_NAN[name], name.split(", ")[1], 1 + 6 * dist.get_rank()
+    nans, labels = torch.full((8, DIM), torch.nan, requires_grad=True), torch.tensor([0, 0, 1, 2, 0, 1, 2, 0])
+    assert make()(nans, labels).isnan()
+    assert GlobalBatchLoss(make(), mode=mode)(nans[:count], torch.arange(count) % 3).isnan()

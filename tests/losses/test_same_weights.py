@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ from lightning_ddp_losses import accumulation_window
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.losses import ClipLoss, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
+from tests.refusals import assert_same_error
 
 CLASSES, DIM = 300, 32  # large enough for a weight that is compared in parts
 
@@ -25,11 +28,7 @@ def arcface(**options: Any) -> nn.Module:
     return GlobalBatchLoss(pml.ArcFaceLoss(CLASSES, DIM), **options)
 
 
-def towers(**options: Any) -> nn.Module:
-    return ClipLoss(**options)
-
-
-KINDS: dict[str, Callable[..., nn.Module]] = {"ArcFace": arcface, "towers": towers}
+KINDS: dict[str, Callable[..., nn.Module]] = {"ArcFace": arcface, "towers": ClipLoss}
 
 
 def train(
@@ -51,43 +50,41 @@ def train(
     for _ in range(steps):
         rows = torch.randn(6, 8)
         given = torch.randint(CLASSES, (6,)) if kind == "ArcFace" else encoder(rows.flip(1))
-        if in_window:
-            with accumulation_window(encoder, loss):
-                loss(encoder(rows), given).backward()
-        else:
+        with accumulation_window(encoder, loss) if in_window else contextlib.nullcontext():
             loss(encoder(rows), given).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("same_start", [False, True], ids=["other start", "drift"])
-def test_weights_that_nobody_reduces_are_an_error_on_all_ranks(pool: RankPool, kind: str, same_start: bool) -> None:
-    # what only drifts is found once the part that differs is read
-    errors = pool.errors(2, train, kind, same_start=same_start, wrapped=False)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert len({error.message for error in errors}) == 1
-    assert "Wrap the loss in DistributedDataParallel, or put it in the model" in errors[0].message
-    assert "check_weights=False" in errors[0].message
-
-
-def test_also_in_an_accumulation_window(pool: RankPool) -> None:
-    errors = pool.errors(2, train, "ArcFace", same_start=False, wrapped=False, in_window=True)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_ddp_reduces_are_silent(pool: RankPool, kind: str) -> None:
-    pool.run(2, train, kind, same_start=False, wrapped=True)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {"same_start": same}) for kind in KINDS for same in (False, True)),
+        ("ArcFace", {"same_start": False, "in_window": True}),
+    ],
+    ids=str,
+)
+def test_weights_that_nobody_reduces_are_an_error_on_all_ranks(
+    pool: RankPool, kind: str, options: dict[str, bool]
+) -> None:
+    """What only drifts is found once the part that differs is read."""
+    words = "Wrap the loss in DistributedDataParallel, or put it in the model", "check_weights=False"
+    assert_same_error(pool.errors(2, train, kind, wrapped=False, **options), *words, kind="RankMismatchError")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_may_differ_for_a_while_if_that_is_said(pool: RankPool, kind: str) -> None:
-    pool.run(2, train, kind, same_start=False, wrapped=False, steps=3, check_weights=False)
+@pytest.mark.parametrize(
+    "options", [{"wrapped": True}, {"wrapped": False, "steps": 3, "check_weights": False}], ids=str
+)
+def test_weights_that_ddp_reduces_or_that_may_differ_for_a_while_are_silent(
+    pool: RankPool, kind: str, options: dict[str, Any]
+) -> None:
+    pool.run(2, train, kind, same_start=False, **options)
 
 
-def one_number_differs(place: int) -> int:
-    """Return after how many calls it was noticed."""
+@pytest.mark.parametrize("place", [0, CLASSES * DIM // 2, CLASSES * DIM - 1])
+@each_rank(2)
+def test_all_of_a_weight_is_read_in_sixteen_calls(place: int) -> None:
     torch.manual_seed(0)
     loss = arcface()
     with torch.no_grad():
@@ -100,10 +97,4 @@ def one_number_differs(place: int) -> int:
 
     with pytest.raises(RankMismatchError, match="weights"):
         train_on()
-    return next(calls) - 1
-
-
-@pytest.mark.parametrize("place", [0, CLASSES * DIM // 2, CLASSES * DIM - 1])
-def test_all_of_a_weight_is_read_in_sixteen_calls(pool: RankPool, place: int) -> None:
-    noticed = pool.run(2, one_number_differs, place)
-    assert noticed == [place * 16 // (CLASSES * DIM)] * 2
+    assert next(calls) - 1 == place * 16 // (CLASSES * DIM)

@@ -17,7 +17,9 @@ from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchL
 from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.ssl import barlow_twins
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.losses.harness import CLASSES, DIM, Net, global_rows, own_rows
+from tests.oracle import assert_close, graded, joined
 
 SIZES = {2: [4, 8], 3: [1, 4, 7]}
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -56,23 +58,10 @@ def penalty(call: Call, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def refusal(make: Callable[[], Call]) -> str:
     try:
-        penalty(make(), own_rows(SIZES[dist.get_world_size()], dist.get_rank()))
+        penalty(make(), own_rows(SIZES[dist.get_world_size()]))
     except ConfigurationError as error:
         return str(error)
     return "no error"
-
-
-def try_all() -> dict[str, str]:
-    return {name: refusal(make) for name, make in REFUSED.items()}
-
-
-def test_a_second_derivative_over_all_ranks_is_an_error_on_every_rank(pool: RankPool) -> None:
-    first, second = pool.run(2, try_all)
-    assert first == second
-    assert first.keys() == REFUSED.keys()
-    for text in first.values():
-        assert text.startswith("second derivative of")
-        assert "create_graph=True" in text
 
 
 def squared_error(e: Tensor, f: Tensor, _: Tensor) -> Tensor:
@@ -80,10 +69,7 @@ def squared_error(e: Tensor, f: Tensor, _: Tensor) -> Tensor:
 
 
 EXACT_ALONE: dict[str, tuple[Callable[[], Call], Callable[[], Call]]] = {  # ours, and in one process without our code
-    "elements": (
-        lambda: of(seeded_arcface()),
-        lambda: lambda e, _, labels: seeded_arcface().double()(e, labels),
-    ),
+    "elements": (lambda: of(seeded_arcface()), lambda: lambda e, _, labels: seeded_arcface().double()(e, labels)),
     "elements of torch": (
         lambda: lambda e, f, _: GlobalBatchLoss(nn.MSELoss())(e, f.detach()),
         lambda: lambda *rows: squared_error(*rows) / rows[0].numel(),
@@ -112,50 +98,39 @@ def seeded_arcface() -> nn.Module:
     return arcface()
 
 
-def try_exact_alone() -> dict[str, str]:
-    calls = {name: ours for name, (ours, _) in EXACT_ALONE.items()} | ONLY_REFUSED
+def try_all() -> dict[str, str]:
+    calls = REFUSED | {name: ours for name, (ours, _) in EXACT_ALONE.items()} | ONLY_REFUSED
     return {name: refusal(make) for name, make in calls.items()}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_second_derivative_of_a_sum_over_ranks_is_an_error_on_every_rank(pool: RankPool, world_size: int) -> None:
-    first, *others = pool.run(world_size, try_exact_alone)
+def test_a_second_derivative_over_all_ranks_is_an_error_on_every_rank(pool: RankPool, world_size: int) -> None:
+    first, *others = pool.run(world_size, try_all)
     assert all(other == first for other in others)
     for name, text in first.items():
         assert text.startswith("second derivative of"), (name, text)
+        assert name not in REFUSED or "create_graph=True" in text
 
 
-def alone() -> dict[str, list[tuple[Tensor, Tensor]]]:
-    return {name: [penalty(make(), global_rows()) for make in calls] for name, calls in EXACT_ALONE.items()}
+@pytest.mark.parametrize("name", EXACT_ALONE)
+@each_rank(1)
+def test_in_one_process_a_second_derivative_is_exact(name: str) -> None:
+    ours, truth = (penalty(make(), global_rows()) for make in EXACT_ALONE[name])
+    torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-15)
 
 
-def test_in_one_process_a_second_derivative_is_exact(pool: RankPool) -> None:
-    (found,) = pool.run(1, alone)
-    for ours, truth in found.values():
-        torch.testing.assert_close(ours, truth, rtol=1e-9, atol=1e-15)
-
-
-def encoder_penalty() -> tuple[Tensor, Tensor]:
-    """A first derivative of ours, of a loss that holds a second derivative of the encoder."""
+def encoder_penalty(sizes: list[int] | None = None) -> dict[str, Tensor]:
+    """A first derivative of ours, of a loss that holds a second derivative of the encoder; None: in one process, without ours."""
     torch.manual_seed(1)
-    net, rows = Net().double(), own_rows(SIZES[dist.get_world_size()], dist.get_rank())
+    net, rows = Net().double(), global_rows() if sizes is None else own_rows(sizes)
     features = rows["features"].requires_grad_()
     (slope,) = torch.autograd.grad(net(features).square().sum(), features, create_graph=True)
-    value = global_mean(slope.square().sum(), len(slope))
+    total = slope.square().sum()
+    value = total / len(slope) if sizes is None else global_mean(total, len(slope))
     (gradient,) = torch.autograd.grad(value, net.logit_scale, allow_unused=True)
     assert gradient is None
-    value.backward()
-    return value.detach(), next(p.grad for p in net.parameters() if p.grad is not None) / dist.get_world_size()
+    return graded(value, net=net)
 
 
 def test_a_penalty_on_the_encoder_is_exact(pool: RankPool) -> None:
-    ranks = pool.run(2, encoder_penalty)
-    torch.manual_seed(1)
-    net, features = Net().double(), global_rows()["features"].requires_grad_()
-    (slope,) = torch.autograd.grad(net(features).square().sum(), features, create_graph=True)
-    value = slope.square().sum() / len(slope)
-    value.backward()
-    expected = next(p.grad for p in net.parameters() if p.grad is not None)
-    for found, _ in ranks:
-        torch.testing.assert_close(found, value.detach(), rtol=1e-9, atol=0)
-    torch.testing.assert_close(sum(gradient for _, gradient in ranks), expected, rtol=1e-9, atol=1e-15)
+    assert_close(joined(pool.run(2, encoder_penalty, SIZES[2])), encoder_penalty())

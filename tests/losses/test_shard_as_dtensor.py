@@ -17,6 +17,7 @@ from lightning_ddp_losses import ClassShardedLoss
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.oracle import assert_close
 from tests.strategies.test_calls import assert_same_error
 
@@ -82,7 +83,6 @@ def clip(name: str, limit: float) -> tuple[Tensor, Tensor]:
     norm = torch.nn.utils.clip_grad_norm_([loss.weight_as_dtensor()], limit)
     left = loss.weight_as_dtensor().grad
     assert left is not None
-    assert loss.weight.grad is not None
     assert left.to_local().data_ptr() == loss.weight.grad.data_ptr(), "a copy"
     return norm.full_tensor(), left.full_tensor()
 
@@ -93,24 +93,20 @@ def test_its_gradient_is_clipped_by_torch(pool: RankPool, name: str, world_size:
     loss(*batch()).backward()
     (weight,) = loss.parameters()
     norm = torch.nn.utils.clip_grad_norm_([weight], 0.01)
-    assert weight.grad is not None
     expected = {"norm": norm, "gradient": rows_of(name, weight.grad)}
     for found in pool.run(world_size, clip, name, 0.01):
         assert_close(dict(zip(expected, found, strict=True)), expected)
 
 
-def in_parts(name: str) -> Tensor:
+@each_rank(4)
+def test_parts_of_the_world_are_replicas() -> None:
+    name = "SubCenterArcFaceLoss"
     loss = ClassShardedLoss(plain(name), group=process_groups.subgroup_of_size(2))
     over_own_part = loss.weight_as_dtensor()
     weight = loss.weight_as_dtensor(init_device_mesh("cpu", (2, 2)))
     assert weight.placements == (Replicate(), Shard(0))
     assert torch.equal(over_own_part.full_tensor(), weight.full_tensor())
-    return weight.full_tensor()
-
-
-def test_parts_of_the_world_are_replicas(pool: RankPool) -> None:
-    for found in pool.run(4, in_parts, "SubCenterArcFaceLoss"):
-        assert torch.equal(found, whole_weight("SubCenterArcFaceLoss"))
+    assert torch.equal(weight.full_tensor(), whole_weight(name))
 
 
 def on_other_ranks() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,8 @@ from lightning_ddp_losses import ClassShardedLoss, GlobalBatchMiner
 from lightning_ddp_losses.testing import RankPool
 from tests.losses import harness
 from tests.losses.harness import CLASSES, DIM
-from tests.oracle import assert_close
+from tests.oracle import assert_close, graded, own
+from tests.refusals import call_row
 
 WORLD = 4
 PARTS = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
@@ -34,34 +37,26 @@ def mined(parts: list[list[int]], miner_in_part: bool) -> list[dict[str, Tensor]
     """By split: value and gradients of a loss over parts."""
     part, found = own_part(parts), []
     for sizes in SPLITS:
-        rows = harness.own_rows(sizes, dist.get_rank())
+        rows = harness.own_rows(sizes)
         leaf, labels = rows["targets"].clone().requires_grad_(), rows["labels"]
         loss = ClassShardedLoss(arcface(), group=part)
         miner = GlobalBatchMiner(miners.MultiSimilarityMiner(), group=part if miner_in_part else None)
-        value = loss(leaf, labels, miner(leaf, labels))
-        value.backward()
-        classes = torch.arange(loss.shard.start, loss.shard.stop)
-        found.append({"value": value.detach(), "rows": leaf.grad, "weight": loss.weight.grad, "classes": classes})
-    return found  # type: ignore[return-value]
+        found.append(graded(loss(leaf, labels, miner(leaf, labels)), rows=leaf, weight=loss.weight))
+        found[-1]["classes"] = torch.arange(loss.shard.start, loss.shard.stop)
+    return found
 
 
 def alone(parts: list[list[int]] | None, sizes: list[int]) -> dict[str, Tensor]:
     """One process; a miner of a part names rows of that part."""
     rows = harness.global_rows()
     leaf, labels = rows["targets"].clone().requires_grad_(), rows["labels"]
-    starts = [sum(sizes[:rank]) for rank in range(WORLD)]
-    members = [
-        [row for rank in part for row in range(starts[rank], starts[rank] + sizes[rank])] for part in parts or []
-    ]
     tuples: list[list[Tensor]] = [[], [], [], []]
-    for part_rows in members or [list(range(len(labels)))]:
-        index = torch.tensor(part_rows, dtype=torch.int64)
+    for part in parts or [range(WORLD)]:
+        index = torch.cat([torch.arange(len(labels))[own(sizes, rank)] for rank in part])
         for kind, found in enumerate(miners.MultiSimilarityMiner()(leaf.detach()[index], labels[index])):
             tuples[kind].append(index[found])
     loss = arcface()
-    value = loss(leaf, labels, tuple(torch.cat(parts_of_kind) for parts_of_kind in tuples))
-    value.backward()
-    return {"value": value.detach(), "rows": leaf.grad, "weight": loss.W.grad}  # type: ignore[dict-item]
+    return graded(loss(leaf, labels, tuple(map(torch.cat, tuples))), rows=leaf, weight=loss.W)
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=["blocks", "in turn"])
@@ -79,28 +74,14 @@ def test_a_miner_beside_shards_in_parts(pool: RankPool, parts: list[list[int]], 
             assert_close({"value": each["value"], "weight": each["weight"]}, {"value": truth["value"], "weight": own})
 
 
-def tuples_of_other_rows() -> None:
-    """The second part hands in tuples of more rows."""
+def ask(rank: int, *, more_rows: bool = False, label: int = 1) -> None:
+    """A loss in parts, of which one hands in tuples of more rows, or a label."""
     loss = ClassShardedLoss(arcface(), group=own_part(PARTS[0]))
-    rows, labels = harness.line_of_rows(), torch.tensor([0, 0, 1, 1])
-    tuples = GlobalBatchMiner(miners.MultiSimilarityMiner())(rows, labels)
-    if dist.get_rank() > 1:
+    rows, labels = harness.line_of_rows(), torch.tensor([0, 0, 1, label])
+    tuples = GlobalBatchMiner(miners.MultiSimilarityMiner())(rows, labels) if more_rows else None
+    if more_rows and rank > 1:
         rows, labels = rows[:3], labels[:3]
     loss(rows, labels, tuples)
-
-
-def labels_out_of_range() -> None:
-    loss = ClassShardedLoss(arcface(), group=own_part(PARTS[0]))
-    loss(harness.line_of_rows(), torch.tensor([0, 0, 1, 1 + 100 * (dist.get_rank() == 2)]))
-
-
-@pytest.mark.parametrize("job", [tuples_of_other_rows, labels_out_of_range])
-def test_an_error_of_one_part_is_that_of_all(pool: RankPool, job: object) -> None:
-    errors = pool.errors(WORLD, job)  # type: ignore[arg-type]
-    for error in errors:
-        assert error.is_a("InputError"), error.traceback
-        assert "ClassShardedLoss(ArcFaceLoss): " in error.message
-        assert not error.timed_out
 
 
 def drifting(apart: bool) -> None:
@@ -111,8 +92,22 @@ def drifting(apart: bool) -> None:
             loss.weight.add_(0.1 * (dist.get_rank() == 3 if apart else 1))
 
 
-def test_weights_of_replicas_that_nobody_averages_are_an_error(pool: RankPool) -> None:
+NAME = "ClassShardedLoss(ArcFaceLoss): "
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "tuples of other rows": (lambda r: ask(r, more_rows=True), NAME, "InputError", WORLD),
+    "labels out of range": (lambda r: ask(r, label=1 + 100 * (r == 2)), NAME, "InputError", WORLD),
+    "replicas that nobody averages": (lambda r: drifting(True), "replicas: weights", "RankMismatchError", WORLD),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_error_of_one_part_is_that_of_all(pool: RankPool, name: str) -> None:
+    _, words, kind, ranks = REFUSED[name]
+    for error in pool.errors(ranks, call_row, __name__, "REFUSED", name):  # each part has its own text
+        assert error.is_a(kind), error.traceback
+        assert words in error.message
+        assert not error.timed_out
+
+
+def test_weights_of_replicas_that_are_averaged_are_none(pool: RankPool) -> None:
     pool.run(WORLD, drifting, False)
-    errors = pool.errors(WORLD, drifting, True)
-    assert {error.type for error in errors} == {"RankMismatchError"}
-    assert any("replicas: weights" in error.message for error in errors)

@@ -33,7 +33,11 @@ from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
 from lightning_ddp_losses.losses.tiled.tiles import tile_distance
 from lightning_ddp_losses.losses.two_towers import tiles_of
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.each_rank import each_rank
+from tests.losses import harness
+from tests.losses.cases import REDUCERS
+from tests.oracle import assert_close, graded, joined, own, problem
+from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
 ROWS, DIM, CLASSES = 60, 6, 7
@@ -62,24 +66,6 @@ DISTANCES: dict[str, Make] = {
     "SNRDistance": distances.SNRDistance,
 }
 LARGE = {"SupCon": 15.0, "NTXent": 15.0}  # losses are as large as that
-REDUCERS: dict[str, Callable[[float], nn.Module]] = {
-    "MeanReducer": lambda _: reducers.MeanReducer(),
-    "SumReducer": lambda _: reducers.SumReducer(),
-    "AvgNonZeroReducer": lambda _: reducers.AvgNonZeroReducer(),
-    "ThresholdReducer, low": lambda size: reducers.ThresholdReducer(low=0.3 * size),
-    "ThresholdReducer, high": lambda size: reducers.ThresholdReducer(high=1.0 * size),
-    "ThresholdReducer, both": lambda size: reducers.ThresholdReducer(low=0.1 * size, high=1.2 * size),
-    "PerAnchorReducer": lambda _: reducers.PerAnchorReducer(),
-    "PerAnchorReducer, AvgNonZero": lambda _: reducers.PerAnchorReducer(reducers.AvgNonZeroReducer()),
-    "PerAnchorReducer, Threshold": lambda size: reducers.PerAnchorReducer(
-        reducers.ThresholdReducer(low=0.1 * size, high=1.5 * size)
-    ),
-    "ClassWeightedReducer": lambda _: reducers.ClassWeightedReducer(torch.linspace(0.1, 2, CLASSES)),
-    "ClassWeightedReducer, below 0": lambda _: reducers.ClassWeightedReducer(torch.linspace(-1, 2, CLASSES)),
-    "MultipleReducers": lambda _: reducers.MultipleReducers(
-        {"pos_loss": reducers.SumReducer(), "neg_loss": reducers.ThresholdReducer(low=0.2)}
-    ),
-}
 
 
 def batch() -> dict[str, Tensor]:
@@ -204,17 +190,14 @@ def recording(make: Make) -> nn.Module:
 def alone(make: Make, give: Give) -> dict[str, Any]:
     rows, loss = batch(), recording(make)
     leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-    value = loss(**give(leaf, rows, views, False))
-    value.backward()
-    return {"value": value.detach(), "rows": leaf.grad, "views": views.grad, "records": records(loss)}
+    found = graded(loss(**give(leaf, rows, views, False)), rows=leaf, views=views)
+    return {**found, "records": records(loss)}
 
 
 def on_ranks(
     names: list[str], tile_bytes: int | None, options: dict[str, Any] | None = None, sizes: list[int] | None = None
 ) -> dict[str, Any]:
-    sizes, rank = sizes or SPLITS[dist.get_world_size()], dist.get_rank()
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    found = {}
+    part, found = own(sizes or SPLITS[dist.get_world_size()]), {}
     for name in names:
         make, give = CASES[name]
         rows = {n: t[part].clone() for n, t in batch().items()}
@@ -223,31 +206,25 @@ def on_ranks(
         loss = make().double() if "compile_tiles" in (options or {}) else recording(make)
         wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes, **(options or {}))
         assert wrapped.evaluation.startswith("tiled")
-        value = wrapped(**give(leaf, rows, views, True))
-        value.backward()
-        found[name] = {"value": value.detach(), "rows": leaf.grad, "views": views.grad, "records": records(loss)}
+        found[name] = graded(wrapped(**give(leaf, rows, views, True)), rows=leaf, views=views)
+        found[name]["records"] = records(loss)
     return found
 
 
 def compare(results: list[dict[str, Any]], truth: dict[str, Any], statistics: bool = True) -> None:
-    assert len({float(r["value"]) for r in results}) == 1
-    ours = {"value": results[0]["value"], "rows": torch.cat([r["rows"] for r in results]) / len(results)}
-    wanted = {"value": truth["value"], "rows": truth["rows"]}
     assert truth["rows"].norm() > 0
-    if truth["views"] is not None:
-        ours["views"], wanted["views"] = torch.cat([r["views"] for r in results]) / len(results), truth["views"]
-    assert_close(ours, wanted)
+    of_ranks, expected = ([{n: t for n, t in f.items() if n != "records"} for f in fs] for fs in (results, [truth]))
+    assert_close(joined(of_ranks, "rows", "views"), expected[0])
     for result in results if statistics else []:
         assert result["records"] == pytest.approx(truth["records"], rel=1e-9)
 
 
-def judged(name: str, results: list[dict[str, Any]], truth: dict[str, Any], *, statistics: bool = True) -> str:
-    """What is wrong, in words."""
-    try:
-        compare([result[name] for result in results], truth, statistics)
-    except AssertionError as error:
-        return f"{name}: {error}"
-    return ""
+def problems_of(names: list[str], results: list[dict[str, Any]], what: str = "", *, statistics: bool = True) -> str:
+    """What is wrong with ranks, a line a case."""
+    problems: list[str] = []
+    for name in names:
+        problems += problem(what + name, compare, [result[name] for result in results], truth_of(name), statistics)
+    return "\n".join(problems)
 
 
 @functools.cache
@@ -262,21 +239,14 @@ def test_tiles_are_one_process(pool: RankPool) -> None:
     """
     names = list(CASES)
     assert any("num_above_low" in record for name in names for record in truth_of(name)["records"])
-    problems = []
     for world_size, some in ((1, names[::3]), (2, names[1::3]), (3, names)):
-        results = pool.run(world_size, on_ranks, some, TILE_BYTES)
-        problems += [
-            f"{world_size} ranks, {found}" for name in some if (found := judged(name, results, truth_of(name)))
-        ]
-    assert not problems, f"{len(problems)} of {len(CASES)}\n" + "\n".join(problems)
+        assert not problems_of(some, pool.run(world_size, on_ranks, some, TILE_BYTES), f"{world_size} ranks, ")
 
 
 @pytest.mark.parametrize("tile_bytes", [TILE_BYTES, None])  # several tiles, or one that is kept for backward
 def test_a_rank_without_rows_takes_part(pool: RankPool, tile_bytes: int | None) -> None:
     names = [f"{name}, {given}" for name in LOSSES for given in GIVEN]
-    results = pool.run(3, on_ranks, names, tile_bytes, None, [0, 25, 35])
-    problems = [problem for name in names if (problem := judged(name, results, truth_of(name)))]
-    assert not problems, "\n".join(problems)
+    assert not problems_of(names, pool.run(3, on_ranks, names, tile_bytes, None, [0, 25, 35]))
 
 
 def test_tiles_on_an_accelerator_are_few() -> None:
@@ -312,39 +282,29 @@ BY_ROWS: dict[str, Make] = {
 }
 
 
-def in_parts(names: list[str], tile_bytes: int) -> dict[str, Any]:
-    sizes, rank = SPLITS[dist.get_world_size()], dist.get_rank()
-    part = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+def in_parts(names: list[str], part: slice, tile_bytes: int | None) -> dict[str, Any]:
+    """By case what some rows find, in tiles or (None) in one process."""
     found = {}
-    for name in names:
-        for given in ("", "references"):
-            rows = {n: t[part].clone() for n, t in batch().items()}
-            leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-            loss = BY_ROWS[name]().double()
-            wrapped = GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes)
-            assert wrapped.evaluation == "row tiles"
-            value = wrapped(**GIVEN[given](leaf, rows, views, True))
-            value.backward()
-            own = {n: p.grad for n, p in loss.named_parameters()}
-            found[f"{name}, {given}"] = {"value": value.detach(), "rows": leaf.grad, "views": views.grad, **own}
+    for name, given in itertools.product(names, ("", "references")):
+        rows = {n: t[part].clone() for n, t in batch().items()}
+        leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
+        loss = BY_ROWS[name]().double()
+        judge = loss if tile_bytes is None else GlobalBatchLoss(loss, mode="rows", tile_bytes=tile_bytes)
+        assert judge is loss or judge.evaluation == "row tiles"
+        value = judge(**GIVEN[given](leaf, rows, views, judge is not loss))
+        found[f"{name}, {given}"] = graded(value, rows=leaf, views=views, loss=loss)
     return found
+
+
+def in_parts_on_a_rank() -> dict[str, Any]:
+    return in_parts(list(BY_ROWS), own(SPLITS[dist.get_world_size()]), 60_000)
 
 
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {1, 2}))
 def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -> None:
-    results = pool.run(world_size, in_parts, list(BY_ROWS), 60_000)
-    for name, make in BY_ROWS.items():
-        for given in ("", "references"):
-            rows, loss = batch(), make().double()
-            leaf, views = rows["embeddings"].requires_grad_(), rows["views"].requires_grad_()
-            value = loss(**GIVEN[given](leaf, rows, views, False))
-            value.backward()
-            truth = {"value": value.detach(), "rows": leaf.grad, "views": views.grad}
-            found = [result[f"{name}, {given}"] for result in results]
-            compare(found, truth, statistics=False)
-            for parameter, tensor in loss.named_parameters():
-                mean = torch.stack([result[parameter] for result in found]).mean(0)
-                torch.testing.assert_close(mean, tensor.grad, rtol=1e-9, atol=1e-12)
+    results = pool.run(world_size, in_parts_on_a_rank)
+    for name, truth in in_parts(list(BY_ROWS), slice(None), None).items():
+        harness.compare(joined([result[name] for result in results], "rows", "views"), truth, name)
 
 
 def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
@@ -378,29 +338,6 @@ def test_tiles_and_ways_to_gather_that_cannot_be_are_refused(options: dict[str, 
         GlobalBatchLoss(**{"loss": pml.SupConLoss(), **options})
 
 
-def badly(kind: str) -> None:
-    rank = dist.get_rank()
-    leaf, labels = torch.randn(10, DIM + rank * (kind == "width")), torch.arange(10) % 3
-    if kind == "width":
-        GlobalBatchLoss(pml.SupConLoss(), mode="rows")(leaf, labels)
-    else:  # on one rank only
-        GlobalBatchLoss(pml.SupConLoss(), mode="rows", tile_bytes=79 if rank == 1 else None)(leaf, labels)
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("width", ("rank 0", "rank 1", "6", "7")),
-        ("small", ("tile_bytes", "80 bytes", "79")),
-    ],
-)
-def test_ranks_that_disagree_get_one_error(pool: RankPool, kind: str, words: tuple[str, ...]) -> None:
-    errors = pool.errors(2, badly, kind)
-    assert len({error.message.split("(rank")[0] for error in errors}) == 1
-    for word in words:
-        assert word in errors[0].message
-
-
 def few_rows_on_one_tile_size() -> float:
     """A tile size is a rank's own business, also where ``auto`` finds too few rows for tiles."""
     loss = GlobalBatchLoss(pml.SupConLoss(), tile_bytes=1000 if dist.get_rank() else None)
@@ -413,39 +350,39 @@ def test_ranks_may_use_tiles_of_different_size(pool: RankPool) -> None:
     assert len(set(pool.run(2, few_rows_on_one_tile_size))) == 1
 
 
-def contradicting() -> None:
-    pair = torch.tensor([0, 1]), torch.tensor([1, 0])
-    leaf = torch.randn(4, DIM)
-    loss = GlobalBatchLoss(pml.SupConLoss(), mode="rows")
-    loss(leaf, torch.tensor([0, 0, 1, 1]), (*pair, *pair) if dist.get_rank() else (*pair, pair[0] + 2, pair[1] + 2))
+def ask(rank: int, width: int = DIM, tuples: Any = None, **options: Any) -> None:
+    GlobalBatchLoss(pml.SupConLoss(), mode="rows", **options)(torch.randn(4, width), torch.tensor([0, 0, 1, 1]), tuples)
 
 
-def test_a_pair_that_is_positive_and_negative_is_an_error_everywhere(pool: RankPool) -> None:
-    for error in pool.errors(2, contradicting):
-        assert "either positive or negative" in error.message
+PAIR = torch.tensor([0, 1]), torch.tensor([1, 0])
+DISAGREE: dict[str, tuple[Any, ...]] = {
+    "width": (lambda r: ask(r, DIM + r), ("rank 0", "rank 1", "6", "7"), "RankMismatchError"),
+    # on one rank only
+    "small tiles": (lambda r: ask(r, tile_bytes=31 if r else None), ("tile_bytes", "32 bytes", "31")),
+    "a pair that is positive and negative": (
+        lambda r: ask(r, tuples=(*PAIR, *(index + 2 * (1 - r) for index in PAIR))),
+        "either positive or negative",
+    ),
+}
+test_ranks_that_disagree_get_one_error = refusals(__name__, "DISAGREE")
 
 
-def warm() -> dict[str, Any]:
+def warm(part: slice, wrap: bool) -> dict[str, Tensor]:
     """A temperature that someone made a parameter."""
-    part = slice(0, 23) if dist.get_rank() == 0 else slice(23, 60)
     loss = pml.NTXentLoss().double()
     loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-    wrapped = GlobalBatchLoss(loss)
-    leaf = batch()["embeddings"][part].clone().requires_grad_()
-    value = wrapped(leaf, batch()["labels"][part])
-    value.backward()
-    return {"evaluation": wrapped.evaluation, "value": value.detach(), "grad": loss.temperature.grad}
+    judge = GlobalBatchLoss(loss) if wrap else loss
+    value = judge(batch()["embeddings"][part].requires_grad_(), batch()["labels"][part])
+    assert not wrap or judge.evaluation == "row tiles"
+    return graded(value, loss=loss)
+
+
+def warm_on_a_rank() -> dict[str, Tensor]:
+    return warm(own(SPLITS[2]), wrap=True)
 
 
 def test_a_learnt_temperature_gets_its_gradient(pool: RankPool) -> None:
-    first, second = pool.run(2, warm)
-    loss = pml.NTXentLoss().double()
-    loss.temperature = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-    value = loss(batch()["embeddings"], batch()["labels"])
-    value.backward()
-    assert first["evaluation"] == "row tiles"
-    ours = {"value": first["value"], "grad": (first["grad"] + second["grad"]) / 2}
-    assert_close(ours, {"value": value.detach(), "grad": loss.temperature.grad})
+    assert_close(joined(pool.run(2, warm_on_a_rank)), warm(slice(None), wrap=False))
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
@@ -496,78 +433,50 @@ def test_triplets_need_no_cumulated_sum_of_floats() -> None:
     assert rows.grad is not None
 
 
-def hard_inputs() -> dict[str, Any]:
-    """What a batch may look like that no one thought of."""
-    rank, found = dist.get_rank(), {}
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(12, DIM, generator=generator, dtype=torch.float64)
-    labels = torch.arange(12) // 3
-    own = slice(0, 4) if rank == 0 else slice(4, 12)
-    for name, make in LOSSES.items():
-        wrapped = GlobalBatchLoss(make().double(), mode="rows")
-        strided = rows.repeat_interleave(2, 1)[own].requires_grad_()
-        first, second = wrapped(strided[:, ::2], labels[own]), wrapped(strided[:, 1::2] * 2, labels[own].int())
-        (first + 3 * second).backward()  # two calls before one backward
-        single = rows[own].float().bfloat16().requires_grad_()
-        low = wrapped(single, labels[own])
-        low.backward()
-        twice = rows[own].clone().requires_grad_()
-        value = wrapped(twice, labels[own])
-        value.backward(retain_graph=True)
-        value.backward()
-        alike = torch.ones(4, DIM, dtype=torch.float64).requires_grad_()
-        same = wrapped(alike, torch.tensor([0, 0, 1, 1]))  # rows that coincide
-        same.backward()
-        none = rows[own].clone().requires_grad_()
-        wrapped(none, torch.arange(12)[own]).backward()  # no positive anywhere
-        with torch.no_grad():
-            two_classes = wrapped(rows[own], (labels > 1).long()[own])
-        copied = pickle.loads(pickle.dumps(wrapped))
-        found[name] = {
-            "two": (first + 3 * second).detach(),
-            "strided": strided.grad,
-            "low": (low.dtype, single.grad.dtype, low.detach().double()),
-            "twice": twice.grad,
-            "alike": (same.detach(), alike.grad),
-            "none": none.grad,
-            "copied": copied(rows[own], labels[own]).detach(),
-            "two classes": two_classes,
-        }
-    return found
+def odd_calls(loss: Any, part: slice, ones: int) -> dict[str, Any]:
+    """What a batch may look like that no one thought of: value and gradient of each, of the loss itself or wrapped."""
+    rows = torch.randn(12, DIM, generator=torch.Generator().manual_seed(3), dtype=torch.float64)[part]
+    labels, apart = (torch.arange(12) // 3)[part], torch.arange(12)[part]
+    strided, twice, none = rows.repeat_interleave(2, 1).requires_grad_(), rows.clone().requires_grad_(), rows.clone()
+    two = loss(strided[:, ::2], labels) + 3 * loss(strided[:, 1::2] * 2, labels.int())  # two calls before one backward
+    value = loss(twice, labels)
+    value.backward(retain_graph=True)
+    alike = torch.ones(ones, DIM, dtype=torch.float64).requires_grad_()  # rows that coincide
+    with torch.no_grad():
+        two_classes = loss(rows, (labels > 1).long())
+    return {
+        "two": graded(two, rows=strided),
+        "twice": graded(value, rows=twice),
+        "alike": graded(loss(alike, torch.tensor([0, 0, 1, 1] * (ones // 4))), rows=alike),
+        "none": graded(loss(none.requires_grad_(), apart), rows=none),  # no positive anywhere
+        "two classes": {"value": two_classes},
+        "copied": {"value": pickle.loads(pickle.dumps(loss))(rows, labels).detach()},
+    }
+
+
+def odd_calls_on_a_rank() -> dict[str, Any]:
+    return {n: odd_calls(GlobalBatchLoss(make().double(), mode="rows"), own([4, 8]), 4) for n, make in LOSSES.items()}
 
 
 def test_odd_batches(pool: RankPool) -> None:
-    results = pool.run(2, hard_inputs)
-    generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(12, DIM, generator=generator, dtype=torch.float64)
-    labels = torch.arange(12) // 3
+    results = pool.run(2, odd_calls_on_a_rank)
     for name, make in LOSSES.items():
-        loss, found = make().double(), [result[name] for result in results]
+        for call, truth in odd_calls(make().double(), slice(None), 8).items():
+            ours = joined([result[name][call] for result in results], "rows")
+            for key, expected in truth.items():
+                torch.testing.assert_close(ours[key], expected, rtol=1e-9, atol=1e-9 if call == "alike" else 1e-12)
 
-        def mean(key: str, found: list[Any] = found) -> Tensor:
-            return torch.cat([f[key] for f in found]) / 2
 
-        strided = rows.repeat_interleave(2, 1).requires_grad_()
-        two = loss(strided[:, ::2], labels) + 3 * loss(strided[:, 1::2] * 2, labels)
-        two.backward()
-        twice = rows.clone().requires_grad_()
-        value = loss(twice, labels)
-        (2 * value).backward()
-        assert_close({"two": found[0]["two"], "rows": mean("strided")}, {"two": two.detach(), "rows": strided.grad})
-        assert_close({"twice": mean("twice")}, {"twice": twice.grad})
-        assert_close({"copied": found[1]["copied"]}, {"copied": value.detach()})
-        assert_close({"two": found[0]["two classes"]}, {"two": loss(rows, (labels > 1).long())})
-        kind, grad_kind, low = found[0]["low"]
-        assert (kind, grad_kind) == (torch.float32, torch.bfloat16)
-        torch.testing.assert_close(low, make()(rows.float().bfloat16().float(), labels).double(), rtol=1e-5, atol=1e-6)
-        alike = torch.ones(8, DIM, dtype=torch.float64).requires_grad_()
-        same = loss(alike, torch.tensor([0, 0, 1, 1] * 2))
-        same.backward()
-        torch.testing.assert_close(found[0]["alike"][0], same.detach(), rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(torch.cat([f["alike"][1] for f in found]) / 2, alike.grad, rtol=1e-9, atol=1e-9)
-        none = rows.clone().requires_grad_()
-        loss(none, torch.arange(12)).backward()
-        torch.testing.assert_close(mean("none"), none.grad, rtol=1e-9, atol=1e-12)
+@each_rank(2)
+def test_half_precision() -> None:
+    rows = torch.randn(12, DIM, generator=torch.Generator().manual_seed(3)).bfloat16()
+    labels, part = torch.arange(12) // 3, own([4, 8])
+    for make in LOSSES.values():
+        leaf = rows[part].clone().requires_grad_()
+        low = GlobalBatchLoss(make().double(), mode="rows")(leaf, labels[part])
+        low.backward()
+        assert (low.dtype, leaf.grad.dtype) == (torch.float32, torch.bfloat16)
+        torch.testing.assert_close(low.detach(), make()(rows.float(), labels), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("p", [1, 2])
@@ -580,5 +489,4 @@ def test_rows_too_short_to_be_normalised_have_the_gradient_of_torch(p: int) -> N
     unit = torch.nn.functional.normalize(leaf, p=p, dim=1)
     unit.backward(upstream)
     torch.testing.assert_close(prepared.rows, unit.detach(), rtol=0, atol=0)
-    assert leaf.grad is not None
     torch.testing.assert_close(distance.prepare_vjp(rows, prepared, upstream), leaf.grad, rtol=1e-12, atol=0)

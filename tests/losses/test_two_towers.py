@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Mapping
@@ -18,10 +17,12 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ClipLoss, ConfigurationError, SigLipLoss
 from lightning_ddp_losses.testing import RankPool
-from tests.counting import CountCollectives, nothing_rides
-from tests.losses.harness import DIM, SPLITS, TASK, own_rows
+from tests.counting import CountCollectives
+from tests.each_rank import each_rank
+from tests.losses.harness import DIM, SPLITS, TASK, compare, own_rows
 from tests.losses.harness import global_rows as harness_rows
-from tests.oracle import Encoder, assert_close
+from tests.oracle import Encoder, assert_close, graded, joined, own, problem
+from tests.refusals import refusals
 from tests.slow_parameters import slow_parameters
 
 EXTRA = {1: [5], 2: [5, 0], 3: [1, 0, 4]}  # further texts per rank
@@ -118,34 +119,26 @@ def grads_of(towers: Towers) -> dict[str, Tensor]:
     return {name: p.grad for name, p in towers.named_parameters() if p.grad is not None}
 
 
-def gradients(towers: Towers, value: Tensor) -> dict[str, Tensor]:
-    value.backward()
-    return {"value": value.detach(), **grads_of(towers)}
-
-
 @cache
 def truth_of(name: str) -> dict[str, Tensor]:
     case = CASES[name]
     towers, rows = Towers(case), harness_rows()
     extra, queue = further(case)
     extra = None if extra is None else towers.text(extra)
-    value = textbook(case, towers, towers.image(rows["features"]), towers.text(rows["views"]), extra, queue)
-    return gradients(towers, value)
+    images, texts = towers.image(rows["features"]), towers.text(rows["views"])
+    return graded(textbook(case, towers, images, texts, extra, queue), towers=towers)
 
 
 def measure(gather: str) -> dict[str, dict[str, Tensor]]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found = {}
+    world, found = dist.get_world_size(), {}
     for name, case in CASES.items():
         for split, sizes in SPLITS[world].items():
-            towers, rows = Towers(case, gather), own_rows(sizes, rank)
+            towers, rows = Towers(case, gather), own_rows(sizes)
             extra, queue = further(case)
-            if extra is not None:
-                start = sum(EXTRA[world][:rank])
-                extra = towers.text(extra[start : start + EXTRA[world][rank]])
+            extra = None if extra is None else towers.text(extra[own(EXTRA[world])])
             images, texts = towers.image(rows["features"]), towers.text(rows["views"])
             value = towers.loss(images, texts, extra, queue, **towers.numbers())
-            found[f"{name}; {split}"] = gradients(towers, value)
+            found[f"{name}; {split}"] = graded(value, towers=towers)
     return found
 
 
@@ -154,17 +147,7 @@ def measure(gather: str) -> dict[str, dict[str, Tensor]]:
 def test_ranks_are_one_process(pool: RankPool, gather: str, world_size: int) -> None:
     results, problems = pool.run(world_size, measure, gather), []
     for key in results[0]:
-        name = key.split(";")[0]
-        truth = truth_of(name)
-        assert len({float(result[key]["value"]) for result in results}) == 1, key
-        ours = {n: torch.stack([result[key][n] for result in results]).mean(0) for n in results[0][key]}
-        floor = 1e-12 * max(float(t.norm()) for t in truth.values())  # the scale's gradient is 0 beyond the clamp
-        small = {n for n, t in truth.items() if t.norm() < floor}
-        assert all(ours[n].norm() < floor for n in small), key
-        try:
-            assert_close(*({n: t for n, t in side.items() if n not in small} for side in (ours, truth)))
-        except AssertionError as error:
-            problems.append(f"{key}: {error}")
+        problems += problem(key, compare, joined([result[key] for result in results]), truth_of(key.split(";")[0]))
     assert not problems, "\n".join(problems)
 
 
@@ -172,7 +155,7 @@ def both_scales(gather: str) -> tuple[float, float, float]:
     """The loss owns a scale and the call gives another, which counts."""
     torch.manual_seed(1)
     loss, scale = ClipLoss(0.5, gather=gather).double(), torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
-    rows = own_rows([5, 7], dist.get_rank())
+    rows = own_rows([5, 7])
     images, texts = rows["targets"], rows["targets"].roll(1, 1)
     value = loss(images, texts, logit_scale=scale)
     value.backward()
@@ -191,42 +174,17 @@ def test_a_scale_that_is_given_counts_and_the_losss_own_gets_zero(pool: RankPool
     assert all(result[1:] == (0.0, 0.0) for result in results)
 
 
-def backward_twice(gather: str) -> dict[str, dict[str, Tensor]]:
-    """What forward keeps of a single tile is there once; the second time it is computed again."""
-    found = {}
-    for name in ("CLIP", "SigLIP"):
-        towers, rows = Towers(CASES[name], gather), own_rows([5, 7], dist.get_rank())
-        value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]))
-        value.backward(retain_graph=True)
-        once = {n: grad.clone() for n, grad in grads_of(towers).items()}
-        value.backward()
-        found[name] = {n: grad - 2 * once[n] for n, grad in grads_of(towers).items()}
-    return found
-
-
 @pytest.mark.parametrize("gather", ["all", "ring"])
-def test_a_second_backward_adds_as_much_again(pool: RankPool, gather: str) -> None:
-    for result in pool.run(2, backward_twice, gather):
-        for name, left in result.items():
-            assert all(float(rest.abs().max()) < 1e-12 for rest in left.values()), name
-
-
-def count(name: str, inline: bool) -> tuple[int, int]:
-    towers, rows = Towers(CASES[name]), own_rows([6, 6], dist.get_rank())
-    with contextlib.nullcontext() if inline else nothing_rides():
-        for _ in range(2):
-            with CountCollectives() as counter:
-                value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]))
-                forward = len(counter.take())
-                value.backward()
-                backward = len(counter.take())
-    return forward, backward
-
-
 @pytest.mark.parametrize("name", ["CLIP", "SigLIP"])
-def test_a_step_costs_five_collectives_and_three_where_the_rows_fit_in_a_handshake(pool: RankPool, name: str) -> None:
-    assert pool.run(2, count, name, False) == [(3, 2)] * 2
-    assert pool.run(2, count, name, True) == [(2, 1)] * 2
+@each_rank(2)
+def test_a_second_backward_adds_as_much_again(name: str, gather: str) -> None:
+    """What forward keeps of a single tile is there once; the second time it is computed again."""
+    towers, rows = Towers(CASES[name], gather), own_rows([5, 7])
+    value = towers.loss(towers.image(rows["features"]), towers.text(rows["views"]))
+    value.backward(retain_graph=True)
+    once = {n: grad.clone() for n, grad in grads_of(towers).items()}
+    value.backward()
+    assert all(float((grad - 2 * once[n]).abs().max()) < 1e-12 for n, grad in grads_of(towers).items())
 
 
 def test_float32_near_the_optimum() -> None:
@@ -280,12 +238,12 @@ def alone(name: str, trained: str) -> dict[str, Tensor]:
 
 
 def on_ring(name: str, split: str) -> dict[str, dict[str, Tensor]]:
-    rank, found = dist.get_rank(), {}
+    found = {}
     for trained, frozen in TRAINED.items():
         towers = Towers(LOSSES[name], "ring")
         freeze(frozen(towers))
         towers = pickle.loads(pickle.dumps(copy.deepcopy(towers)))
-        rows = own_rows(SPLITS[dist.get_world_size()][split], rank)
+        rows = own_rows(SPLITS[dist.get_world_size()][split])
         found[trained] = two_steps(towers, rows, lambda t, x, y: t.loss(x, y))
     return found
 
@@ -303,7 +261,7 @@ def test_several_calls_and_steps_with_parts_frozen(pool: RankPool, name: str, wo
 def partly(name: str, sizes: list[int], frozen: str) -> dict[str, Tensor]:
     """The last rank's rows are constants and only towers are trained: it has nothing to train, the others wait for it all the same."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    towers, rows = Towers(LOSSES[name], "ring"), own_rows(sizes, rank)
+    towers, rows = Towers(LOSSES[name], "ring"), own_rows(sizes)
     freeze([towers.loss, *TRAINED[frozen](towers)])
     with torch.set_grad_enabled(rank + 1 < world):
         x, y = towers.image(rows["features"]), towers.text(rows["views"])
@@ -441,17 +399,7 @@ BAD: dict[str, tuple[Callable[[int], Any], str]] = {
     "ring: no rows": (lambda r: SigLipLoss(gather="ring")(torch.ones(0, 4), torch.ones(0, 4)), "at least one"),
     "ring: rows of one tower": (lambda r: ClipLoss(gather="ring")(torch.ones(2, 4), torch.ones(2 + r, 4)), "3 texts"),
 }
-
-
-def ask(name: str) -> Any:
-    return BAD[name][0](dist.get_rank())
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_disagreement_is_the_same_error_everywhere(pool: RankPool, name: str) -> None:
-    errors = pool.errors(2, ask, name)
-    assert errors[0].message == errors[1].message
-    assert BAD[name][1] in errors[0].message
+test_disagreement_is_the_same_error_everywhere = refusals(__name__, "BAD")
 
 
 @pytest.mark.parametrize(

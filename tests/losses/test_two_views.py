@@ -20,7 +20,8 @@ from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.losses.cases import both_views
-from tests.losses.harness import Case, check, compare, on_ranks, splits_by_turns
+from tests.losses.harness import SPLITS, Case, check, compare, on_ranks, splits_by_turns
+from tests.oracle import graded, joined, own
 from tests.slow_parameters import slow_parameters
 
 TEMPERATURE = 0.5
@@ -47,9 +48,7 @@ def measure() -> dict[str, dict[str, dict[str, Tensor]]]:
     found = {}
     for number, (name, case) in enumerate(CASES.items()):
         splits = splits_by_turns(number // 2, dist.get_world_size())  # both ways of a loss alike
-        modes = GlobalBatchLoss(case.make(), **case.options).exact_modes()
-        if case.options:
-            modes = ("rows",)
+        modes = GlobalBatchLoss(case.make()).exact_modes()
         found[name] = {f"{s}, {mode}": on_ranks(case, sizes, mode) for s, sizes in splits.items() for mode in modes}
     return found
 
@@ -57,17 +56,8 @@ def measure() -> dict[str, dict[str, dict[str, Tensor]]]:
 @pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2}))
 def test_every_loss_inside_is_one_process(pool: RankPool, world_size: int) -> None:
     results = pool.run(world_size, measure)
-    problems = [problem for name in CASES if (problem := judged(name, results, world_size))]
-    assert not problems, "\n".join(problems)
-
-
-def judged(name: str, results: list[Any], world_size: int) -> str:
-    """What is wrong, in words."""
-    try:
-        check(CASES[name], [result[name] for result in results], world_size)
-    except AssertionError as error:
-        return f"{name}: {error}"
-    return ""
+    for name, case in CASES.items():
+        check(case, [result[name] for result in results], SPLITS[world_size])
 
 
 def test_tiles_evaluate_what_they_evaluate_with_labels() -> None:
@@ -96,59 +86,33 @@ def simclr(first: Tensor, second: Tensor) -> Tensor:
 
 
 def of_one_process(rows: int) -> dict[str, Tensor]:
-    leaves = [view.requires_grad_() for view in views(rows)]
-    value = simclr(*leaves)
-    value.backward()
-    return {"value": value.detach(), "first": leaves[0].grad, "second": leaves[1].grad}  # type: ignore[dict-item]
+    first, second = (view.requires_grad_() for view in views(rows))
+    return graded(simclr(first, second), first=first, second=second)
 
 
-def of_ranks(sizes: list[int], options: dict[str, Any]) -> dict[str, Any]:
-    """This rank's value, gradients, and number of collectives forward and backward."""
-    rank = dist.get_rank()
-    start, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
-    leaves = [view[start:stop].clone().requires_grad_() for view in views(sum(sizes))]
+def of_ranks(sizes: list[int], options: dict[str, Any], frozen: bool = False) -> tuple[dict[str, Tensor], int]:
+    """This rank's value and gradients, and the number of collectives in backward; no gradient goes to a frozen second view."""
+    first, second = (view[own(sizes)].clone().requires_grad_() for view in views(sum(sizes)))
     loss = GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(TEMPERATURE)), **options)
+    value = loss(first, second.detach() if frozen else second)
     with CountCollectives() as counter:
-        value = loss(*leaves)
-        forward = len(counter.take())
-        value.backward()
-        backward = len(counter.take())
-    grads = {"first": leaves[0].grad, "second": leaves[1].grad}
-    return {"value": value.detach(), **grads, "collectives": (forward, backward)}
+        return graded(value, first=first, second=second), len(counter.take())
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "a view without gradient"])
 @pytest.mark.parametrize("options", [{}, {"mode": "replicated"}], ids=str)
 @pytest.mark.parametrize("sizes", [[24], [12, 12], [7, 17], [5, 0, 20]], ids=str)
-def test_nt_xent_of_two_views_is_simclr(pool: RankPool, sizes: list[int], options: dict[str, Any]) -> None:
-    results = pool.run(len(sizes), of_ranks, sizes, options)
-    truth, world = of_one_process(sum(sizes)), len(sizes)
-    found = {"value": results[0]["value"]}
-    for name in ("first", "second"):  # DDP's mean over ranks of each rank's own rows
-        found[name] = torch.cat([result[name] for result in results]) / world
-    compare(found, truth)
-    assert len({float(result["value"]) for result in results}) == 1
+def test_nt_xent_of_two_views_is_simclr(
+    pool: RankPool, sizes: list[int], options: dict[str, Any], frozen: bool
+) -> None:
+    results, truth = pool.run(len(sizes), of_ranks, sizes, options, frozen), of_one_process(sum(sizes))
+    if frozen:
+        del truth["second"]
+    compare(joined([found for found, _ in results], "first", "second"), truth)
 
 
 def test_tiles_need_no_collective_in_backward(pool: RankPool) -> None:
-    for result in pool.run(2, of_ranks, [20, 20], {}):
-        assert result["collectives"][1] == 0
-
-
-def frozen(sizes: list[int]) -> dict[str, Tensor]:
-    """The second view is a target: no gradient goes to it."""
-    rank = dist.get_rank()
-    start, stop = sum(sizes[:rank]), sum(sizes[: rank + 1])
-    first, second = (view[start:stop].clone() for view in views(sum(sizes)))
-    value = GlobalBatchLoss(pml.SelfSupervisedLoss(pml.NTXentLoss(TEMPERATURE)))(first.requires_grad_(), second)
-    value.backward()
-    return {"value": value.detach(), "first": first.grad}  # type: ignore[dict-item]
-
-
-def test_a_view_without_gradient(pool: RankPool) -> None:
-    results = pool.run(2, frozen, [7, 17])
-    truth = of_one_process(24)
-    found = {"value": results[0]["value"], "first": torch.cat([result["first"] for result in results]) / 2}
-    compare(found, {name: truth[name] for name in found})
+    assert [count for _, count in pool.run(2, of_ranks, [20, 20], {})] == [0, 0]
 
 
 # ---------------------------------------------------------------------- pairs by place, and another number of references
@@ -178,15 +142,11 @@ def hardest_in_batch(rows: Tensor, references: Tensor) -> Tensor:
 
 def pairs_by_place(sizes: dict[str, list[int]]) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's value and gradients, and what it was warned of."""
-    rank, leaves = dist.get_rank(), {}
-    for name, rows in places().items():
-        start = sum(sizes[name][:rank])
-        leaves[name] = rows[start : start + sizes[name][rank]].clone().requires_grad_()
+    leaves = {name: rows[own(sizes[name])].clone().requires_grad_() for name, rows in places().items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         value = GlobalBatchLoss(pml.DynamicSoftMarginLoss())(leaves["embeddings"], ref_emb=leaves["ref_emb"])
-    value.backward()
-    return {"value": value.detach(), **{n: leaf.grad for n, leaf in leaves.items()}}, [str(w.message) for w in caught]
+    return graded(value, **leaves), [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(
@@ -197,15 +157,12 @@ def pairs_by_place(sizes: dict[str, list[int]]) -> tuple[dict[str, Tensor], list
 def test_other_numbers_of_references(pool: RankPool, rows: list[int], references: list[int], warns: bool) -> None:
     sizes = {"embeddings": rows, "ref_emb": references}
     results = pool.run(len(rows), pairs_by_place, sizes)
-    found = {"value": results[0][0]["value"]}
-    for name in sizes:
-        found[name] = torch.cat([result[name] for result, _ in results]) / len(rows)
+    found = joined([each for each, _ in results], *sizes)
     leaves = {name: part.clone().requires_grad_() for name, part in places().items()}
-    value = hardest_in_batch(leaves["embeddings"], leaves["ref_emb"])
-    value.backward()
+    truth = graded(hardest_in_batch(leaves["embeddings"], leaves["ref_emb"]), **leaves)
     theirs = pml.DynamicSoftMarginLoss()(leaves["embeddings"].detach(), ref_emb=leaves["ref_emb"].detach())
-    assert float(value.detach()) == pytest.approx(float(theirs), rel=1e-12)
-    compare(found, {"value": value.detach(), **{n: leaf.grad for n, leaf in leaves.items()}})  # type: ignore[dict-item]
+    assert float(truth["value"]) == pytest.approx(float(theirs), rel=1e-12)
+    compare(found, truth)
     assert [len(caught) for _, caught in results] == [int(warns)] + [0] * (len(rows) - 1)
     if warns:
         assert f"rank 0: {rows[0]} and {references[0]}" in results[0][1][0]

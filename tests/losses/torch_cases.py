@@ -12,8 +12,6 @@ from torch.nn import functional as F
 
 from tests.losses.harness import DIM, Arguments, Case, Net, Rows
 
-__all__ = ["ALIASES", "TORCH"]
-
 ALIASES = {"NLLLoss2d": "NLLLoss under a deprecated name"}
 ELEMENTS, REPLICATED = ("elements", "replicated"), ("replicated",)
 Give = Callable[[Net, Rows], Arguments]

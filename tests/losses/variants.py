@@ -16,8 +16,6 @@ from lightning_ddp_losses.losses import GlobalBatchMiner
 from tests.losses.cases import classes, two_views, two_views_alone
 from tests.losses.harness import CLASSES, DIM, Arguments, Case, Net, Rows, by_labels
 
-__all__ = ["DISTANCES", "MINERS", "REGULARIZERS", "VARIANTS", "WholeBatch"]
-
 Make = Callable[..., nn.Module]
 ELEMENTS, ROW_WISE, REPLICATED = ("elements", "replicated"), ("rows", "replicated"), ("replicated",)
 

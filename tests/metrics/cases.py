@@ -18,8 +18,6 @@ from torch import Tensor
 from torchmetrics import Metric, audio, classification, clustering, image, regression, text
 from torchmetrics.multimodal.lve import LipVertexError
 
-__all__ = ["CASES", "NOT_FED", "Case", "differentiable_classes"]
-
 Batch = tuple[Any, ...]
 G = 6  # rows of an image batch
 ROWS = 12
@@ -174,7 +172,7 @@ CASES: dict[str, list[Case]] = {
         Case(audio.ComplexScaleInvariantSignalNoiseRatio, lambda g: pair(g, ROWS, 5, 6, 2))
     ],
     "PermutationInvariantTraining": [
-        Case(partial(audio.PermutationInvariantTraining, audio_functions.scale_invariant_signal_noise_ratio), SPEAKERS),
+        Case(partial(audio.PermutationInvariantTraining, audio_functions.scale_invariant_signal_noise_ratio), SPEAKERS)
     ],
     "ScaleInvariantSignalDistortionRatio": [Case(audio.ScaleInvariantSignalDistortionRatio, SIGNALS)],
     "ScaleInvariantSignalNoiseRatio": [Case(audio.ScaleInvariantSignalNoiseRatio, SIGNALS)],

@@ -10,8 +10,6 @@ from torchmetrics import Metric
 
 from lightning_ddp_losses.metrics import DifferentiableMetric
 
-__all__ = ["KINDS", "Ours", "Stock"]
-
 
 def log_sum_exp(stacked: Tensor) -> Tensor:
     return torch.logsumexp(stacked, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import GlobalBatchLoss, differentiable
-from tests.lightning_ranks import make_trainer
+from tests.lightning_ranks import QUIET, make_trainer
 from tests.oracle import Encoder, Task, batches, cuts
-
-__all__ = ["JOBS", "Alone", "Job", "fit"]
 
 TASK = Task()
 
@@ -83,19 +82,8 @@ def fit(cls: type[Job], kind: str, strategy: str | None, even: bool, accumulate:
     data = [(x[part], labels[part]) for x, labels in batches(TASK)]
     loader = DataLoader(data, batch_size=None)  # type: ignore[arg-type]
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
-    if strategy is None:
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            num_sanity_val_steps=0,
-            **options,
-        )
-    else:
-        trainer = make_trainer(strategy, **options)
+    alone = partial(Trainer, accelerator="cpu", devices=1, **QUIET)
+    trainer = (partial(make_trainer, strategy) if strategy else alone)(**options)
     trainer.fit(module, loader, loader)
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return {"weights": {n: p.detach() for n, p in module.named_parameters()}, "logged": logged}

@@ -15,8 +15,8 @@ from torchmetrics.wrappers import LambdaInputTransformer, MultitaskWrapper
 
 from lightning_ddp_losses import ConfigurationError
 from lightning_ddp_losses.metrics import differentiable
-from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.each_rank import each_rank
 from tests.metrics.harness import difference, flat, splits
 
 ROWS, STEPS, WINDOW = 12, 3, 2
@@ -88,15 +88,11 @@ def one_process(make: Callable[[], Any]) -> tuple[list[list[Tensor]], list[Tenso
         if isinstance(metric, tm.MinMaxMetric):  # its own forward cuts the graph
             raw = metric._base_metric(leaf, target)
             high = [raw.detach(), *(f[0] for f in found)]
-            value = {
-                "raw": raw,
-                "max": raw if raw >= max(high) else max(high),
-                "min": raw if raw <= min(high) else min(high),
-            }
+            most, least = (raw if raw == edge else edge for edge in (max(high), min(high)))
+            value = {"raw": raw, "max": most, "min": least}
         else:
             value = metric(leaf, target)
         scalar(value).backward()
-        assert leaf.grad is not None
         found.append([*flat(value), leaf.grad])
         counted.update(preds, target)
     return found, flat(counted.compute())
@@ -112,63 +108,43 @@ def test_min_max_counts_every_batch_that_forward_saw() -> None:
     assert {name: float(value) for name, value in ours.compute().items()} == {"raw": 5.0, "max": 9.0, "min": 1.0}
 
 
-def on_ranks(name: str, even: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", MAKE)
+@each_rank()
+def test_members_share_one_exchange_and_give_the_values_of_one_process(name: str, even: bool) -> None:
     make, limit = MAKE[name]
     oracle, total = one_process(make)
     world = dist.get_world_size()
     part = splits(world, even)(ROWS)
-    metric, worst, counts = differentiable(make()), 0.0, []
+    metric = differentiable(make())
     assert isinstance(metric, type(make()))
     for (preds, target), truth in zip(batches(), oracle, strict=True):
         leaf = preds[part].clone().requires_grad_()
         with CountCollectives() as collectives:
             value = metric(leaf, target[part])
-            counts.append(len(collectives.take()))
+            assert len(collectives.take()) <= limit
             scalar(value).backward()
-            counts.append(len(collectives.take()))
-        assert leaf.grad is not None
-        worst = max(worst, difference([*flat(value), leaf.grad / world], [*truth[:-1], truth[-1][part]]))
+            assert not collectives.take()
+        assert difference([*flat(value), leaf.grad / world], [*truth[:-1], truth[-1][part]]) < 1e-9
     with CountCollectives() as collectives:
         final = flat(metric.compute())
+    assert len(collectives.names) == 1
     if name == "MinMaxMetric":
         final, total = final[:1], total[:1]  # here forward counts among the smallest and largest too
-    again = flat(metric.compute())[: len(final)]
-    return {
-        "off": max(worst, difference(final, total), difference(again, total)),
-        "collectives": max(counts[::2]) <= limit,
-        "in backward": max(counts[1::2]),
-        "for compute": len(collectives.names),
-    }
+    assert difference(final, total) < 1e-9
+    assert difference(flat(metric.compute())[: len(final)], total) < 1e-9
 
 
-@pytest.mark.parametrize("even", [True, False], ids=["even", "uneven"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_members_share_one_exchange_and_give_the_values_of_one_process(
-    pool: RankPool, world_size: int, even: bool
-) -> None:
-    for name in MAKE:
-        for found in pool.run(world_size, on_ranks, name, even):
-            assert found["off"] < 1e-9, name
-            assert found["collectives"], name
-            assert found["in backward"] == 0, name
-            assert found["for compute"] == 1, name
-
-
-def windows_by_update() -> tuple[list[Tensor], list[Tensor]]:
+@each_rank(2)
+def test_a_window_that_updates_fill() -> None:
     """`compute` of a window that updates filled, after each of them."""
     part = splits(dist.get_world_size(), even=False)(ROWS)
-    ours, found, truth = differentiable(tm.wrappers.Running(tm.MeanSquaredError(), window=WINDOW)), [], []
+    ours = differentiable(tm.wrappers.Running(tm.MeanSquaredError(), window=WINDOW))
     for step, (preds, target) in enumerate(batches()):
         ours.update(preds[part], target[part])
-        found.append(ours.compute())
         window = batches()[max(0, step + 1 - WINDOW) : step + 1]
-        truth.append(torch.cat([p - t for p, t in window]).square().mean())
-    return found, truth
-
-
-def test_a_window_that_updates_fill(pool: RankPool) -> None:
-    for found, truth in pool.run(2, windows_by_update):
-        assert difference(found, truth) < 1e-9
+        assert difference([ours.compute()], [torch.cat([p - t for p, t in window]).square().mean()]) < 1e-9
 
 
 def test_members_that_are_not_ours_are_refused_and_their_own_forward_stays() -> None:
@@ -186,35 +162,25 @@ def test_members_that_are_not_ours_are_refused_and_their_own_forward_stays() -> 
         several(torch.ones(2, 2), torch.zeros(2, 2))
 
 
-def tasks() -> float:
+@each_rank(2)
+def test_tasks_of_their_own() -> None:
     """Two tasks with a metric each."""
     part = splits(dist.get_world_size(), even=False)(ROWS)
     (preds, target), _, _ = batches()
     metrics = {"a": tm.MeanSquaredError(), "b": tm.MetricCollection([tm.R2Score()])}
-    leaf = preds[part].requires_grad_()
-    given = {"a": leaf[:, 0], "b": leaf[:, 1]}, {"a": target[part, 0], "b": target[part, 1]}
-    value = differentiable(MultitaskWrapper(metrics))(*given)
-    whole = preds.clone().requires_grad_()
-    truth = MultitaskWrapper(metrics)({"a": whole[:, 0], "b": whole[:, 1]}, {"a": target[:, 0], "b": target[:, 1]})
-    (value["a"] + value["b"]["R2Score"]).backward()
-    (truth["a"] + truth["b"]["R2Score"]).backward()
-    assert leaf.grad is not None
-    assert whole.grad is not None
-    return difference([leaf.grad / dist.get_world_size()], [whole.grad[part]])
+    leaf, whole = preds[part].clone().requires_grad_(), preds.clone().requires_grad_()
+    for metric, x, y in (
+        (differentiable(MultitaskWrapper(metrics)), leaf, target[part]),
+        (MultitaskWrapper(metrics), whole, target),
+    ):
+        value = metric({"a": x[:, 0], "b": x[:, 1]}, {"a": y[:, 0], "b": y[:, 1]})
+        (value["a"] + value["b"]["R2Score"]).backward()
+    # torchmetrics' states are float32
+    assert difference([leaf.grad / dist.get_world_size()], [whole.grad[part]]) < 1e-6
 
 
-def test_tasks_of_their_own(pool: RankPool) -> None:
-    assert max(pool.run(2, tasks)) < 1e-6  # torchmetrics' states are float32
-
-
-def test_groups_of_a_collection_share_their_updates_and_their_exchange(pool: RankPool) -> None:
-    for values, names in pool.run(2, grouped):
-        assert values["MulticlassPrecision"] == pytest.approx(values["precision alone"])
-        assert values["MulticlassRecall"] == pytest.approx(values["recall alone"])
-        assert len(names) == 1
-
-
-def grouped() -> tuple[dict[str, float], list[str]]:
+@each_rank(2)
+def test_groups_of_a_collection_share_their_updates_and_their_exchange() -> None:
     from torchmetrics.classification import MulticlassPrecision, MulticlassRecall
 
     make = [lambda: MulticlassPrecision(3), lambda: MulticlassRecall(3)]
@@ -231,11 +197,12 @@ def grouped() -> tuple[dict[str, float], list[str]]:
     assert len(metrics.compute_groups) == 1
     with CountCollectives() as collectives:
         values = {name: float(value) for name, value in metrics.compute().items()}
-    values |= {"precision alone": float(alone[0].compute()), "recall alone": float(alone[1].compute())}
-    return values, collectives.names
+    assert values == pytest.approx({type(metric).__name__: float(metric.compute()) for metric in alone})
+    assert len(collectives.names) == 1
 
 
-def in_parts() -> tuple[dict[str, float], dict[str, float]]:
+@each_rank(3)
+def test_a_group_of_one_rank_beside_larger_ones() -> None:
     """A member over part of the world, beside one over all of it: ranks 0 and 1 together, rank 2 alone."""
     parts = [dist.new_group([0, 1]), dist.new_group([2])]
     own = [(0, 1), (0, 1), (2,)][dist.get_rank()]
@@ -254,9 +221,4 @@ def in_parts() -> tuple[dict[str, float], dict[str, float]]:
         "part": float(torch.cat([part for part, _ in seen]).square().mean()),
         "all": float(torch.cat([whole for _, whole in seen]).abs().mean()),
     }
-    return {name: float(value) for name, value in metrics.compute().items()}, truth
-
-
-def test_a_group_of_one_rank_beside_larger_ones(pool: RankPool) -> None:
-    for found, truth in pool.run(3, in_parts):
-        assert found == pytest.approx(truth, rel=1e-9)
+    assert {name: float(value) for name, value in metrics.compute().items()} == pytest.approx(truth, rel=1e-9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,9 @@ from torchmetrics.wrappers import MultitaskWrapper
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
+from tests.refusals import refusals
 
 
 def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:
@@ -23,17 +24,6 @@ def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:
 
 
 # ---------------------------------------------------------------------- right results
-
-
-def lists_of_different_length() -> tuple[list[float], list[float]]:
-    """Rank r updates r + 1 times: its elements come by update first, by rank second."""
-    metric, rank = Ours("None list"), dist.get_rank()
-    for step in range(rank + 1):
-        metric.update(rows(2, 10 * step + rank))
-    metric.sync()
-    got = [float(piece.sum()) for piece in metric.kept]
-    pairs = [(s, r) for s in range(dist.get_world_size()) for r in range(s, dist.get_world_size())]
-    return got, [float(rows(2, 10 * s + r).sum()) for s, r in pairs]
 
 
 def ranks_without_data() -> tuple[list[float], list[float]]:
@@ -53,20 +43,21 @@ def ranks_without_data() -> tuple[list[float], list[float]]:
     return found, truth
 
 
-def nobody_has_rows() -> str:
-    """All ranks have none: what torchmetrics says to one process."""
-    metric = differentiable(tm.CosineSimilarity())
-    try:
-        metric.compute()
-    except ValueError as error:
-        return str(error)
-    return "no error"
+def nobody_has_rows() -> None:
+    differentiable(tm.CosineSimilarity()).compute()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_right_results_where_there_are_some(pool: RankPool, world_size: int) -> None:
-    for found, truth in pool.run(world_size, lists_of_different_length):
-        assert found == truth
+@each_rank()
+def test_right_results_where_there_are_some() -> None:
+    """Rank r updates r + 1 times: its elements come by update first, by rank second."""
+    metric, rank = Ours("None list"), dist.get_rank()
+    for step in range(rank + 1):
+        metric.update(rows(2, 10 * step + rank))
+    metric.sync()
+    got = [float(piece.sum()) for piece in metric.kept]
+    pairs = [(s, r) for s in range(dist.get_world_size()) for r in range(s, dist.get_world_size())]
+    assert got == [float(rows(2, 10 * s + r).sum()) for s, r in pairs]
 
 
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -74,66 +65,42 @@ def test_right_results_where_there_are_some(pool: RankPool, world_size: int) -> 
 def test_a_rank_without_data_counts_for_nothing(pool: RankPool, world_size: int) -> None:
     for found, truth in pool.run(world_size, ranks_without_data):
         assert found == pytest.approx(truth, rel=1e-6)  # CosineSimilarity is float32
-    assert pool.run(world_size, nobody_has_rows) == ["No samples to concatenate"] * world_size
+    # all ranks have none: what torchmetrics says to one process
+    errors = pool.errors(world_size, nobody_has_rows)
+    assert {(error.type, error.message) for error in errors} == {("ValueError", "No samples to concatenate")}
 
 
 # ---------------------------------------------------------------------- errors
 
 
-def dimensions() -> None:
+def called(make: Any, *inputs: Tensor, **options: Any) -> Tensor:
+    """The value of a metric that is made so; without inputs, of one column and another."""
+    return differentiable(make(**options))(*(inputs or (rows(4)[:, 0], rows(4, 1)[:, 0])))
+
+
+def kept(tensor: Tensor) -> None:
     metric = Ours("cat list")
-    metric.kept = [rows(4) if dist.get_rank() else rows(4).reshape(4, 3, 1)]
+    metric.kept = [tensor]
     metric.sync()
 
 
-def dtypes() -> None:
-    metric = Ours("cat list")
-    metric.kept = [rows(4) if dist.get_rank() else rows(4).float()]
-    metric.sync()
-
-
-def shapes() -> None:
-    preds = rows(4, 0, 2) if dist.get_rank() else rows(4, 0, 3)
-    differentiable(tm.R2Score())(preds, preds + 1)
-
-
-def settings() -> None:
-    differentiable(tm.MeanSquaredError(squared=bool(dist.get_rank())))(rows(4)[:, 0], rows(4, 1)[:, 0])
-
-
-def classes() -> None:
-    cls = tm.MeanSquaredError if dist.get_rank() else tm.R2Score
-    differentiable(cls())(rows(4)[:, 0], rows(4, 1)[:, 0])
-
-
-def not_called() -> None:
-    if dist.get_rank():
-        differentiable(tm.MeanSquaredError())(rows(4)[:, 0], rows(4, 1)[:, 0])
+def not_called(rank: int) -> None:
+    if rank:
+        called(tm.MeanSquaredError)
     all_gather_with_grad(rows(4))
 
 
-def one_fails() -> None:
-    preds = rows(4)[:, 0]
-    differentiable(tm.MeanSquaredError())(preds, preds if dist.get_rank() else preds[:2])
-
-
-def factors() -> None:
-    metric = differentiable(tm.MeanSquaredError())
-    for _ in range(2):
-        preds = rows(4)[:, 0].requires_grad_()
-        (metric(preds, rows(4, 1)[:, 0]) * (1 + 2 * dist.get_rank())).backward()
-
-
-def vector_factors() -> None:
-    metric = differentiable(tm.MeanSquaredError(num_outputs=3))
+def factors(factor: Tensor, **options: Any) -> None:
+    metric = differentiable(tm.MeanSquaredError(**options))
     for _ in range(2):
         preds = rows(4).requires_grad_()
-        metric(preds, rows(4, 1))[: 1 + dist.get_rank()].sum().backward()
+        given = (preds, rows(4, 1)) if options else (preds[:, 0], rows(4, 1)[:, 0])
+        (metric(*given) * factor).sum().backward()
 
 
-def different_times() -> None:
+def different_times(rank: int) -> None:
     metric = Ours("sum")
-    metric(rows(4)) if dist.get_rank() else metric.compute()
+    metric(rows(4)) if rank else metric.compute()
 
 
 class _Narrow(DifferentiableMetric):
@@ -150,86 +117,90 @@ class _Narrow(DifferentiableMetric):
         return self.kept.sum()
 
 
-def defaults() -> None:
+def defaults(rank: int) -> None:
     metric = _Narrow()
-    if dist.get_rank():
+    if rank:
         metric.update(rows(4))
     metric.sync()
 
 
-def states() -> None:
+def states(rank: int) -> None:
     metric = Ours("sum")
-    if dist.get_rank():
+    if rank:
         metric.add_state("more", torch.zeros(1), "sum")
     metric.sync()
 
 
-def texts() -> None:
-    metric, sentences = differentiable(tm.NormalizedRootMeanSquaredError()), ["a", "b"]
-    metric(sentences if dist.get_rank() else rows(2)[:, 0], rows(2, 1)[:, 0])
-
-
-def other_tasks() -> None:
+def other_tasks(rank: int) -> None:
     metric = differentiable(MultitaskWrapper({"a": tm.MeanSquaredError(), "b": tm.MeanSquaredError()}))
     values = {"a": rows(4)[:, 0], "b": rows(4)[:, 1]}
-    metric({"a": values["a"]} if dist.get_rank() else values, values)
+    metric({"a": values["a"]} if rank else values, values)
 
 
-ERRORS: dict[str, tuple[Any, str, tuple[str, ...]]] = {
-    "defaults": (defaults, "RankMismatchError", ("_Narrow.kept", "(3,)", "(2,)", "rank 0", "rank 1", "before compute")),
-    "states": (states, "RankMismatchError", ("states", "Ours.more", "rank 0", "rank 1")),
-    "texts": (texts, "InputError", ("NormalizedRootMeanSquaredError", "a list of str", "gather='states'")),
-    "other tasks": (other_tasks, "InputError", ("tasks", "['a', 'b']", "['a']", "rank 1")),
-    "dimensions": (dimensions, "RankMismatchError", ("Ours.kept", "(3, 1)", "(3,)", "rank 0", "rank 1")),
-    "dtypes": (dtypes, "RankMismatchError", ("Ours.kept", "float32", "float64", "rank 0", "rank 1")),
-    "shapes": (shapes, "RankMismatchError", ("R2Score.sum_squared_error", "(3,)", "(2,)", "rank 0", "rank 1")),
-    "settings": (settings, "RankMismatchError", ("configuration", "squared=False", "squared=True")),
-    "classes": (classes, "RankMismatchError", ("metric R2Score", "metric MeanSquaredError")),
-    "not called": (not_called, "RankMismatchError", ("all_gather_with_grad", "metric MeanSquaredError")),
-    "one fails": (one_fails, "", ("same shape",)),
-    "factors": (factors, "RankMismatchError", ("factor", "rank 0", "1.0", "rank 1", "3.0")),
-    "vector factors": (vector_factors, "RankMismatchError", ("factor", "1.0 and 1.0", "2.0 and 2.0")),
-    "different times": (different_times, "RankMismatchError", ("forward", "compute")),
+def apart(rank: int, *, states: bool) -> None:
+    """On rank 1 the metric, or its rows, are on another device."""
+    metric, place = differentiable(tm.MeanSquaredError()), "meta" if rank else "cpu"
+    metric.to(place if states else "cpu")
+    metric(*(part.to("cpu" if states else place) for part in (rows(4), rows(4, 1))))
+
+
+MISMATCH, RANKS = "RankMismatchError", ("rank 0", "rank 1")
+DEVICES = ("metric MeanSquaredError: devices: expected", "on cpu", "on meta")
+ERRORS: dict[str, tuple[Any, ...]] = {
+    "defaults": (defaults, ("_Narrow.kept", "(3,)", "(2,)", *RANKS, "before compute"), MISMATCH),
+    "states": (states, ("states", "Ours.more", *RANKS), MISMATCH),
+    "texts": (
+        lambda r: called(tm.NormalizedRootMeanSquaredError, ["a", "b"] if r else rows(2)[:, 0], rows(2, 1)[:, 0]),
+        ("NormalizedRootMeanSquaredError", "a list of str", "gather='states'"),
+        "InputError",
+    ),
+    "other tasks": (other_tasks, ("tasks", "['a', 'b']", "['a']", "rank 1"), "InputError"),
+    "dimensions": (
+        lambda r: kept(rows(4) if r else rows(4).reshape(4, 3, 1)),
+        ("Ours.kept", "(3, 1)", "(3,)", *RANKS),
+        MISMATCH,
+    ),
+    "dtypes": (
+        lambda r: kept(rows(4) if r else rows(4).float()),
+        ("Ours.kept", "float32", "float64", *RANKS),
+        MISMATCH,
+    ),
+    "shapes": (
+        lambda r: called(tm.R2Score, rows(4, 0, 3 - r), rows(4, 0, 3 - r) + 1),
+        ("R2Score.sum_squared_error", "(3,)", "(2,)", *RANKS),
+        MISMATCH,
+    ),
+    "settings": (
+        lambda r: called(tm.MeanSquaredError, squared=bool(r)),
+        ("configuration", "squared=False", "squared=True"),
+        MISMATCH,
+    ),
+    "classes": (
+        lambda r: called(tm.MeanSquaredError if r else tm.R2Score),
+        ("metric R2Score", "metric MeanSquaredError"),
+        MISMATCH,
+    ),
+    "not called": (not_called, ("all_gather_with_grad", "metric MeanSquaredError"), MISMATCH),
+    "factors": (lambda r: factors(torch.tensor(1 + 2 * r)), ("factor", *RANKS, "1.0", "3.0"), MISMATCH),
+    "vector factors": (
+        lambda r: factors(torch.tensor([1, r, 0]), num_outputs=3),
+        ("factor", "1.0 and 1.0", "2.0 and 2.0"),
+        MISMATCH,
+    ),
+    "different times": (different_times, ("forward", "compute"), MISMATCH),
+    "states on another device": (lambda r: apart(r, states=True), DEVICES, "InputError"),
+    "rows on another device": (lambda r: apart(r, states=False), DEVICES, "InputError"),
 }
+_warns = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+test_the_same_error_on_every_rank = _warns(refusals(__name__, "ERRORS"))
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-@pytest.mark.parametrize("name", ERRORS)
-def test_the_same_error_on_every_rank(pool: RankPool, name: str) -> None:
-    job, kind, words = ERRORS[name]
-    errors = pool.errors(2, job)
-    for error in errors:
-        assert not kind or error.type == kind, error
-        for word in words:
-            assert word in error.message, error.message
+def one_fails() -> None:
+    preds = rows(4)[:, 0]
+    called(tm.MeanSquaredError, preds, preds if dist.get_rank() else preds[:2])
+
+
+def test_an_error_of_torchmetrics_on_one_rank_reaches_the_others(pool: RankPool) -> None:
+    for error in pool.errors(2, one_fails):
+        assert "same shape" in error.message
         assert not error.timed_out
-    if kind:
-        assert len({error.message for error in errors}) == 1
-
-
-# ---------------------------------------------------------------------- devices
-
-
-def states_apart() -> None:
-    """On rank 1 the metric is on another device than its rows."""
-    metric = differentiable(tm.MeanSquaredError())
-    if dist.get_rank():
-        metric.to("meta")
-    metric(rows(4), rows(4, 1))
-
-
-def rows_apart() -> None:
-    """On rank 1 the rows are on another device than the metric."""
-    inputs = rows(4), rows(4, 1)
-    if dist.get_rank():
-        inputs = inputs[0].to("meta"), inputs[1].to("meta")
-    differentiable(tm.MeanSquaredError())(*inputs)
-
-
-@pytest.mark.parametrize("job", [states_apart, rows_apart])
-def test_devices_of_a_metric_and_its_rows(pool: RankPool, job: Callable[[], None]) -> None:
-    for error in pool.errors(2, job):
-        assert error.is_a("InputError"), error.traceback
-        assert "metric MeanSquaredError: devices: expected" in error.message
-        assert "on cpu" in error.message
-        assert "on meta" in error.message

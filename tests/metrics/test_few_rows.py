@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,10 @@ from torch import Tensor
 
 from lightning_ddp_losses.metrics import differentiable
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.metrics.cases import CASES, differentiable_classes
 from tests.metrics.harness import alone, difference, rows_of, step_on_rank
+from tests.oracle import own
 from tests.slow_parameters import slow_parameters
 
 # rows of each rank, and how often each row is repeated
@@ -48,7 +52,6 @@ def one_process(name: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[t
         leaf = preds.clone().requires_grad_()
         value = metric(leaf, target)
         value.sum().backward()
-        assert leaf.grad is not None
         assert value.isfinite().all()
         found.append((value.detach(), leaf.grad))
     return found, metric.compute()
@@ -56,33 +59,30 @@ def one_process(name: str, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[t
 
 def correlations(name: str, sizes: list[int], repeats: int) -> None:
     """On this rank, by ``forward`` and by ``update``, with and without a graph kept."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    part, world = own(sizes), dist.get_world_size()
     batches = [rows(sizes, repeats, 2 if name.endswith("2") else 1, seed) for seed in range(2)]
     steps, total = one_process(name, batches)
-    (first,), value_of_first = one_process(name, batches[:1])
-
+    _, value_of_first = one_process(name, batches[:1])
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
     trained, updated = differentiable(CORRELATIONS[name]()), differentiable(CORRELATIONS[name]())
     kept = differentiable(CORRELATIONS[name](), keep_graph=True)
     for (preds, target), (value, grad) in zip(batches, steps, strict=True):
-        leaf = preds[own].clone().requires_grad_()
-        ours = trained(leaf, target[own])
+        leaf = preds[part].clone().requires_grad_()
+        ours = trained(leaf, target[part])
         ours.sum().backward()
-        assert leaf.grad is not None
-        torch.testing.assert_close(ours.detach(), value, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(leaf.grad / world, grad[own], rtol=1e-9, atol=1e-12)
-        updated.update(preds[own], target[own])
-    torch.testing.assert_close(trained.compute(), total, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(updated.compute(), total, rtol=1e-9, atol=1e-12)
-
+        close(ours.detach(), value)
+        close(leaf.grad / world, grad[part])
+        updated.update(preds[part], target[part])
+    close(trained.compute(), total)
+    close(updated.compute(), total)
+    # through one `compute`
     preds, target = batches[0]
-    leaf = preds[own].clone().requires_grad_()
-    kept.update(leaf, target[own])
+    leaf = preds[part].clone().requires_grad_()
+    kept.update(leaf, target[part])
     ours = kept.compute()
     ours.sum().backward()
-    assert leaf.grad is not None
-    torch.testing.assert_close(ours.detach(), value_of_first, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(leaf.grad / world, first[1][own], rtol=1e-9, atol=1e-12)
+    close(ours.detach(), value_of_first)
+    close(leaf.grad / world, steps[0][1][part])
 
 
 @pytest.mark.parametrize("name", CORRELATIONS)
@@ -92,43 +92,18 @@ def test_correlations(pool: RankPool, name: str, world_size: int, layout: str) -
     pool.run(world_size, correlations, name, sizes, repeats)
 
 
-def collection(sizes: list[int]) -> dict[str, float]:
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [2, 0, 3]], ids=str)
+@each_rank(3)
+def test_a_correlation_in_a_collection(sizes: list[int]) -> None:
     """A correlation beside others, in one exchange before ``compute``."""
-    own = slice(sum(sizes[: dist.get_rank()]), sum(sizes[: dist.get_rank() + 1]))
     preds, target = rows(sizes, 1, 1, 0)
     metrics = differentiable(tm.MetricCollection([tm.PearsonCorrCoef(), tm.MeanSquaredError()]))
-    metrics.update(preds[own], target[own])
-    return {name: float(value) for name, value in metrics.compute().items()}
-
-
-@pytest.mark.parametrize("sizes", [[1, 1, 1], [2, 0, 3]], ids=str)
-def test_a_correlation_in_a_collection(pool: RankPool, sizes: list[int]) -> None:
-    preds, target = rows(sizes, 1, 1, 0)
+    metrics.update(preds[own(sizes)], target[own(sizes)])
     truth = {
         "PearsonCorrCoef": float(torch.corrcoef(torch.stack([preds, target]))[0, 1]),
         "MeanSquaredError": float((preds - target).square().mean()),
     }
-    for found in pool.run(3, collection, sizes):
-        assert found == pytest.approx(truth, rel=1e-9)
-
-
-def without_rows(family: str) -> dict[str, float]:
-    """By case, the difference from one process over its tolerance; the last rank has no rows."""
-    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
-    for name, cls in differentiable_classes().items():
-        if name not in CASES or cls.__module__.split(".")[1] != family:
-            continue
-        for index, case in enumerate(CASES[name]):
-            number = rows_of(case.global_batch(0))
-            if number < 2 * (world - 1):
-                continue
-            step = number // (world - 1)
-            ends = [step * (r + 1) for r in range(world - 2)] + [number, number]
-            own = slice(ends[rank - 1] if rank else 0, ends[rank])
-            *values, grad = alone(case)[0]
-            ours = step_on_rank(differentiable(case.make()), case, 0, own)
-            found[f"{name} {index}"] = difference(ours, [*values, grad[own]]) / case.rtol
-    return found
+    assert {name: float(value) for name, value in metrics.compute().items()} == pytest.approx(truth, rel=1e-9)
 
 
 FAMILIES = sorted({cls.__module__.split(".")[1] for name, cls in differentiable_classes().items() if name in CASES})
@@ -136,6 +111,16 @@ FAMILIES = sorted({cls.__module__.split(".")[1] for name, cls in differentiable_
 
 @pytest.mark.filterwarnings("ignore:Metric `.*` will save all")
 @pytest.mark.parametrize("family", slow_parameters(FAMILIES, {"image"}))
-def test_a_rank_without_rows_counts_for_nothing(pool: RankPool, family: str) -> None:
-    for found in pool.run(3, without_rows, family):
-        assert {name: off for name, off in found.items() if not off < 1} == {}
+@each_rank(3)
+def test_a_rank_without_rows_counts_for_nothing(family: str) -> None:
+    """The last one."""
+    off = {}
+    for name, cls in differentiable_classes().items():
+        for index, case in enumerate(CASES.get(name, []) if cls.__module__.split(".")[1] == family else []):
+            number = rows_of(case.global_batch(0))
+            if number >= 4:
+                part = own([number // 2, number - number // 2, 0])
+                *values, grad = alone(case)[0]
+                ours = step_on_rank(differentiable(case.make()), case, 0, part)
+                off[f"{name} {index}"] = difference(ours, [*values, grad[part]]) / case.rtol
+    assert {name: number for name, number in off.items() if not number < 1} == {}

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import differentiable
 from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
 from tests.metrics.lightning_jobs import JOBS, Alone, Job, fit
 from tests.oracle import assert_close
@@ -53,7 +54,9 @@ class Mixed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def half(precision: str) -> tuple[list[str], list[float], float, str]:
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@each_rank(2)
+def test_low_precision_does_not_reach_the_metric(precision: str) -> None:
     """dtypes of the values and their float64 truth from the same outputs."""
     module = Mixed()
     rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) * 30
@@ -65,12 +68,6 @@ def half(precision: str) -> tuple[list[str], list[float], float, str]:
     truth = float((out.double() - target.double()).square().mean())
     offs = [abs(float(value) - truth) / truth for value in module.seen]
     total = abs(float(module.metric.compute()) - truth) / truth
-    return [str(value.dtype) for value in module.seen], offs, total, str(module.metric.sum_squared_error.dtype)
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_low_precision_does_not_reach_the_metric(pool: RankPool, precision: str) -> None:
-    for dtypes, offs, total, state in pool.run(2, half, precision):
-        assert set(dtypes) == {"torch.float32"} == {state}
-        assert max(offs) < 1e-5
-        assert total < 1e-5
+    assert {value.dtype for value in module.seen} == {torch.float32} == {module.metric.sum_squared_error.dtype}
+    assert max(offs) < 1e-5
+    assert total < 1e-5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_ddp_losses.metrics.conversion import WITHOUT_GRADIENT
-from lightning_ddp_losses.testing import RankPool
+from tests.each_rank import each_rank
 from tests.metrics.cases import CASES, NOT_FED, differentiable_classes
 from tests.metrics.harness import compare
 
@@ -18,16 +18,6 @@ def test_the_table_knows_every_class() -> None:
     assert not set(CASES) & (set(WITHOUT_GRADIENT) | set(NOT_FED))
 
 
-def differences(family: str, even: bool) -> dict[str, float]:
-    """Each case of a family by name: its difference from one process over the tolerance."""
-    found = {}
-    for name, cls in differentiable_classes().items():
-        if name in CASES and cls.__module__.split(".")[1] == family:
-            for index, case in enumerate(CASES[name]):
-                found[f"{name} {index}"] = compare(case, even)
-    return found
-
-
 @pytest.mark.parametrize(
     ("family", "world_size", "even"),
     [
@@ -37,7 +27,11 @@ def differences(family: str, even: bool) -> dict[str, float]:
         for way in ((2, True), (2, False), (3, False))
     ],
 )
-def test_value_and_gradient_are_those_of_one_process(pool: RankPool, family: str, world_size: int, even: bool) -> None:
-    for found in pool.run(world_size, differences, family, even):
-        assert found
-        assert {name: off for name, off in found.items() if not off < 1} == {}
+@each_rank()
+def test_value_and_gradient_are_those_of_one_process(family: str, even: bool) -> None:
+    off = {}
+    for name, cls in differentiable_classes().items():
+        if name in CASES and cls.__module__.split(".")[1] == family:
+            off |= {f"{name} {index}": compare(case, even) for index, case in enumerate(CASES[name])}
+    assert off
+    assert {name: number for name, number in off.items() if not number < 1} == {}

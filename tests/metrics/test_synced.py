@@ -36,6 +36,8 @@ from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.metrics import exchange
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
+from tests.each_rank import each_rank
+from tests.refusals import refusals, refusals_of_one_process
 
 UPDATES = (3, 0, 1)
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -58,10 +60,8 @@ def pair_of_two(seed: int) -> Batch:
 
 
 def binary(seed: int) -> Batch:
-    return (
-        torch.rand(6 + seed % 3, generator=seeded(seed)),
-        torch.randint(2, (6 + seed % 3,), generator=seeded(seed)),
-    ), {}
+    rows = (6 + seed % 3,)
+    return (torch.rand(rows, generator=seeded(seed)), torch.randint(2, rows, generator=seeded(seed))), {}
 
 
 def classes(seed: int) -> Batch:
@@ -93,15 +93,13 @@ def rouge(seed: int) -> Batch:
 
 def masks(seed: int) -> Batch:
     def one(k: int, number: int) -> dict[str, Tensor]:
-        shape = torch.rand(number, 8, 8, generator=seeded(seed + k)) > 0.4
-        return {
-            "masks": shape,
-            "labels": torch.arange(number) % 2,
-            "scores": torch.rand(number, generator=seeded(seed)),
-        }
+        shape, scores = (
+            torch.rand(number, 8, 8, generator=seeded(seed + k)) > 0.4,
+            torch.rand(number, generator=seeded(seed)),
+        )
+        return {"masks": shape, "labels": torch.arange(number) % 2, "scores": scores}
 
-    number = 1 + seed % 3
-    return ([one(0, number)], [one(0, 2)]), {}
+    return ([one(0, 1 + seed % 3)], [one(0, 2)]), {}
 
 
 def numbers(seed: int) -> Batch:
@@ -241,7 +239,9 @@ def assert_equal(ours: Any, truth: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
-def uneven(name: str) -> list[str]:
+@pytest.mark.parametrize("name", CASES)
+@each_rank(3, fresh=True)
+def test_uneven_updates_equal_one_process_in_one_exchange(name: str) -> None:
     """Compute, compare with one process, and go on: what was synced is put back."""
     make, batch = CASES[name]
     with warnings.catch_warnings():
@@ -260,18 +260,15 @@ def uneven(name: str) -> list[str]:
         assert_equal(metric.compute(), updated(alone, batch, all_seeds(more=1)).compute())
         metric.reset()
         assert not any(each._is_synced for each in metric.modules() if isinstance(each, tm.Metric))
-        names: list[str] = collectives.names
-        return names
+        # a handshake, at a size that it has not grown to yet, and a gather
+        assert 1 <= len(collectives.names) <= 3
+        assert not any("barrier" in each for each in collectives.names)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_uneven_updates_equal_one_process_in_one_exchange(pool: RankPool, name: str) -> None:
-    for names in pool.run(3, uneven, name, fresh=True):
-        assert 1 <= len(names) <= 3  # a handshake, at a size that it has not grown to yet, and a gather
-        assert not any("barrier" in each for each in names)
-
-
-def bytes_of_groups(rows: int) -> list[tuple[int, int]]:
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric", "ignore:No positive", "ignore:No negative")
+@pytest.mark.parametrize("rows", [1, 4000])  # in the handshake, and in a collective of their own
+@each_rank(3)
+def test_members_of_a_compute_group_send_their_states_once(rows: int) -> None:
     """Bytes of the buffer that a collection's compute reads, and of one member's; ranks without updates have no groups."""
     found = []
     names = ("BinaryAUROC", "BinaryAveragePrecision", "BinaryROC")
@@ -288,25 +285,19 @@ def bytes_of_groups(rows: int) -> list[tuple[int, int]]:
             arguments, _ = planned.call_args
             sizes.append(exchange.plan_buffer(*arguments).size)
         found.append(tuple(sizes))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric", "ignore:No positive", "ignore:No negative")
-@pytest.mark.parametrize("rows", [1, 4000])  # in the handshake, and in a collective of their own
-def test_members_of_a_compute_group_send_their_states_once(pool: RankPool, rows: int) -> None:
-    for found in pool.run(3, bytes_of_groups, rows):
-        for of_collection, of_member in found:
-            assert of_collection == of_member > 0
+    for of_collection, of_member in found:
+        assert of_collection == of_member > 0
 
 
 # ---------------------------------------------------------------------- wrappers with a window, draws, or several metrics
 
 
-def wrappers() -> list[int]:
+@each_rank(3)
+def test_wrappers_join_what_the_ranks_hold() -> None:
     """BootStrapper: the metric of the joined states of its draws; a tracker: each increment, and all of them in one exchange."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        rank, found = dist.get_rank(), []
+        rank = dist.get_rank()
         # Running keeps a window for each rank: the last two updates of rank 0 and the one of rank 2
         window = updated(synced(Running(tm.SumMetric(), window=2)), numbers, own_seeds(rank))
         assert_equal(window.compute(), updated(offline(tm.SumMetric()), numbers, [2, 10, 20]).compute())
@@ -323,7 +314,7 @@ def wrappers() -> list[int]:
                 metric.merge_state(state)
         with CountCollectives() as collectives:
             value = drawn.compute()
-        found.append(len(collectives.names))
+        assert len(collectives.names) == 1
         assert_equal(value["raw"], torch.stack([metric.compute() for metric in merged]))
         # a tracker
         tracker, alone = synced(MetricTracker(tm.MeanSquaredError())), MetricTracker(offline(tm.MeanSquaredError()))
@@ -335,16 +326,10 @@ def wrappers() -> list[int]:
             updated(alone, pair, all_seeds())
         with CountCollectives() as collectives:
             value = tracker.compute_all()
-        found.append(len(collectives.names))
+        assert len(collectives.names) == 1
         assert_equal(value, alone.compute_all())
         assert_equal(tracker.compute(), alone.compute())
         assert tracker.best_metric() == pytest.approx(alone.best_metric())
-        return found
-
-
-def test_wrappers_join_what_the_ranks_hold(pool: RankPool) -> None:
-    for found in pool.run(3, wrappers):
-        assert found == [1, 1]
 
 
 # ---------------------------------------------------------------------- as torchmetrics has it
@@ -357,6 +342,7 @@ def semantics(ours: bool) -> list[Any]:
         rank, world = dist.get_rank(), dist.get_world_size()
         found: list[Any] = []
         as_is: Callable[[Any], Any] = synced if ours else lambda metric: metric
+        user_error = partial(pytest.raises, tm.utilities.exceptions.TorchMetricsUserError)
         groups = [dist.new_group([other]) for other in range(world)]
 
         def told(metric: Any) -> None:
@@ -393,13 +379,9 @@ def semantics(ours: bool) -> list[Any]:
             ]
             args, _ = batch(rank)
             for wrong in (metric.sync, partial(metric, *args)):
-                with pytest.raises(tm.utilities.exceptions.TorchMetricsUserError) as error:
-                    wrong()
-                found.append(str(error.value))
+                found.append(str(user_error(wrong).value))
             metric.unsync()
-            with pytest.raises(tm.utilities.exceptions.TorchMetricsUserError) as error:
-                metric.unsync()
-            found.append(str(error.value))
+            found.append(str(user_error(metric.unsync).value))
             with metric.sync_context(should_sync=False):
                 told(metric)
             # copies, merged and stored states
@@ -421,7 +403,8 @@ def test_options_and_methods_are_torchmetrics(pool: RankPool) -> None:
         assert ours == theirs
 
 
-def empty_lists() -> list[Any]:
+@each_rank(2)
+def test_states_of_nothing_and_by_hand() -> None:
     """What the states are after a sync of nothing, and `_reductions` that were set by hand."""
     metric = synced(tm.CatMetric())
     metric.sync()
@@ -432,106 +415,75 @@ def empty_lists() -> list[Any]:
         by_hand.foo, by_hand.bar = torch.tensor(1), [torch.tensor([1])]
         by_hand._sync_dist()
         found += [int(by_hand.foo), by_hand.bar.tolist()]
-    return found
+    assert found == [(0,), torch.float32, 2, [1, 1], 2, [1, 1]]
 
 
-def test_states_of_nothing_and_by_hand(pool: RankPool) -> None:
-    for found in pool.run(2, empty_lists):
-        assert found == [(0,), torch.float32, 2, [1, 1], 2, [1, 1]]
-
-
-def forms() -> list[Any]:
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@each_rank(3)
+def test_classes_and_growing_collections() -> None:
     """Classes, classes that make others, copies, collections that grow, metrics that are ours already."""
-    rank = dist.get_rank()
-    made = synced(tm.AUROC)(task="binary")
+    made = updated(synced(tm.AUROC)(task="binary"), binary, own_seeds(dist.get_rank()))
     classed = synced(MinMaxMetric)(tm.MeanMetric())
     plain = synced(tm.MeanMetric)()  # a class that makes nothing else
     grown = synced(MetricCollection([tm.MeanMetric()]))
     grown.add_metrics({"more": tm.SumMetric()})
-    updated(made, binary, own_seeds(rank))
     for metric in (classed, grown, plain):
-        updated(metric, numbers, own_seeds(rank))
+        updated(metric, numbers, own_seeds(dist.get_rank()))
     with CountCollectives() as collectives:
         values = [made.compute(), classed.compute(), grown.compute(), plain.compute()]
-    truth = [updated(offline(tm.AUROC(task="binary")), binary, all_seeds()).compute()]
-    mean = updated(offline(tm.MeanMetric()), numbers, all_seeds()).compute()
-    total = updated(offline(tm.SumMetric()), numbers, all_seeds()).compute()
-    assert_equal(values, [*truth, mean, mean, mean, mean, total, mean])
-    trained = differentiable(tm.MeanSquaredError())
-    same = [type(synced(made)) is type(made), type(synced(trained)) is type(trained)]
-    kinds = [
-        isinstance(made, classification.BinaryAUROC),
-        isinstance(classed, MinMaxMetric),
-        synced(tm.AUROC) is synced(tm.AUROC),
-    ]
-    return [len(collectives.names), *same, *kinds]
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_classes_and_growing_collections(pool: RankPool) -> None:
-    for found in pool.run(3, forms):
-        assert found == [4, True, True, True, True, True]
+    mean, total = (
+        updated(offline(alone), numbers, all_seeds()).compute() for alone in (tm.MeanMetric(), tm.SumMetric())
+    )
+    truth = updated(offline(tm.AUROC(task="binary")), binary, all_seeds()).compute()
+    assert_equal(values, [truth, mean, mean, mean, mean, total, mean])
+    assert len(collectives.names) == 4
+    for ours in (made, differentiable(tm.MeanSquaredError())):
+        assert type(synced(ours)) is type(ours)
+    assert isinstance(made, classification.BinaryAUROC)
+    assert isinstance(classed, MinMaxMetric)
+    assert synced(tm.AUROC) is synced(tm.AUROC)
 
 
 # ---------------------------------------------------------------------- ranks that differ, and refusals
 
 
-def empties() -> list[Any]:
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+@each_rank(3)
+def test_empty_tensors_do_not_count() -> None:
     """Empty tensors of other dtypes beside rows: the rows, in their dtype."""
-    metric = synced(tm.CatMetric())
-    metric.value = [[torch.arange(3)], [torch.zeros(0)], [torch.zeros(0, dtype=torch.float64), torch.arange(2)]][
-        dist.get_rank()
-    ]
+    metric, none = synced(tm.CatMetric()), torch.zeros(0)
+    metric.value = [[torch.arange(3)], [none], [none.double(), torch.arange(2)]][dist.get_rank()]
     if dist.get_rank() == 2:
         metric.value = metric.value[1:]
-    return metric.compute().tolist()
+    found = metric.compute().tolist()
+    assert found == [0, 1, 2, 0, 1]
 
 
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-def test_empty_tensors_do_not_count(pool: RankPool) -> None:
-    for found in pool.run(3, empties):
-        assert found == [0, 1, 2, 0, 1]
+def forgot(rank: int) -> None:
+    metric = updated(synced(retrieval.RetrievalMAP()), queries, [rank])
+    (metric if rank else synced(tm.SumMetric())).compute()
 
 
-def forgot() -> None:
-    metric = updated(synced(retrieval.RetrievalMAP()), queries, [dist.get_rank()])
-    if dist.get_rank():
-        metric.compute()
-    else:
-        synced(tm.SumMetric()).compute()
-
-
-def objects() -> None:
+def texts(of_rank: Any) -> None:
     metric = synced(Sentences())
-    metric.texts = ["text"] if dist.get_rank() else [torch.zeros(1)]
+    metric.texts = [of_rank]
     metric.compute()
 
 
-def other_metrics() -> None:
-    updated(synced(tm.ConfusionMatrix(task="multiclass", num_classes=3 + dist.get_rank())), classes, [0]).compute()
-
-
-def breaks() -> None:
-    metric = synced(Sentences())
-    metric.texts = [lambda: None] if dist.get_rank() else ["text"]  # no plain value
-    metric.compute()
-
-
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (forgot, ("RetrievalMAP", "SumMetric", "rank 0", "rank 1")),
-        (objects, ("Sentences.texts", "objects", "tensors", "rank 0", "rank 1")),
-        (other_metrics, ("Confusion", "rank 0", "rank 1")),
-        (breaks, ("Sentences.texts", "add_safe_globals")),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_ranks_that_differ_raise_on_all(pool: RankPool, job: Callable[[], None], words: tuple[str, ...]) -> None:
-    for error in pool.errors(2, job):
-        for word in words:
-            assert word in error.message
+DIFFER: dict[str, tuple[Any, ...]] = {
+    "another metric": (forgot, ("RetrievalMAP", "SumMetric", "rank 0", "rank 1")),
+    "objects and tensors": (
+        lambda r: texts("text" if r else torch.zeros(1)),
+        ("Sentences.texts", "objects", "tensors", "rank 0", "rank 1"),
+    ),
+    "another number of classes": (
+        lambda r: updated(synced(tm.ConfusionMatrix(task="multiclass", num_classes=3 + r)), classes, [0]).compute(),
+        ("Confusion", "rank 0", "rank 1"),
+    ),
+    "no plain value": (lambda r: texts((lambda: None) if r else "text"), ("Sentences.texts", "add_safe_globals")),
+}
+_warns = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
+test_ranks_that_differ_raise_on_all = _warns(refusals(__name__, "DIFFER"))
 
 
 def forgotten(folder: str) -> None:
@@ -583,17 +535,13 @@ class Stacked(tm.SumMetric):
         self.add_state("kept", torch.zeros(2), None)
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (OwnSync, ("OwnSync", "_sync_dist", "add_state")),
-        (Stacked, ("Stacked", "`kept`", "dist_reduce_fx=None")),
-        (lambda: tm.NormalizedRootMeanSquaredError(), ("NormalizedRootMeanSquaredError", "`total`")),
-        (lambda: torch.nn.Linear(1, 1), ("Linear", "metric")),
-    ],
-)
-def test_what_cannot_be_joined_is_refused_by_name(given: Callable[[], Any], words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        synced(given())
-    for word in words:
-        assert word in str(error.value)
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "a sync of its own": (lambda: synced(OwnSync()), ("OwnSync", "_sync_dist", "add_state")),
+    "a state of no reduction": (lambda: synced(Stacked()), ("Stacked", "`kept`", "dist_reduce_fx=None")),
+    "whole batches": (
+        lambda: synced(tm.NormalizedRootMeanSquaredError()),
+        ("NormalizedRootMeanSquaredError", "`total`"),
+    ),
+    "no metric": (lambda: synced(torch.nn.Linear(1, 1)), ("Linear", "metric")),
+}
+test_what_cannot_be_joined_is_refused_by_name = refusals_of_one_process(REFUSED, ConfigurationError)

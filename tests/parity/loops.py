@@ -131,11 +131,7 @@ def gather_cut(rows: Tensor) -> Tensor:
 
 
 def gather_without_graph(rows: Tensor) -> Tensor:
-    if world() == 1:
-        return rows
-    parts = [torch.empty_like(rows) for _ in range(world())]
-    dist.all_gather(parts, rows.detach().contiguous())
-    return torch.cat(parts)
+    return gather_cut(rows.detach()) if world() > 1 else rows
 
 
 def gather(rows: Tensor) -> Tensor:
@@ -189,18 +185,14 @@ def gathered_times_w(model: Any, batch: Batch) -> Tensor:
     return gathered(model, batch) * world()
 
 
+def rows_by_rank(model: Any, batch: Batch, first: int = 0) -> Tensor:
+    """Weigh rows by their place, beginning with one of them."""
+    rows, targets = gather(model(batch["x"])).roll(-first, 0), gather(batch["y"]).roll(-first, 0)
+    return (torch.arange(1.0, len(rows) + 1) * (rows - targets).square().sum(1)).mean()
+
+
 def own_rows_first(model: Any, batch: Batch) -> Tensor:
-    """Weigh rows by their place, this rank's own first."""
-    rows, targets = gather(model(batch["x"])), gather(batch["y"])
-    if world() > 1:
-        own = dist.get_rank() * len(batch["x"])
-        rows, targets = rows.roll(-own, 0), targets.roll(-own, 0)
-    return (torch.arange(1.0, len(rows) + 1) * (rows - targets).square().sum(1)).mean()
-
-
-def rows_by_rank(model: Any, batch: Batch) -> Tensor:
-    rows, targets = gather(model(batch["x"])), gather(batch["y"])
-    return (torch.arange(1.0, len(rows) + 1) * (rows - targets).square().sum(1)).mean()
+    return rows_by_rank(model, batch, dist.get_rank() * len(batch["x"]) if world() > 1 else 0)
 
 
 def pml_wrapper(model: Any, batch: Batch) -> Tensor:
@@ -265,42 +257,28 @@ def seeded_by_rank(model: Any, batch: Batch) -> Tensor:
 # ---------------------------------------------------------------------- loops
 
 
-def plain_loop(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
-    optimizer.zero_grad()
-    for index, batch in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else model.no_sync():
-            (regression(model, batch) / len(micro_batches)).backward()
-    optimizer.step()
+def looped(synchronised: Callable[[int, int], bool], divisor: Callable[[int], int]) -> Callable[..., None]:
+    """A loop over micro-batches, by whether one of so many is reduced, and what each of so many is divided by."""
+
+    def loop(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
+        optimizer.zero_grad()
+        for index, batch in enumerate(micro_batches):
+            with contextlib.nullcontext() if synchronised(index, len(micro_batches)) else model.no_sync():
+                (regression(model, batch) / divisor(len(micro_batches))).backward()
+        optimizer.step()
+
+    return loop
 
 
-def always_synchronised(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
-    optimizer.zero_grad()
-    for batch in micro_batches:
-        (regression(model, batch) / len(micro_batches)).backward()
-    optimizer.step()
+def each(index: int, count: int) -> bool:
+    return True
 
 
-def no_sync_too_long(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
-    optimizer.zero_grad()
-    with model.no_sync():
-        for batch in micro_batches:
-            (regression(model, batch) / len(micro_batches)).backward()
-    optimizer.step()
-
-
-def divided_twice(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
-    optimizer.zero_grad()
-    for batch in micro_batches:
-        (regression(model, batch) / len(micro_batches) / len(micro_batches)).backward()
-    optimizer.step()
-
-
-def never_divided(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
-    optimizer.zero_grad()
-    for batch in micro_batches:
-        regression(model, batch).backward()
-    optimizer.step()
+plain_loop = looped(lambda index, count: index == count - 1, lambda count: count)
+always_synchronised = looped(each, lambda count: count)
+no_sync_too_long = looped(lambda index, count: False, lambda count: count)
+divided_twice = looped(each, lambda count: count**2)
+never_divided = looped(each, lambda count: 1)
 
 
 def _average(model: Any) -> None:
@@ -319,19 +297,16 @@ def clipped_early(model: Any, optimizer: Any, micro_batches: list[Batch]) -> Non
     optimizer.step()
 
 
-def clipped_late(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
+def clipped_late(model: Any, optimizer: Any, micro_batches: list[Batch], limit: float = 0.1) -> None:
     optimizer.zero_grad()
     regression(model, micro_batches[0]).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(model.parameters(), limit)
     optimizer.step()
 
 
 def clipped_on_rank_0(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
-    optimizer.zero_grad()
-    regression(model, micro_batches[0]).backward()
-    limit = 0.1 if not dist.is_initialized() or dist.get_rank() == 0 else 0.2
-    nn.utils.clip_grad_norm_(model.parameters(), limit)
-    optimizer.step()
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    clipped_late(model, optimizer, micro_batches, 0.1 if is_first else 0.2)
 
 
 # ---------------------------------------------------------------------- wraps

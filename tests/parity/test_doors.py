@@ -50,11 +50,7 @@ def test_the_fixture_runs_functions_on_ranks(ddp_ranks: Callable[[int], Ranks]) 
     ],
 )
 def test_the_command_shows_the_report(
-    arguments: list[str],
-    status: int,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     functions = [f"{HERE}{name}" for name in arguments[:3]]
     monkeypatch.setattr(sys, "argv", ["ddp-losses", "parity", *functions, *arguments[3:]])

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_ddp_losses
 from lightning_ddp_losses import parity
+from tests.lightning_ranks import RankEnvironment
 from tests.parity.loops import batches as global_batches
 from tests.parity.loops import encoder, gather_cut, regression
 
@@ -91,24 +91,9 @@ def test_fabric_and_accelerate() -> None:
         assert [each.fault for each in report.diagnoses] == ([fault] if fault else []), str(report)
 
 
-class Existing(LightningEnvironment):
-    """The ranks of torch.distributed."""
-
-    creates_processes_externally = True
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-
 def with_fabric(model: nn.Module) -> Any:
     """Fabric's own wrapper, on the ranks that are there."""
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[Existing()])
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp", plugins=[RankEnvironment()])
     fabric.launch()
     wrapped = fabric.setup_module(model)
     assert isinstance(wrapped._forward_module, DistributedDataParallel)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import ConfigurationError, InputError, RankMismatchError, ssl
+from lightning_ddp_losses import ssl
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.oracle import assert_close
+from tests.each_rank import each_rank
+from tests.oracle import assert_close, graded, own
+from tests.refusals import refusals
 
 FEATURES, OUTPUTS = 4, 6
 SPLITS = {1: [[16]], 2: [[8, 8], [5, 11]], 3: [[5, 5, 6], [5, 11, 0]]}
@@ -94,20 +95,17 @@ CASES: dict[str, tuple[Function, Function]] = {
 
 def loss_and_gradients(model: nn.Module, function: Function, rows: Tensor) -> dict[str, Tensor]:
     outputs = model(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
-    value = function(outputs[0], outputs[1])
-    value.backward()
     net = model.module if isinstance(model, DistributedDataParallel) else model
-    assert isinstance(net, nn.Module)
-    return {"value": value.detach(), **{name: p.grad for name, p in net.named_parameters() if p.grad is not None}}
+    return graded(function(outputs[0], outputs[1]), net=net)
 
 
-def own_rows(everywhere: Tensor, sizes: list[int], dim: int = 0) -> Tensor:
-    rank = dist.get_rank()
-    return everywhere.narrow(dim, list(accumulate(sizes, initial=0))[rank], sizes[rank])
+def own_rows(everywhere: Tensor, sizes: list[int]) -> Tensor:
+    """This rank's rows of (..., rows, features)."""
+    return everywhere[..., own(sizes), :]
 
 
 def on_ranks(name: str, sizes: list[int]) -> dict[str, Tensor]:
-    return loss_and_gradients(DistributedDataParallel(encoder()), CASES[name][0], own_rows(views(), sizes, 1))
+    return loss_and_gradients(DistributedDataParallel(encoder()), CASES[name][0], own_rows(views(), sizes))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -184,50 +182,35 @@ def test_centre_of_one_process(pool: RankPool, world_size: int) -> None:
 # ---------------------------------------------------------------------- parts, precision, bytes
 
 
-def koleo_of_parts(sizes: list[int]) -> float:
-    rows = views().flatten(0, 1)[: 2 * sum(sizes)]
-    crops = torch.cat([own_rows(crop, sizes) for crop in rows.chunk(2)])
-    return ssl.koleo(crops, groups=2).item()
-
-
-def test_koleo_compares_equal_parts(pool: RankPool) -> None:
-    first, second = views().flatten(0, 1).chunk(2)
-    truth = float(naive_koleo(first) + naive_koleo(second)) / 2
-    for sizes in SPLITS[3]:
-        assert pool.run(3, koleo_of_parts, sizes) == pytest.approx([truth] * 3, rel=1e-10)
-
-
-def in_low_precision(name: str) -> tuple[torch.dtype, float]:
-    rows = own_rows(views(), [5, 11], 1)
-    with torch.autocast("cpu", torch.bfloat16):
-        value = CASES[name][0](rows[0].bfloat16(), rows[1].bfloat16())
-    return value.dtype, value.item()
+@pytest.mark.parametrize("sizes", SPLITS[3], ids=str)
+@each_rank(3)
+def test_koleo_compares_equal_parts(sizes: list[int]) -> None:
+    parts = views().flatten(0, 1).chunk(2)
+    crops = torch.cat([own_rows(part, sizes) for part in parts])
+    assert ssl.koleo(crops, groups=2).item() == pytest.approx(float(sum(map(naive_koleo, parts))) / 2, rel=1e-10)
 
 
 @pytest.mark.parametrize("name", ["barlow_twins", "vicreg", "koleo"])
-def test_halves_are_computed_in_float32(pool: RankPool, name: str) -> None:
-    a, b = views().bfloat16().double()
-    for dtype, value in pool.run(2, in_low_precision, name):
-        assert dtype == torch.float32
-        assert value == pytest.approx(float(CASES[name][1](a, b)), rel=1e-4)
+@each_rank(2)
+def test_halves_are_computed_in_float32(name: str) -> None:
+    rows = own_rows(views(), [5, 11])
+    with torch.autocast("cpu", torch.bfloat16):
+        value = CASES[name][0](rows[0].bfloat16(), rows[1].bfloat16())
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(float(CASES[name][1](*views().bfloat16().double())), rel=1e-4)
 
 
-def counted(name: str, rows: int) -> tuple[list[str], list[str]]:
-    """Collectives of forward and of backward."""
-    a, b = torch.randn(2, rows, OUTPUTS, requires_grad=True).unbind()
+@pytest.mark.parametrize("name", ["barlow_twins", "cross_correlation", "vicreg"])
+@each_rank(2)
+def test_moments_need_a_handshake_and_two_sums(name: str) -> None:
+    a, b = torch.randn(2, 300, OUTPUTS, requires_grad=True).unbind()
     with CountCollectives() as collectives:
         value = CASES[name][0](a, b)
         forward = collectives.take()
         value.backward()
-    return forward, collectives.take()
-
-
-@pytest.mark.parametrize("name", ["barlow_twins", "cross_correlation", "vicreg"])
-def test_moments_need_a_handshake_and_two_sums(pool: RankPool, name: str) -> None:
-    for forward, backward in pool.run(2, counted, name, 300):
-        assert len(forward) == 3
-        assert forward[1:] == ["allreduce_"] * 2
-        assert backward == []
+    assert len(forward) == 3
+    assert forward[1:] == ["allreduce_"] * 2
+    assert collectives.take() == []
 
 
 def bytes_of_call(name: str, rows: int) -> int:
@@ -263,67 +246,45 @@ def _logits_with(value: float) -> Tensor:
     return logits
 
 
-REFUSALS: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
-    "prototypes": (lambda rank: ssl.sinkhorn(_rows(4, 3 + rank), temperature=1.0), RankMismatchError, r"\(rows, 4\)"),
-    "features": (lambda rank: ssl.vicreg(_rows(4, 3 + rank), _rows(4, 3 + rank)), RankMismatchError, r"\(rows, 4\)"),
-    "no rows": (lambda rank: ssl.sinkhorn(_rows(0, 3), temperature=1.0), InputError, "rank 1: 0"),
-    "no outputs": (lambda rank: ssl.Center(3).update(_rows(0, 3)), InputError, "1 or more on all ranks"),
-    "one row": (lambda rank: ssl.moments(_rows(1 - rank, 3)), InputError, "2 or more on all ranks"),
-    "one row a part": (lambda rank: ssl.koleo(_rows(2 * rank, 3), groups=2), InputError, "4 or more on all ranks"),
-    "temperature": (lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=0.0), ConfigurationError, "positive number"),
-    "temperature of one rank": (
-        lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=1.0 - rank),
-        ConfigurationError,
-        "positive number",
-    ),
-    "temperatures": (lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=1.0 + rank), RankMismatchError, "temperature"),
-    "iterations": (
-        lambda rank: ssl.sinkhorn(_rows(4, 3), temperature=1.0, iterations=0),
-        ConfigurationError,
-        "1 or more",
-    ),
-    "infinite": (lambda rank: ssl.sinkhorn(_logits_with(torch.inf), temperature=1.0), InputError, "rank 1: 1 numbers"),
-    "masked": (lambda rank: ssl.sinkhorn(_logits_with(-torch.inf), temperature=1.0), InputError, "rank 1: 1 numbers"),
-    "not a number": (lambda rank: ssl.sinkhorn(_logits_with(torch.nan), temperature=1.0), InputError, "rank 1: 1 num"),
-    "three dimensions": (lambda rank: ssl.koleo(_rows(2, 2, 2)), InputError, "floating tensor"),
-    "integers": (lambda rank: ssl.moments(torch.ones(4, 3, dtype=torch.int64)), InputError, "floating tensor"),
-    "views": (lambda rank: ssl.barlow_twins(_rows(4, 3), _rows(3 + rank, 3)), InputError, "views of one shape"),
-    "parts": (lambda rank: ssl.koleo(_rows(4 + rank, 3), groups=2), InputError, "a multiple of 2 rows"),
-    "weights": (lambda rank: ssl.vicreg(_rows(4, 3), _rows(4, 3), covariance=rank), RankMismatchError, "weights"),
-    "outputs": (lambda rank: ssl.Center(3).update(_rows(4, 2)), InputError, "features of outputs"),
-}
-
-
-def refused(name: str) -> None:
-    REFUSALS[name][0](dist.get_rank())
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals_on_all_ranks(pool: RankPool, name: str) -> None:
-    _, error, words = REFUSALS[name]
-    for found in pool.errors(2, refused, name):
-        assert found.type == error.__name__, found
-        assert re.search(words, found.message), found.message
-
-
-def weighed_differently() -> None:
+def _weighed(factor: float) -> None:
     for _ in range(2):
         rows = _rows(4, 3).requires_grad_()
-        (ssl.vicreg(rows, 2 * rows) * (1 + dist.get_rank())).backward()
+        (ssl.vicreg(rows, 2 * rows) * factor).backward()
 
 
-def test_other_coefficients_are_refused(pool: RankPool) -> None:
-    for found in pool.errors(2, weighed_differently):
-        assert found.type == "RankMismatchError"
-        assert "coefficient of the last backward" in found.message
+sinkhorn = partial(ssl.sinkhorn, temperature=1.0)
+MISMATCH, CONFIGURATION = "RankMismatchError", "ConfigurationError"
+REFUSED: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "prototypes": (lambda rank: sinkhorn(_rows(4, 3 + rank)), "(rows, 4)", MISMATCH),
+    "features": (lambda rank: ssl.vicreg(_rows(4, 3 + rank), _rows(4, 3 + rank)), "(rows, 4)", MISMATCH),
+    "no rows": (lambda rank: sinkhorn(_rows(0, 3)), "rank 1: 0", "InputError"),
+    "no outputs": (lambda rank: ssl.Center(3).update(_rows(0, 3)), "1 or more on all ranks", "InputError"),
+    "one row": (lambda rank: ssl.moments(_rows(1 - rank, 3)), "2 or more on all ranks", "InputError"),
+    "one row a part": (lambda rank: ssl.koleo(_rows(2 * rank, 3), groups=2), "4 or more on all ranks", "InputError"),
+    "temperature": (lambda rank: sinkhorn(_rows(4, 3), temperature=0.0), "positive number", CONFIGURATION),
+    "temperature of one rank": (
+        lambda rank: sinkhorn(_rows(4, 3), temperature=1.0 - rank),
+        "positive number",
+        CONFIGURATION,
+    ),
+    "temperatures": (lambda rank: sinkhorn(_rows(4, 3), temperature=1.0 + rank), "temperature", MISMATCH),
+    "iterations": (lambda rank: sinkhorn(_rows(4, 3), iterations=0), "1 or more", CONFIGURATION),
+    "infinite": (lambda rank: sinkhorn(_logits_with(torch.inf)), "rank 1: 1 numbers", "InputError"),
+    "masked": (lambda rank: sinkhorn(_logits_with(-torch.inf)), "rank 1: 1 numbers", "InputError"),
+    "not a number": (lambda rank: sinkhorn(_logits_with(torch.nan)), "rank 1: 1 num", "InputError"),
+    "three dimensions": (lambda rank: ssl.koleo(_rows(2, 2, 2)), "floating tensor", "InputError"),
+    "integers": (lambda rank: ssl.moments(torch.ones(4, 3, dtype=torch.int64)), "floating tensor", "InputError"),
+    "views": (lambda rank: ssl.barlow_twins(_rows(4, 3), _rows(3 + rank, 3)), "views of one shape", "InputError"),
+    "parts": (lambda rank: ssl.koleo(_rows(4 + rank, 3), groups=2), "a multiple of 2 rows", "InputError"),
+    "weights": (lambda rank: ssl.vicreg(_rows(4, 3), _rows(4, 3), covariance=rank), "weights", MISMATCH),
+    "outputs": (lambda rank: ssl.Center(3).update(_rows(4, 2)), "features of outputs", "InputError"),
+    "other coefficients": (lambda rank: _weighed(1 + rank), "coefficient of the last backward", MISMATCH),
+}
+test_refusals_on_all_ranks = refusals(__name__, "REFUSED")
 
 
-def without_group() -> list[float]:
-    a, b = views()[:, :, :3]
-    return [CASES[name][0](a, b).item() for name in CASES]
-
-
-def test_without_a_process_group(pool: RankPool) -> None:
-    a, b = views()[:, :, :3]
-    (found,) = pool.run(1, without_group, distributed=False)
-    assert found == pytest.approx([float(CASES[name][1](a, b)) for name in CASES], rel=1e-10)
+@pytest.mark.parametrize("name", CASES)
+@each_rank(1, distributed=False)
+def test_without_a_process_group(name: str) -> None:
+    ours, naive = (float(function(*views()[:, :, :3])) for function in CASES[name])
+    assert ours == pytest.approx(naive, rel=1e-10)
