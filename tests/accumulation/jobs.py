@@ -20,21 +20,6 @@ from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchL
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import trainer_alone
 
-__all__ = [
-    "CASES",
-    "CLASSES",
-    "DIM",
-    "IGNORED",
-    "Case",
-    "Job",
-    "Net",
-    "fit",
-    "fit_alone",
-    "loader",
-    "micro_batches",
-    "own_batches",
-]
-
 FEATURES, DIM, CLASSES, IGNORED = 5, 4, 5, -100
 Batch = tuple[Tensor, Tensor]
 

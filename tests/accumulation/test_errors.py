@@ -15,6 +15,7 @@ from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatc
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, loader, own_batches
 from tests.accumulation.test_parity import ByHand
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
@@ -123,11 +124,7 @@ def fit_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_cannot_be_exact(pool: RankPool, name: str) -> None:
-    for error in pool.errors(2, fit_written, name):
-        assert error.is_a("DDPLossError"), error
-        assert not error.timed_out
-        for text in OBJECTIVES[name][1]:
-            assert text in error.message, error.message
+    assert_errors(pool.errors(2, fit_written, name), *OBJECTIVES[name][1])
 
 
 def test_windows_of_one_micro_batch_take_any_loss(pool: RankPool) -> None:
@@ -146,9 +143,7 @@ def fit_uneven() -> None:
 
 
 def test_windows_of_different_lengths(pool: RankPool) -> None:
-    for error in pool.errors(2, fit_uneven):
-        assert error.is_a("RankMismatchError"), error
-        assert not error.timed_out
+    assert_errors(pool.errors(2, fit_uneven), of="RankMismatchError")
 
 
 class StepsInside(ByHand):
@@ -180,17 +175,13 @@ def fit_lbfgs() -> None:
     ("job", "text"), [(fit_and_step_inside, "step of SGD"), (fit_lbfgs, "an optimizer that evaluates each batch once")]
 )
 def test_optimizers_that_do_not_wait(pool: RankPool, job: Any, text: str) -> None:
-    for error in pool.errors(2, job):
-        assert error.is_a("ConfigurationError"), error
-        assert text in error.message, error.message
-        assert not error.timed_out
+    assert_errors(pool.errors(2, job), text, of="ConfigurationError")
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 def test_a_skipped_last_micro_batch_leaves_nothing_uncorrected(pool: RankPool) -> None:
     # (on several ranks Lightning refuses None itself)
-    for error in pool.errors(1, fit_skipping):
-        assert "inside it" in error.message, error.message
+    assert_errors(pool.errors(1, fit_skipping), "inside it")
 
 
 class Skips(Job):
@@ -235,7 +226,4 @@ def fit_on_left_gradients() -> None:
 
 
 def test_gradients_from_before_a_window_are_refused(pool: RankPool) -> None:
-    for error in pool.errors(2, fit_on_left_gradients):
-        assert error.is_a("ConfigurationError"), error
-        assert "gradients before it" in error.message, error.message
-        assert not error.timed_out
+    assert_errors(pool.errors(2, fit_on_left_gradients), "gradients before it", of="ConfigurationError")

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import CASES, Job, own_batches
-from tests.oracle import assert_close
+from tests.answers import assert_all_close, assert_errors
 
 COUNT = 4  # micro-batches of the window
 
@@ -71,8 +71,7 @@ def gradients_alone(case: str) -> dict[str, Tensor]:
 )
 def test_a_loop_of_ones_own(pool: RankPool, case: str, wrapped: bool) -> None:
     alone = pool.run(1, gradients_alone, case, distributed=False)[0]
-    for found in pool.run(2, gradients, case, wrapped=wrapped):
-        assert_close(found, alone)
+    assert_all_close(pool.run(2, gradients, case, wrapped=wrapped), alone)
 
 
 def two_heads() -> dict[str, Tensor]:
@@ -98,11 +97,7 @@ def two_heads_alone() -> dict[str, Tensor]:
 
 def test_a_loss_that_is_called_twice_has_two_divisors(pool: RankPool) -> None:
     alone = pool.run(1, two_heads_alone, distributed=False)[0]
-    for found in pool.run(2, two_heads):
-        assert_close(found, alone)
-
-
-# ---------------------------------------------------------------------- errors
+    assert_all_close(pool.run(2, two_heads), alone)
 
 
 def mean_of(model: nn.Module) -> Tensor:
@@ -160,10 +155,7 @@ def in_a_window(loop: Callable[[nn.Linear], None]) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_errors_on_every_rank(pool: RankPool, loop: Any, text: str) -> None:
-    for error in pool.errors(2, in_a_window, loop):
-        assert error.is_a("DDPLossError"), error
-        assert text in error.message, error.message
-        assert not error.timed_out
+    assert_errors(pool.errors(2, in_a_window, loop), text)
 
 
 def fail_inside(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import accumulation_window, differentiable, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.answers import assert_all_close, assert_errors
 
 NAMES = ("dp", "cp", "tp")
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
@@ -84,11 +84,7 @@ def by_hand(shape: tuple[int, ...], reduces: Any, window: int) -> dict[str, Tens
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_meshes(pool: RankPool, shape: tuple[int, ...], reduces: Any, window: int) -> None:
     expected = truth(shape[0] * shape[1], window)
-    for found in pool.run(4, by_hand, shape, reduces, window):
-        assert_close(found, expected)
-
-
-# ---------------------------------------------------------------------- read from the model
+    assert_all_close(pool.run(4, by_hand, shape, reduces, window), expected)
 
 
 def sharded(factor: float | None, *, inner: float | None = None, forced: bool = True) -> nn.Sequential:
@@ -119,8 +115,7 @@ def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("factor", [None, 1.0, 300.0])
 def test_a_divided_model(pool: RankPool, factor: float | None, window: int) -> None:
-    for found in pool.run(2, from_module, factor, window):
-        assert_close(found, truth(2, window))
+    assert_all_close(pool.run(2, from_module, factor, window), truth(2, window))
 
 
 def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
@@ -138,11 +133,7 @@ def test_a_differentiable_metric(pool: RankPool, factor: float | None, window: i
     net = make_net()
     rows = torch.cat([rows_of(i, place) for i in range(window) for place in range(2)])
     (net(rows) - rows[:, :2]).square().mean().backward()
-    for found in pool.run(2, metric_of_a_divided_model, factor, window):
-        assert_close(found, gradients(net))
-
-
-# ---------------------------------------------------------------------- bad input
+    assert_all_close(pool.run(2, metric_of_a_divided_model, factor, window), gradients(net))
 
 
 def own_mean(**options: Any) -> Tensor:
@@ -241,8 +232,4 @@ def fail(name: str) -> None:
 
 @pytest.mark.parametrize("case", ERRORS, ids=lambda case: case.__name__)
 def test_errors_on_every_rank(pool: RankPool, case: Callable[[], None]) -> None:
-    for error in pool.errors(2, fail, case.__name__):
-        assert error.is_a("DDPLossError"), error
-        assert not error.timed_out
-        for text in ERRORS[case]:
-            assert text in error.message, error.message
+    assert_errors(pool.errors(2, fail, case.__name__), *ERRORS[case])

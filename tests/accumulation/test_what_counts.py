@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.answers import assert_all_close, assert_errors
 
 ROWS = {
     1: [(5,), (2,), (4,)],
@@ -71,9 +71,6 @@ def mean_square(net: Net, rows: Tensor, name: str = "square") -> Tensor:
 
 def first_loss(net: Net, rows: Tensor) -> Tensor:
     return torch.as_tensor(net.a(net(rows), labels_of(rows)))
-
-
-# ---------------------------------------------------------------------- loops that are exact
 
 
 def plain(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
@@ -141,8 +138,7 @@ def truth_of(value: Callable[[Net, Tensor], Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_order_of_calls(pool: RankPool, world_size: int, loop: str, objective: str) -> None:
     truth = truth_of(OBJECTIVES[objective][1])
-    for found in pool.run(world_size, gradients, loop, objective):
-        assert_close(found, truth)
+    assert_all_close(pool.run(world_size, gradients, loop, objective), truth)
 
 
 def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
@@ -157,8 +153,7 @@ def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers(pool: RankPool, reentrant: bool) -> None:
     truth = truth_of(OBJECTIVES["global_mean"][1])
-    for found in pool.run(2, with_checkpoints, reentrant):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, with_checkpoints, reentrant), truth)
 
 
 def with_shared_parameter() -> dict[str, Tensor]:
@@ -178,11 +173,7 @@ def with_shared_parameter() -> dict[str, Tensor]:
 
 def test_a_parameter_of_model_and_loss_is_corrected_once(pool: RankPool) -> None:
     truth = truth_of(OBJECTIVES["global_mean"][1])
-    for found in pool.run(2, with_shared_parameter):
-        assert_close(found, truth)
-
-
-# ---------------------------------------------------------------------- counts and totals that are given before
+    assert_all_close(pool.run(2, with_shared_parameter), truth)
 
 
 def counts_of(objective: str, *, by_path: bool) -> Any:
@@ -210,8 +201,7 @@ def given_counts(objective: str, by_path: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_counts_first(pool: RankPool, objective: str, by_path: bool) -> None:
     truth = truth_of(OBJECTIVES[objective][1])
-    for found in pool.run(2, given_counts, objective, by_path):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, given_counts, objective, by_path), truth)
 
 
 def two_losses() -> dict[str, Tensor]:
@@ -232,8 +222,7 @@ def two_losses_alone(net: Net, rows: Tensor) -> Tensor:
 
 def test_two_losses_of_one_class(pool: RankPool) -> None:
     truth = truth_of(two_losses_alone)
-    for found in pool.run(2, two_losses):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, two_losses), truth)
 
 
 def balance_parts(net: Net, rows: Tensor) -> Tensor:
@@ -267,11 +256,7 @@ def balanced() -> dict[str, Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_products_of_means_with_totals(pool: RankPool, world_size: int) -> None:
     truth = truth_of(balance_alone)
-    for found in pool.run(world_size, balanced):
-        assert_close(found, truth)
-
-
-# ---------------------------------------------------------------------- what cannot be counted
+    assert_all_close(pool.run(world_size, balanced), truth)
 
 
 def unbalanced(net: Net) -> None:
@@ -391,11 +376,7 @@ def fail(name: str) -> None:
 
 @pytest.mark.parametrize("loop", ERRORS, ids=lambda loop: loop.__name__)
 def test_errors_on_every_rank(pool: RankPool, loop: Callable[[Net], None]) -> None:
-    for error in pool.errors(2, fail, loop.__name__):
-        assert error.is_a("DDPLossError"), error
-        assert not error.timed_out
-        for text in ERRORS[loop]:
-            assert text in error.message, error.message
+    assert_errors(pool.errors(2, fail, loop.__name__), *ERRORS[loop])
 
 
 def in_proportion() -> None:
@@ -409,7 +390,9 @@ def in_proportion() -> None:
 
 
 def test_the_error_of_two_divisors_names_paths(pool: RankPool) -> None:
-    for error in pool.errors(2, in_proportion):
-        assert "losses with different divisors" in error.message
-        assert "GlobalBatchLoss(CrossEntropyLoss) `a`: divided" in error.message
-        assert "GlobalBatchLoss(CrossEntropyLoss) `b`: divided" in error.message
+    assert_errors(
+        pool.errors(2, in_proportion),
+        "losses with different divisors",
+        "GlobalBatchLoss(CrossEntropyLoss) `a`: divided",
+        "GlobalBatchLoss(CrossEntropyLoss) `b`: divided",
+    )

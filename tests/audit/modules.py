@@ -95,9 +95,6 @@ def learned(name: str = "ArcFaceLoss", **options: Any) -> nn.Module:
     return getattr(pml, name)(num_classes=CLASSES, embedding_size=CLASSES, **options)
 
 
-# ---------------------------------------------------------------------- collectives
-
-
 def own_slot(z: Tensor) -> Tensor:
     if world() == 1:
         return z
@@ -177,9 +174,6 @@ class MetricAsLoss(Module):
         return self.metric(z, F.one_hot(y, CLASSES).float())
 
 
-# ---------------------------------------------------------------------- losses that are no mean over rows, or by place
-
-
 class SquaredMean(Module):
     """Compares no rows, and is not linear in their mean."""
 
@@ -216,9 +210,6 @@ class ByPlace(Module):
 
     def inputs(self, x: Tensor) -> Tensor:
         return x * torch.arange(1.0, len(x) + 1)[:, None] / 8
-
-
-# ---------------------------------------------------------------------- layers
 
 
 class Sharded(Module):
@@ -289,9 +280,6 @@ class Permuted(Module):
 
     def inputs(self, x: Tensor) -> Tensor:
         return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
-
-
-# ---------------------------------------------------------------------- parameters
 
 
 class Hidden(Module):
@@ -481,9 +469,6 @@ class RowsOfOthers(Module):
 class ByRank(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.roll(rank(), dims=1) * (1.0 + 0.5 * (world() > 1))
-
-
-# ---------------------------------------------------------------------- data
 
 
 class SameOnAllRanks(IterableDataset[Any]):

@@ -29,8 +29,6 @@ from torchmetrics import Metric
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler, synced
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject, Validated
 
-# ---------------------------------------------------------------------- data that ranks share, miss, or get in the wrong order
-
 
 def dataset(rows: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(2)
@@ -278,9 +276,6 @@ DATA = [
 HEALTHY = [Constant, Replacement]
 
 
-# ---------------------------------------------------------------------- losses and logged values
-
-
 class NotANumber(Subject):
     """The loss of one rank is NaN at its third batch."""
 
@@ -367,9 +362,6 @@ LOSSES = [
     Case(OtherKeys, "F46", "LossCheck", "loss_0", step=0),
     Case(OtherValidationKeys, "F46", "LossCheck", "val_loss_0", step=3),
 ]
-
-
-# ---------------------------------------------------------------------- buffers, queues, metric states and devices that go apart
 
 
 class Memory(Subject):

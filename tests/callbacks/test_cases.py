@@ -92,9 +92,6 @@ def assert_silent(outcomes: list[Outcome]) -> None:
         assert not [f for f in outcome.findings if f["severity"] != "note"], outcome
 
 
-# ---------------------------------------------------------------------- healthy runs
-
-
 class Uneven(Subject):
     """Ranks with different numbers of rows, each of which weighs the same."""
 

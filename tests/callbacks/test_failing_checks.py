@@ -198,9 +198,6 @@ def test_findings_of_others_pass_through(pool: RankPool) -> None:
     assert pool.run(2, fit_beside_a_finding) == ["ParameterSyncCheck SYNC"] * 2
 
 
-# ---------------------------------------------------------------------- faults in the checks that there are
-
-
 def fit_with_fault(place: str) -> list[str]:
     """A fit in which a part of the package itself fails on the last rank."""
 

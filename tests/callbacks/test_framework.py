@@ -307,9 +307,6 @@ def test_odd_ranks() -> None:
     assert odd_ranks([1, 2, 2]) == (0,)
 
 
-# ---------------------------------------------------------------------- checks of users
-
-
 class OwnCheck(RankCheck):
     """Uses everything that a check may define."""
 

@@ -264,9 +264,6 @@ def test_what_comes_before_the_first_step_has_no_number() -> None:
     assert place_of("before backward", 0) == "before backward of step 0"
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 class Saves(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -308,9 +305,6 @@ def test_loading(pool: RankPool, tmp_path: Path, sick: bool) -> None:
         assert bool(of(found, "F65")) == sick
     again = pool.run(2, resume, Grows, sick, path)
     assert not of(again[0], "F76")
-
-
-# ---------------------------------------------------------------------- devices
 
 
 def on_devices(names: tuple[str, ...], visible: int) -> Found:

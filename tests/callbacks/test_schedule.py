@@ -21,6 +21,7 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.replicas import split_by_bytes
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
 
@@ -88,9 +89,6 @@ def test_a_step_is_judged_before_its_checkpoint_is_written(pool: RankPool, tmp_p
         assert names == ["step=1.ckpt", "step=2.ckpt"]
 
 
-# ---------------------------------------------------------------------- a part of the parameters in each step
-
-
 SIZE = (1 << 20) + 5
 
 
@@ -125,9 +123,7 @@ def fit_big(options: dict[str, int]) -> None:
 )
 def test_a_change_is_found_when_its_part_comes(pool: RankPool, options: dict[str, int], step: str) -> None:
     errors = pool.errors(2, fit_big, options)
-    for error in errors:
-        assert "`big` (rank 1), max difference 0.25" in error.message
-        assert step in error.message, error.message
+    assert_errors(errors, "`big` (rank 1), max difference 0.25", step)
 
 
 def test_parts_are_the_whole() -> None:

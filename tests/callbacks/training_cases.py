@@ -28,8 +28,6 @@ from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, a
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
 from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, ComplexFilter, SparseTable, Subject
 
-# ---------------------------------------------------------------------- parameters that go apart
-
 
 class Order(Subject):
     """Two layers of one shape, registered in another order on one rank."""
@@ -239,9 +237,6 @@ PARAMETERS = [
 ]
 
 
-# ---------------------------------------------------------------------- gradients that are missing, not finite, or zero
-
-
 class ZeroLoss(Subject):
     """No positive pair on one rank: the loss is zero times the embeddings, and the head is not in its graph."""
 
@@ -304,9 +299,6 @@ FLOW = [
     Case(Infinite, "F79", G, "encoder.weight", step=1, ranks=(0, 1)),
     Case(Cut, "DETACHED", G, "encoder", step=3, ranks=()),
 ]
-
-
-# ---------------------------------------------------------------------- optimizers
 
 
 class Forgotten(Subject):
@@ -437,9 +429,6 @@ OPTIMIZERS = [
     Case(Unsaved, "F75", "CheckpointCheck", "head.weight", step=1, ranks=()),
     Case(SavedWrapped, "F75", "CheckpointCheck", "wrapped", step=1, ranks=(), checks=only(CheckpointCheck)),
 ]
-
-
-# ---------------------------------------------------------------------- gradients off by W or 1/W
 
 
 def contrast(embeddings: Tensor, labels: Tensor) -> Tensor:

@@ -55,9 +55,6 @@ def test_compiled_classes_are_one_process(pool: RankPool) -> None:
     assert not problems, "\n".join(problems)
 
 
-# ---------------------------------------------------------------------- kernels of a tile of bf16 rows, forward and backward
-
-
 @dataclass(frozen=True)
 class Kernels:
     """The most that a loss may cost, as compiled.

@@ -140,9 +140,6 @@ def until(path: Path, agents: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-# ---------------------------------------------------------------------- the same training
-
-
 def fit_digits(nodes: int, devices: int, folder: Path) -> list[str]:
     options = {
         "num_nodes": nodes,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
 
@@ -120,8 +121,7 @@ def test_one_process(
     pool: RankPool, tmp_path: Path, world_size: int, kind: str, place: str, clip: bool, accumulate: int
 ) -> None:
     truth = train_alone(kind, clip, accumulate)
-    for found in pool.run(world_size, train_ranks, kind, place, clip, accumulate):
-        assert_close(found, truth)
+    assert_all_close(pool.run(world_size, train_ranks, kind, place, clip, accumulate), truth)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -143,9 +143,6 @@ def test_a_run_goes_on(pool: RankPool, tmp_path: Path, kind: str, place: str) ->
     # plain names, and whole weights: one process reads the file of the middle
     in_the_middle = torch.load(tmp_path / "saved", weights_only=True)["model"]
     Both(*encoder_and_loss(kind, on_ranks=False)).load_state_dict(named(in_the_middle))
-
-
-# ---------------------------------------------------------------------- accumulation windows
 
 
 def train_window() -> dict[str, Tensor]:
@@ -170,11 +167,7 @@ def test_accumulation_window(pool: RankPool) -> None:
             total, rows = total + encoder(features[part][step:]).square().sum(), rows + len(features[part][step:])
     (total / rows).backward()
     truth = {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
-    for found in pool.run(2, train_window):
-        assert_close(found, truth)
-
-
-# ---------------------------------------------------------------------- bad input
+    assert_all_close(pool.run(2, train_window), truth)
 
 
 def call_on_one_rank() -> None:
@@ -187,9 +180,11 @@ def call_on_one_rank() -> None:
 
 
 def test_a_loss_on_some_ranks_only(pool: RankPool) -> None:
-    for error in pool.errors(2, call_on_one_rank):
-        assert error.type == "LossCallError"
-        assert "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none" in error.message
+    assert_errors(
+        pool.errors(2, call_on_one_rank),
+        "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none",
+        of="LossCallError",
+    )
 
 
 def set_up_differently() -> None:
@@ -198,9 +193,7 @@ def set_up_differently() -> None:
 
 
 def test_modules_that_differ(pool: RankPool) -> None:
-    for error in pool.errors(2, set_up_differently):
-        assert error.type == "RankMismatchError"
-        assert "the same names, shapes and dtypes" in error.message
+    assert_errors(pool.errors(2, set_up_differently), "the same names, shapes and dtypes", of="RankMismatchError")
 
 
 def clip_another_norm() -> None:
@@ -212,12 +205,11 @@ def clip_another_norm() -> None:
 
 
 def test_another_norm_of_divided_classes(pool: RankPool) -> None:
-    for error in pool.errors(2, clip_another_norm):
-        assert error.type == "ConfigurationError"
-        assert (
-            "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0"
-            in error.message
-        )
+    assert_errors(
+        pool.errors(2, clip_another_norm),
+        "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0",
+        of="ConfigurationError",
+    )
 
 
 def test_unknown_options() -> None:

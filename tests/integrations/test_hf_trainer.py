@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.oracle import assert_close
 
 FEATURES, CLASSES, LENGTH, STEPS, RATE, CLIP = 4, 6, 3, 3, 0.3, 0.4
@@ -171,9 +172,6 @@ def test_one_process(pool: RankPool, tmp_path: Path, accumulate: int, average: b
         assert eval_loss == pytest.approx(evaluated, rel=1e-5)
 
 
-# ---------------------------------------------------------------------- losses over all ranks
-
-
 def contrast(logits: Tensor, labels: Tensor) -> Tensor:
     """A loss that compares rows: of each with all others."""
     rows = logits.flatten(1)
@@ -206,18 +204,16 @@ def test_a_loss_over_all_ranks(pool: RankPool, tmp_path: Path) -> None:
         contrast(torch.cat([model(each["inputs"])["logits"] for each in both]), both[0]["labels"]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
-    for state in pool.run(2, global_on_ranks, str(tmp_path), 1):
-        assert_close(state, model.state_dict())
+    assert_all_close(pool.run(2, global_on_ranks, str(tmp_path), 1), model.state_dict())
 
 
 def test_rows_are_not_compared_under_accumulation(pool: RankPool, tmp_path: Path) -> None:
-    for error in pool.errors(2, global_on_ranks, str(tmp_path), 4):
-        assert error.type == "ConfigurationError"
-        assert "gradient_accumulation_steps=4: expected 1, got a loss that compares the rows" in error.message
-        assert "microbatched" in error.message
-
-
-# ---------------------------------------------------------------------- bad input
+    assert_errors(
+        pool.errors(2, global_on_ranks, str(tmp_path), 4),
+        "gradient_accumulation_steps=4: expected 1, got a loss that compares the rows",
+        "microbatched",
+        of="ConfigurationError",
+    )
 
 
 def wrongly(folder: str, how: str) -> None:
@@ -241,9 +237,7 @@ def wrongly(folder: str, how: str) -> None:
     ],
 )
 def test_refusals(pool: RankPool, tmp_path: Path, how: str, expected: str) -> None:
-    for error in pool.errors(2, wrongly, str(tmp_path), how):
-        assert error.type == "ConfigurationError"
-        assert expected in error.message
+    assert_errors(pool.errors(2, wrongly, str(tmp_path), how), expected, of="ConfigurationError")
 
 
 def test_a_mean_is_no_sum() -> None:

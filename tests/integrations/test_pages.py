@@ -14,11 +14,10 @@ from torch.nn.functional import cosine_similarity
 
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.cli.test_recipes import EVEN, OURS, THEIRS, UNEVEN, code_of, encoder, global_rows, in_float64
 from tests.integrations.test_hf_trainer import Tagger, batch, ranks_of_accelerate, token_sum, trainer_of
 from tests.oracle import assert_close
-
-# ---------------------------------------------------------------------- accelerate
 
 
 def alone() -> dict[str, Tensor]:
@@ -56,8 +55,7 @@ def with_accelerate(section: str, cuts: tuple[int, ...]) -> dict[str, Tensor]:
 
 def test_accelerate(pool: RankPool) -> None:
     truth = alone()
-    for found in pool.run(2, with_accelerate, OURS, UNEVEN):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, with_accelerate, OURS, UNEVEN), truth)
 
 
 def test_accelerate_before(pool: RankPool) -> None:
@@ -70,9 +68,6 @@ def test_accelerate_before(pool: RankPool) -> None:
     found = pool.run(2, with_accelerate, THEIRS, EVEN)[0]
     assert_close({"model": found["model"]}, {"model": of_model})
     assert cosine_similarity(found["loss"], loss.W.grad.flatten(), dim=0) < 0.999
-
-
-# ---------------------------------------------------------------------- Hugging Face's Trainer
 
 
 def with_trainer(folder: str, section: str, accumulate: int) -> tuple[Tensor, float]:

@@ -14,8 +14,6 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data import SubsetRandomSampler as Subset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
-__all__ = ["CASES", "ROWS", "SEED", "Case", "ShufflesItself", "one_process"]
-
 ROWS = 52
 SEED = 11
 LABELS = torch.arange(ROWS) % 6

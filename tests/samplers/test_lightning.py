@@ -226,9 +226,6 @@ def test_a_loader_that_makes_the_same_batches_is_not(loader: object) -> None:
     refuse_other_batches(loader)
 
 
-# ---------------------------------------------------------------------- resumed without the strategy
-
-
 class Shuffled(Recorder):
     def __init__(self, form: str) -> None:
         super().__init__("", form, inside=True)

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 
 ROWS = 11
@@ -173,9 +174,6 @@ def test_validation_over_all_rows(pool: RankPool, name: str, strategy: str) -> N
         assert scores == [truth] * 4  # before training, after it, on its own, and in a test
 
 
-# ---------------------------------------------------------------------- what cannot be joined
-
-
 WRONG: dict[str, tuple[Callable[[int], Callable[[Tensor, Tensor], Any]], tuple[str, ...]]] = {
     # what each rank's predict_step returns, words of the message
     "a number per batch": (lambda r: lambda x, y: x.mean(0, keepdim=True), ("batch 0", "expected 2 rows", "got 1")),
@@ -250,9 +248,11 @@ def predict_differently(**options: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"dst": 0}])
 def test_ranks_that_draw_differently(pool: RankPool, options: dict[str, Any]) -> None:
-    for error in pool.errors(3, predict_differently, **options):
-        assert "rows of loader 0: expected each on one rank, cut from one order" in error.message
-        assert "that came to several ranks, and" in error.message
+    assert_errors(
+        pool.errors(3, predict_differently, **options),
+        "rows of loader 0: expected each on one rank, cut from one order",
+        "that came to several ranks, and",
+    )
     # under our strategy they draw one order
     for found in pool.run(3, predict, "shuffled", strategy="ddp_losses"):
         assert_same(found, ROWS)
@@ -263,11 +263,8 @@ def keep_on_another() -> None:
 
 
 def test_an_order_that_nobody_knows_and_a_rank_that_is_not_there(pool: RankPool) -> None:
-    for error in pool.errors(2, validate_shuffled):
-        assert "RandomSampler" in error.message
-        assert "trainer.predict" in error.message
-    for error in pool.errors(2, keep_on_another):
-        assert "a rank from 0 to 1, or None, got 2" in error.message
+    assert_errors(pool.errors(2, validate_shuffled), "RandomSampler", "trainer.predict")
+    assert_errors(pool.errors(2, keep_on_another), "a rank from 0 to 1, or None, got 2")
 
 
 def test_where_the_ranks_are_gone_the_error_names_the_writer() -> None:

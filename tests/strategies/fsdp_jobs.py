@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
@@ -25,8 +24,6 @@ from lightning_ddp_losses import (
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder
 from tests.strategies.jobs import TASK, Job, fit_alone, loader, make_loss
-
-__all__ = ["KINDS", "PlainClip", "Towers", "alone", "fit_sharded_model", "make_job", "whole_state"]
 
 
 def shard(module: LightningModule, *encoders: nn.Module) -> None:
@@ -178,7 +175,7 @@ def fit_sharded_model(
         prepare(module)
     made = DDPLossStrategy(**(strategy or {})) if ddp else ModelParallelLossStrategy(**(strategy or {}))
     trainer = make_trainer(made, **options)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even), ckpt_path=load)
+    trainer.fit(module, loader(even=even), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
     assert ddp or any(isinstance(p, DTensor) for p in module.encoder.parameters()), "nothing was divided"

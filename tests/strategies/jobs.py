@@ -20,21 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import QUIET, make_trainer
-from tests.oracle import Encoder, Task, assert_close, batches, cuts
-
-__all__ = [
-    "OPTIMIZERS",
-    "TASK",
-    "Job",
-    "Saves",
-    "assert_as_alone",
-    "fit",
-    "fit_alone",
-    "loader",
-    "make_loss",
-    "strategy_of",
-]
+from tests.oracle import Encoder, Task, batches, cuts
 
 TASK = Task()
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -91,9 +79,12 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def loader(world_size: int, rank: int, *, even: bool = True, task: Task = TASK) -> DataLoader:
-    """This rank's slice of each global batch."""
-    part = cuts(task.rows, world_size, even=even)[rank]
+def loader(
+    world_size: int | None = None, rank: int | None = None, *, even: bool = True, task: Task = TASK
+) -> DataLoader:
+    """The slice of each global batch that a rank gets, this one by default."""
+    world_size = dist.get_world_size() if world_size is None else world_size
+    part = cuts(task.rows, world_size, even=even)[dist.get_rank() if rank is None else rank]
     return DataLoader([(features[part], labels[part]) for features, labels in batches(task)], batch_size=None)
 
 
@@ -107,7 +98,7 @@ def fit(
     """Train on all ranks of the pool; returns the module's state."""
     module = make()
     trainer = make_trainer(strategy_of(strategy or {}), **options)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even, task=task))
+    trainer.fit(module, loader(even=even, task=task))
     return dict(module.state_dict())
 
 
@@ -150,8 +141,7 @@ def assert_as_alone(
     if not even:
         options["even"] = False
     for world_size in worlds:
-        for state in pool.run(world_size, run, make, strategy or {}, **options):
-            assert_close(state, expected)
+        assert_all_close(pool.run(world_size, run, make, strategy or {}, **options), expected)
 
 
 def trainer_alone(**options: Any) -> Trainer:

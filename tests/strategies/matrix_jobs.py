@@ -27,8 +27,6 @@ from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, batches, cuts
 from tests.strategies.jobs import TASK, make_loss, trainer_alone
 
-__all__ = ["Cell", "Modes", "fit_alone", "fit_on_ranks", "whole"]
-
 Cell = Mapping[str, str]
 EPOCHS = 3
 CLIP = {"norm": 5.0, "value": 0.5}

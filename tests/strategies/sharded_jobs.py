@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import Job, loader, make_loss, strategy_of
-
-__all__ = ["Plain", "Sharded", "fit_sharded", "whole_state"]
 
 
 class Plain(Job):
@@ -65,7 +62,7 @@ def fit_sharded(
     """
     module = make(loss, optimizer)
     trainer = make_trainer(strategy_of(strategy or {}), **options)
-    data = loader(dist.get_world_size(), dist.get_rank(), even=even)
+    data = loader(even=even)
     trainer.fit(module, data, None if then is None else data, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss
@@ -116,7 +115,7 @@ def test_sampled_classes_in_a_list_train_as_registered_ones(pool: RankPool) -> N
 
 def fit_twice() -> dict[str, Tensor]:
     """A fit, an evaluation, and another fit of the same module with a strategy and optimizers of its own."""
-    module, data = InAList("ArcFaceLoss", "adam"), loader(dist.get_world_size(), dist.get_rank())
+    module, data = InAList("ArcFaceLoss", "adam"), loader()
     for _ in range(2):
         trainer = make_trainer(strategy_of({"adopt": True}))
         trainer.fit(module, data)

@@ -45,7 +45,7 @@ class Riders(Callback):
 def ride(strategy: dict[str, Any], length: int, **options: Any) -> tuple[list[bool], list[list[bytes]], list[bool]]:
     riders = Riders(length, options.pop("fail_at", None))
     trainer = make_trainer(strategy_of(strategy), callbacks=[riders], **options)
-    trainer.fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(Job(), loader())
     return riders.rode, riders.seen, riders.step_gradients
 
 
@@ -87,7 +87,7 @@ def gathers(riding: bool) -> int:
     collectives = Collectives()
     callbacks = [collectives, *([Riders()] if riding else [])]
     trainer = make_trainer(DDPLossStrategy(), callbacks=callbacks)
-    trainer.fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(Job(), loader())
     return sum("allgather" in name for name in collectives.count.names)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankError, RankPool
+from tests.answers import assert_all_close
 from tests.oracle import assert_close, batches, cuts
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import NeverCalled, TwoLosses
@@ -125,8 +126,7 @@ class EverySecondBatchOnRank1(TwoLosses):
 
 def test_the_next_fit_works_after_an_error(pool: RankPool) -> None:
     expected = fit_alone(Job)
-    for state in pool.run(2, fail_then_fit):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fail_then_fit), expected)
 
 
 def fail_then_fit() -> dict[str, Tensor]:

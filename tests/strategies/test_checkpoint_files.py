@@ -49,9 +49,6 @@ def train(make: Callable[..., Job], *, epochs: int = 1, **options: Any) -> dict[
     return fit_sharded(make=make, max_epochs=epochs, **options)
 
 
-# ---------------------------------------------------------------------- what cannot be read
-
-
 def flip(path: Path) -> None:
     """Change one bit of the weights, which torch loads without a word."""
     data = bytearray(path.read_bytes())
@@ -121,9 +118,6 @@ def test_files_of_different_steps_or_weights_are_refused(pool: RankPool, tmp_pat
     assert_same_error(errors, "loading a checkpoint", "content", "rank 0", "rank 1", "rank 2")
 
 
-# ---------------------------------------------------------------------- what belongs to another module
-
-
 class Cosine(Job):
     """Another loss of the same shape."""
 
@@ -175,14 +169,11 @@ def test_a_loss_and_what_divides_its_classes_are_one_loss(pool: RankPool, tmp_pa
     pool.run(2, train, Sharded, load=str(path), epochs=2)
 
 
-# ---------------------------------------------------------------------- a full disk
-
-
 def save_on_full_disk(make: Callable[[], Job], path: str, full: tuple[int, ...], **strategy: Any) -> None:
     """Save; then train on and save to the same name while these ranks may write no large file."""
     module = make()
     trainer = make_trainer(DDPLossStrategy(**strategy), max_epochs=1)
-    data = loader(dist.get_world_size(), dist.get_rank())
+    data = loader()
     trainer.fit(module, data)
     trainer.save_checkpoint(path)
     trainer.fit_loop.max_epochs = 2
@@ -214,9 +205,6 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_last_checkpoint_stays(
     # it goes on from there as from one that was saved in peace
     states = [pool.run(2, train, make, load=str(file), epochs=2, strategy=strategy)[0] for file in (path, good)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-# ---------------------------------------------------------------------- one file
 
 
 def test_a_file_that_fails_half_way_leaves_the_former_one(tmp_path: Path) -> None:
@@ -290,7 +278,7 @@ def save_and_die(path: str, index: bool) -> None:
     """Save, double the weight, and lose rank 0 while it replaces the file that names the new blocks, or the index for torch alone."""
     module, strategy = Sharded(), DDPLossStrategy(sharded_checkpoints=True)
     trainer = make_trainer(strategy, max_epochs=1)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     trainer.save_checkpoint(path)
     module.loss.weight.data.mul_(2)
 

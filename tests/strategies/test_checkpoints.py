@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, Saves, fit_alone, loader, strategy_of, trainer_alone
@@ -33,7 +33,7 @@ def train_part(strategy: Any, epochs: int, load: str | None, save: str | None) -
         trainer, data = trainer_alone(max_epochs=epochs), loader(1, 0)
     else:
         trainer = make_trainer(strategy_of(strategy), max_epochs=epochs)
-        data = loader(dist.get_world_size(), dist.get_rank())
+        data = loader()
     trainer.fit(module, data, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
@@ -51,8 +51,7 @@ def test_training_goes_on_elsewhere(pool: RankPool, tmp_path: Path, source: str,
     file = str(tmp_path / "half.ckpt")
     expected = train_part(ALONE, 2, None, None)
     at(pool, source, 1, None, file)
-    for state in at(pool, target, 2, file, None):
-        assert_close(state, expected)
+    assert_all_close(at(pool, target, 2, file, None), expected)
 
 
 def test_keys_are_those_of_the_plain_module(pool: RankPool, tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_keys_are_those_of_the_plain_module(pool: RankPool, tmp_path: Path) -> N
 def adopted_part(epochs: int, load: str | None, save: str | None) -> tuple[dict[str, Tensor], Tensor]:
     module = Hidden("list")
     trainer = make_trainer(strategy_of({"adopt": True}), max_epochs=epochs, callbacks=[Saves(save)])
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()), ckpt_path=load)
+    trainer.fit(module, loader(), ckpt_path=load)
     return dict(module.state_dict()), module.hidden().W.detach()
 
 

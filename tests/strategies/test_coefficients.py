@@ -64,7 +64,7 @@ def fit_wrong(kind: str, **options: Any) -> None:
     steps = Steps()
     trainer = make_trainer(DDPLossStrategy(), callbacks=[steps], **options)
     try:
-        trainer.fit(of_kind(kind)(), loader(dist.get_world_size(), dist.get_rank()))
+        trainer.fit(of_kind(kind)(), loader())
     except Exception as error:
         raise type(error)(f"{error}\nafter {steps.steps} steps") from error
 
@@ -136,7 +136,7 @@ def test_parts_of_the_world_may_weigh_differently(pool: RankPool) -> None:
 
 def count(kind: str) -> list[str]:
     counter = Counter()
-    data = loader(dist.get_world_size(), dist.get_rank())
+    data = loader()
     make_trainer(DDPLossStrategy(), callbacks=[counter]).fit(of_kind(kind, wrong=False)(), data)
     return counter.names
 

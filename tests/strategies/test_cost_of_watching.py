@@ -8,7 +8,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_ddp_losses.testing import RankPool
@@ -37,7 +36,7 @@ class CountCalls(Callback):
 
 def calls_by_file() -> Counter[str]:
     count = CountCalls()
-    make_trainer("ddp_losses", callbacks=[count]).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+    make_trainer("ddp_losses", callbacks=[count]).fit(Job(), loader())
     return count.by_file
 
 

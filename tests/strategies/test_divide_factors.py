@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.oracle import assert_close
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
 
@@ -69,7 +70,8 @@ def test_a_fit_equals_one_process(
     ids=["gloo multiplies nothing", "not every module"],
 )
 def test_errors_on_every_rank(pool: RankPool, options: dict[str, bool], words: list[str]) -> None:
-    for error in pool.errors(2, fit_sharded_model, "arcface", prepare=partial(set_factor, factor=7.0, **options)):
-        assert error.is_a("ConfigurationError"), error
-        for text in words:
-            assert text in error.message, error.message
+    assert_errors(
+        pool.errors(2, fit_sharded_model, "arcface", prepare=partial(set_factor, factor=7.0, **options)),
+        *words,
+        of="ConfigurationError",
+    )

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions, synced
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import trainer_alone
 from tests.strategies.test_calls import assert_same_error
@@ -174,9 +175,6 @@ def padded_rows(options: dict[str, Any] | None) -> list[int]:
     return [row for batch in model.seen["val 0"] for row in batch]
 
 
-# ---------------------------------------------------------------------- what is kept, what is left alone
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return zip(range(5), ROWS[:5], strict=True)
@@ -289,9 +287,6 @@ def test_subsets_combined_loaders_and_limits(pool: RankPool) -> None:
     assert together(pool.run(2, several, "no batches"), "val 0") == list(range(10))
 
 
-# ---------------------------------------------------------------------- refused
-
-
 def validate_rows(number: int, size: int, exchanges: bool = False, more: int = 0, **options: Any) -> list[list[int]]:
     """Validate on so many rows; rank 1 may have more."""
     loader = DataLoader(rows(number + more * dist.get_rank()), batch_size=size)
@@ -307,9 +302,7 @@ def test_evaluations_that_cannot_be_exact_are_refused(pool: RankPool) -> None:
     few = "expected at least one for each of 3 ranks, got 2"
     assert_same_error(pool.errors(3, validate_rows, 2, 2), f"rows of the validation loader: {few}")
     assert_same_error(pool.errors(3, predict_few), few)
-    for error in pool.errors(2, validate_rows, 5, 2, more=1):
-        assert "rows=5" in error.message
-        assert "rows=6" in error.message
+    assert_errors(pool.errors(2, validate_rows, 5, 2, more=1), "rows=5", "rows=6")
 
 
 def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(pool: RankPool) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 
 
@@ -79,9 +80,7 @@ def run(stage: str, where: str) -> int:
 def test_a_failure_of_one_rank_ends_all(pool: RankPool, stage: str, where: str) -> None:
     errors = pool.errors(3, run, stage, where)
     assert [error.type for error in errors] == ["PeerError", "Unreadable", "PeerError"]
-    for error in errors[::2]:
-        assert "rank 1" in error.message
-        assert "Unreadable: row 16" in error.message
+    assert_errors(errors[::2], "rank 1", "Unreadable: row 16")
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

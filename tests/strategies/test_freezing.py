@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close, batches
+from tests.answers import assert_all_close
+from tests.oracle import batches
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
 from tests.strategies.test_calls import assert_same_error
 
@@ -59,8 +60,7 @@ def test_stages_of_finetuning_are_one_process(
 ) -> None:
     expected = fit_in_stages(True, {}, **options)
     for world_size in (2, 3):
-        for state in pool.run(world_size, fit_in_stages, False, strategy, **options):
-            assert_close(state, expected)
+        assert_all_close(pool.run(world_size, fit_in_stages, False, strategy, **options), expected)
 
 
 class FrozenByRank(Job):

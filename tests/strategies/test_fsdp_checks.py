@@ -29,15 +29,12 @@ def fit_checked(kind: str, prepare: Callable[[Towers], None] | None = None) -> N
     if prepare is not None:
         prepare(module)
     trainer = make_trainer(ModelParallelLossStrategy(), callbacks=[DDPChecks()], max_epochs=2)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checks_are_silent_in_a_healthy_fit(pool: RankPool, kind: str) -> None:
     pool.run(2, fit_checked, kind)
-
-
-# ---------------------------------------------------------------------- planted faults: each changes something on rank 1
 
 
 def is_odd() -> bool:
@@ -207,9 +204,6 @@ def test_an_error_that_a_fault_of_the_step_before_leads_to_names_it(pool: RankPo
             "rank 1",
         ):
             assert words in error.traceback
-
-
-# ---------------------------------------------------------------------- a scaler, and pieces
 
 
 def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:

@@ -24,6 +24,7 @@ from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, glob
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, batches
@@ -118,7 +119,7 @@ def fit_window() -> tuple[dict[str, Tensor], int]:
     module = Window()
     trainer = make_trainer(ModelParallelLossStrategy(accumulation="window"), accumulate_grad_batches=3)
     with CountCollectives() as seen:
-        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=False))
+        trainer.fit(module, loader(even=False))
     # what fully_shard sends in backward
     return whole_state(module), seen.names.count("_reduce_scatter_base_")
 
@@ -157,7 +158,7 @@ def names_asked_for(strategy_losses: str | list[str]) -> int:
         for name in NAMES:
             stack.enter_context(mock.patch.object(nn.Module, name, counting(getattr(nn.Module, name))))
         trainer = make_trainer(ModelParallelLossStrategy(strategy_losses))
-        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), task=Task(steps=5)))
+        trainer.fit(module, loader(task=Task(steps=5)))
     return sum(count[index] for index in (2, 3))
 
 
@@ -194,7 +195,7 @@ class Looking(Towers):
 
 def where_parameters_are_gathered() -> tuple[list[bool], list[bool]]:
     module = Looking("ArcFaceLoss", "sgd")
-    make_trainer(ModelParallelLossStrategy()).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    make_trainer(ModelParallelLossStrategy()).fit(module, loader())
     return module.gathered_in_steps[:4], module.gathered_after[:4]
 
 
@@ -253,8 +254,7 @@ def test_ranks_may_run_out_of_batches(pool: RankPool, uneven: str) -> None:
         f"{name.replace('.', '.loss.', 1)}" if "loss" in name or "other" in name else name: value
         for name, value in job.state_dict().items()
     }
-    for state in states:
-        assert_close(state, expected, rtol=1e-8)
+    assert_all_close(states, expected, rtol=1e-8)
 
 
 def fit_until(uneven: str) -> dict[str, Tensor]:
@@ -316,9 +316,6 @@ def test_a_halved_encoder_leaves_the_loss_in_full_precision(pool: RankPool) -> N
         assert state["encoder.0.weight"].dtype == torch.bfloat16
         assert state["loss.loss.W"].dtype == torch.float32
         assert bool(state["loss.loss.W"].isfinite().all())
-
-
-# ---------------------------------------------------------------------- refusals
 
 
 def nothing(module: Towers) -> None:
@@ -389,8 +386,7 @@ def fit_compiled() -> dict[str, Tensor]:
 
 
 def test_a_compiled_model(pool: RankPool) -> None:
-    for state in pool.run(2, fit_compiled):
-        assert_close(state, alone("three", "adamw"), rtol=1e-8)
+    assert_all_close(pool.run(2, fit_compiled), alone("three", "adamw"), rtol=1e-8)
 
 
 def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) -> dict[str, Tensor]:
@@ -400,8 +396,7 @@ def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) ->
 
 
 def test_an_older_torch(pool: RankPool) -> None:
-    for state in pool.run(2, fit_under_an_older_torch):
-        assert_close(state, alone("three", "adamw"), rtol=1e-8)
+    assert_all_close(pool.run(2, fit_under_an_older_torch), alone("three", "adamw"), rtol=1e-8)
 
 
 def tied_before(module: Towers) -> None:

@@ -53,9 +53,6 @@ def test_a_fit_equals_one_process(
     assert_close(joined(states, kind), expected, rtol=1e-8)
 
 
-# ---------------------------------------------------------------------- a rank without rows
-
-
 def fit_with_empty_batches(kind: str) -> dict[str, Tensor]:
     """In each step one rank, in turn, has no row, and the others share all."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -86,9 +83,6 @@ def test_all_ranks_start_as_rank_0(pool: RankPool) -> None:
 def test_a_rank_may_have_no_rows(pool: RankPool, kind: str, world_size: int) -> None:
     states = pool.run(world_size, fit_with_empty_batches, kind)
     assert_close(joined(states, kind), alone(kind), rtol=1e-8)
-
-
-# ---------------------------------------------------------------------- by hand, with two optimizers
 
 
 class ByHand(Towers):
@@ -122,7 +116,7 @@ class PlainByHand(ByHand):
 
 def fit_by_hand() -> dict[str, Tensor]:
     module = ByHand()
-    data = loader(dist.get_world_size(), dist.get_rank(), even=False)
+    data = loader(even=False)
     make_trainer(ModelParallelLossStrategy()).fit(module, data)
     return whole_state(module)
 
@@ -143,7 +137,7 @@ ROUNDING = {"32-true": 1e-5, "bf16-mixed": 0.02}
 
 def fit_rounded(precision: str) -> dict[str, Tensor]:
     module = make_job("three").float()
-    data = loader(dist.get_world_size(), dist.get_rank(), even=False)
+    data = loader(even=False)
     own = [(features.float(), labels) for features, labels in data]
     trainer = make_trainer(ModelParallelLossStrategy(), precision=precision)
     trainer.fit(module, DataLoader(own, batch_size=None))

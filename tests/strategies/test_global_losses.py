@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, make_loss
 
@@ -102,9 +103,7 @@ class Wrapper(Gathers):
 
 @pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Gathers, "CrossBatchMemory")])
 def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], words: str) -> None:
-    for error in pool.errors(2, fit, job, {"global_batch": "auto"}):
-        assert error.type == "ConfigurationError"
-        assert words in error.message
+    assert_errors(pool.errors(2, fit, job, {"global_batch": "auto"}), words, of="ConfigurationError")
 
 
 class Views(Job):
@@ -124,8 +123,7 @@ def test_two_views_under_global_batch_auto(pool: RankPool) -> None:
 def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:
     expected = fit_alone(Both, accumulate_grad_batches=2)
     options = {"global_batch": "auto"}
-    for state in pool.run(3, fit, Both, options, even=False, accumulate_grad_batches=2):
-        assert_close(state, expected)
+    assert_all_close(pool.run(3, fit, Both, options, even=False, accumulate_grad_batches=2), expected)
 
 
 class TwoHeads(Job):

@@ -30,6 +30,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.samplers.test_global_batch import together
@@ -160,9 +161,7 @@ def test_what_changed_since_the_checkpoint_is_named_on_all_ranks(pool: RankPool,
     pool.run(2, fit, 2, save, seed=5)
     errors = pool.errors(world_size, fit, None, "", save, **({"seed": 5} | changes))
     assert {error.type for error in errors} == {"InputError"}
-    for error in errors:
-        for text in texts:
-            assert text in error.message
+    assert_errors(errors, *texts)
 
 
 class Longer(Plain):
@@ -181,12 +180,10 @@ class LongerOnOne(Longer):
 def test_a_data_set_of_another_length(pool: RankPool, tmp_path: Path) -> None:
     save = str(tmp_path / "half.ckpt")
     pool.run(2, fit, 2, save)
-    for error in pool.errors(3, fit, None, "", save, kind=Longer):
-        assert error.type == "InputError"
-        assert "length: expected 52, as saved, got 60" in error.message
-    for error in pool.errors(2, fit, kind=LongerOnOne):
-        assert error.type == "RankMismatchError"
-        assert "len" in error.message
+    assert_errors(
+        pool.errors(3, fit, None, "", save, kind=Longer), "length: expected 52, as saved, got 60", of="InputError"
+    )
+    assert_errors(pool.errors(2, fit, kind=LongerOnOne), "len", of="RankMismatchError")
 
 
 class Numbers(IterableDataset[int]):
@@ -223,9 +220,7 @@ def fit_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_sampled_is_refused_by_name(pool: RankPool, name: str) -> None:
-    for error in pool.errors(2, fit_refused, name):
-        assert error.type == "ConfigurationError"
-        assert REFUSED[name][2] in error.message
+    assert_errors(pool.errors(2, fit_refused, name), REFUSED[name][2], of="ConfigurationError")
 
 
 def recipe(devices: int, load: str | None, folder: str) -> list[list[int]]:

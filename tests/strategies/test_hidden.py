@@ -101,7 +101,7 @@ def fit_hidden(make: Any, strategy: dict[str, Any], place: str) -> tuple[dict[st
     module = make()
     callbacks: list[Callback] = [LossCallback()] if place == "callback" else []
     trainer = make_trainer(strategy_of(strategy), callbacks=[*callbacks, keys := Keys()])
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     return dict(module.state_dict()), module.hidden().W.detach(), keys.seen
 
 

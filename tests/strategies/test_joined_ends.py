@@ -31,6 +31,7 @@ from lightning_ddp_losses import (
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.strategies.epoch_ends import without_rows
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.test_calls import assert_same_error
@@ -303,9 +304,6 @@ def test_join_resumes_inside_an_epoch_after_a_rank_ran_out(pool: RankPool, tmp_p
     assert shorter[1] == [[]]
 
 
-# ---------------------------------------------------------------------- join, refused
-
-
 class LocalMean(Rows):
     def training_step(self, batch: Any, index: int) -> Tensor:
         return nn.functional.cross_entropy(self.encoder(batch[1]), batch[2])
@@ -367,9 +365,6 @@ def test_join_refuses_a_batch_without_rows_by_name(pool: RankPool) -> None:
     assert_same_error(pool.errors(2, train, Numbered, numbered, "join"), "batch['number']", "got 3 (int)")
 
 
-# ---------------------------------------------------------------------- the structure of an empty batch
-
-
 @dataclass(frozen=True)
 class Sample:
     x: Tensor
@@ -400,10 +395,12 @@ def train_scaled(check_calls: bool) -> None:
 
 @pytest.mark.parametrize("check_calls", [True, False])
 def test_join_names_a_module_that_cannot_take_0_rows(pool: RankPool, check_calls: bool) -> None:
-    for error in pool.errors(2, train_scaled, check_calls):
-        assert error.type == "InputError"
-        assert "uneven='join': a batch of 0 rows" in error.message
-        assert "IndexError in `encoder.3` (ByLargest)" in error.message
+    assert_errors(
+        pool.errors(2, train_scaled, check_calls),
+        "uneven='join': a batch of 0 rows",
+        "IndexError in `encoder.3` (ByLargest)",
+        of="InputError",
+    )
 
 
 def test_an_empty_batch_keeps_its_structure() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, SigLipLoss, microbatched
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.answers import assert_all_close, assert_errors
 from tests.strategies.jobs import Job, fit, fit_alone, make_loss
 
 
@@ -70,8 +70,7 @@ class Pieces(Tiled):
 def test_uneven_ranks_equal_one_process(pool: RankPool, kind: str, make: type[Job], options: dict[str, Any]) -> None:
     expected = fit_alone(lambda: Towers(kind), **options)
     for world_size in (2, 3):
-        for state in pool.run(world_size, fit_towers, make, kind, options):
-            assert_close(state, expected)
+        assert_all_close(pool.run(world_size, fit_towers, make, kind, options), expected)
 
 
 def fit_towers(make: type[Job], kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -90,6 +89,4 @@ def plain_strategy() -> None:
 
 
 def test_divided_classes_need_the_strategy(pool: RankPool) -> None:
-    for error in pool.errors(2, plain_strategy):
-        assert error.type == ConfigurationError.__name__
-        assert "losses=[]" in error.message
+    assert_errors(pool.errors(2, plain_strategy), "losses=[]", of=ConfigurationError.__name__)

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.distributed import raw_collectives
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.oracle import batches
 from tests.strategies.jobs import TASK, Job, fit, make_loss
 from tests.strategies.sharded_jobs import Sharded
@@ -59,8 +60,7 @@ def test_shards_that_are_broadcast_after_a_last_call(pool: RankPool, index: int)
 
 def test_shards_of_one_part_end_the_fit_of_all(pool: RankPool) -> None:
     errors = pool.errors(4, fit_with_broadcast, ShardedInParts, LAST, [0, 1])
-    for error in errors:
-        assert "Something broadcast the shards" in error.message
+    assert_errors(errors, "Something broadcast the shards")
 
 
 def test_healthy_shards_end_in_silence(pool: RankPool) -> None:

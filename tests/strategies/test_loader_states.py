@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_losses import global_mean
 from lightning_ddp_losses.strategies.resume import LOADER_STATES
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.strategies.test_resuming import AFTER, Line, X, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
@@ -224,8 +225,7 @@ def test_states_that_cannot_be_put_back_are_refused_on_all_ranks(
     pool.run(2, saved, "data set", (AFTER, 2), path)
     errors = pool.errors(world_size, warned, resumed, kind, path)
     assert {error.type for error in errors} == {"InputError"}
-    for error in errors:
-        assert text in error.message
+    assert_errors(errors, text)
 
 
 def warned(job: Any, *args: Any, **options: Any) -> list[str]:

@@ -58,13 +58,13 @@ def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
         seed_everything_default=False,
     )
     assert isinstance(cli.trainer.strategy, DDPLossStrategy)
-    cli.trainer.fit(cli.model, loader(dist.get_world_size(), dist.get_rank()))
+    cli.trainer.fit(cli.model, loader())
     return cli.trainer.strategy
 
 
 def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -> None:
     ours, theirs = yaml_strategy(arguments), strategy_of(python)
-    make_trainer(theirs).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+    make_trainer(theirs).fit(Job(), loader())
     private = ("_ddp_kwargs", "_timeout", "_start_method")
     assert {name: getattr(ours, name) for name in private} == {name: getattr(theirs, name) for name in private}
     assert ours._losses.options == theirs._losses.options

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
@@ -111,8 +111,7 @@ class CopyOnRank0(Callback):
 )
 def test_copies_on_one_rank_in_the_middle_of_fit(pool: RankPool, what: str) -> None:
     expected = fit_alone(Job)
-    for state in pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]), expected)
 
 
 def fit_and_look(make: Any, strategy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,7 +120,7 @@ def fit_and_look(make: Any, strategy: Any) -> tuple[dict[str, Any], dict[str, An
     module._ddp_params_and_buffers_to_ignore = ["table"]  # the user's own mark stays
     before = portrait(module)
     trainer = make_trainer(strategy_of(strategy))
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     assert module._ddp_params_and_buffers_to_ignore == ["table"]
     return before, portrait(module)
 
@@ -145,7 +144,7 @@ def fail_and_look() -> tuple[dict[str, Any], dict[str, Any]]:
     module = Spoiled("NaN", (1,), 1)
     before = portrait(module)
     try:
-        make_trainer(strategy_of({})).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+        make_trainer(strategy_of({})).fit(module, loader())
     except RuntimeError:
         return before, portrait(module)
     raise AssertionError("no error")
@@ -159,7 +158,7 @@ def test_teardown_restores_the_module_after_an_error(pool: RankPool) -> None:
 def fit_again_and_again(strategies: list[Any]) -> dict[str, Tensor]:
     module = Job()
     for strategy in strategies:
-        make_trainer(strategy_of(strategy)).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+        make_trainer(strategy_of(strategy)).fit(module, loader())
     return dict(module.state_dict())
 
 
@@ -175,8 +174,7 @@ def fit_again_alone(times: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("strategies", [[{}, {}], [{}, "ddp"], ["ddp", {}], [{}, {}, "ddp", {}]], ids=str)
 def test_the_same_module_fits_again_also_under_ddp(pool: RankPool, strategies: list[Any]) -> None:
     expected = fit_again_alone(len(strategies))
-    for state in pool.run(2, fit_again_and_again, strategies):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fit_again_and_again, strategies), expected)
 
 
 class Validated(Job):
@@ -194,7 +192,7 @@ class Validated(Job):
 
 def evaluate(strategy: Any, stage: str) -> tuple[list[str], list[float], dict[str, Any]]:
     module = Validated()
-    data = loader(dist.get_world_size(), dist.get_rank())
+    data = loader()
     trainer = make_trainer(strategy_of(strategy))
     with CountCollectives() as counter:
         getattr(trainer, stage)(module, data)
@@ -215,16 +213,15 @@ def test_evaluation_runs_one_handshake_of_ours_at_its_end(pool: RankPool, stage:
 def fit_with_validation(strategy: Any) -> dict[str, Tensor]:
     module = Validated()
     trainer = make_trainer(strategy_of(strategy), num_sanity_val_steps=2, max_epochs=2, val_check_interval=2)
-    data = loader(dist.get_world_size(), dist.get_rank())
+    data = loader()
     # the ranks validate on different numbers of batches: nothing of ours may wait for a peer there
-    trainer.fit(module, data, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, data, loader())
     return dict(module.state_dict())
 
 
 def test_validation_inside_fit(pool: RankPool) -> None:
     expected = fit_alone(Job, max_epochs=2)
-    for state in pool.run(2, fit_with_validation, {}):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fit_with_validation, {}), expected)
 
 
 def test_copies_are_pickled_with_their_module_whole(pool: RankPool) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
@@ -162,8 +163,7 @@ def test_half_precision_trains_near_full_precision_and_equally_on_all_ranks(
     for world_size in (1, 2, 3):
         states = pool.run(world_size, fit_precision, partial(Learnable, loss), precision)
         assert differences(states[0], full)["loss.W"] < 0.1
-        for state in states[1:]:
-            assert_close(state, states[0], rtol=0)
+        assert_all_close(states[1:], states[0], rtol=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -175,8 +175,7 @@ def test_float64_stays_float64(pool: RankPool, world_size: int) -> None:
         assert_close(state, alone)
     plain = partial(Learnable, "CosFaceLoss")
     double = pool.run(1, fit_precision, plain, "64-true", "ddp")[0]
-    for state in pool.run(world_size, fit_precision, plain, "64-true"):
-        assert_close(state, double)
+    assert_all_close(pool.run(world_size, fit_precision, plain, "64-true"), double)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -261,8 +260,7 @@ def test_manual_optimisation_under_bf16(pool: RankPool) -> None:
         states = pool.run(world_size, fit_precision, Manually, "bf16-mixed")
         assert {tensor.dtype for tensor in states[0].values()} == {torch.float32}
         assert_close(moved(states[0], before), full, rtol=0.05)
-        for state in states[1:]:
-            assert_close(state, states[0], rtol=0)
+        assert_all_close(states[1:], states[0], rtol=0)
 
 
 def moved(state: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,10 +8,10 @@ from typing import Any
 import lightning.pytorch.callbacks as callbacks
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, differences
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, loader
@@ -54,7 +54,7 @@ def test_a_compiled_loss_equals_the_plain_one(pool: RankPool, job: type[Job]) ->
 def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
     module = make()
     trainer = make_trainer("ddp_losses")
-    trainer.fit(torch.compile(module, backend="eager"), loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(torch.compile(module, backend="eager"), loader())
     return dict(module.state_dict())
 
 
@@ -62,8 +62,7 @@ def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_module_equals_the_plain_one(pool: RankPool) -> None:
     plain = fit_alone(Job)
-    for state in pool.run(2, fit_compiled_module, Job):
-        assert_close(state, plain)
+    assert_all_close(pool.run(2, fit_compiled_module, Job), plain)
 
 
 DDP_OPTIONS: list[dict[str, Any]] = [
@@ -115,8 +114,7 @@ def averaged(make: Any, kind: str, world_size: int) -> dict[str, Tensor]:
 def test_weight_averaging_callbacks(pool: RankPool, kind: str) -> None:
     expected = averaged(Job, kind, 0)
     assert max(differences(fit_alone(Job, max_epochs=4), expected).values()) > 1e-6, "averaging did nothing"
-    for state in pool.run(2, averaged, Job, kind, 2):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, averaged, Job, kind, 2), expected)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

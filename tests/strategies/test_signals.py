@@ -26,8 +26,6 @@ from tests.strategies.sharded_jobs import Sharded, whole_state
 
 AT = 1  # the step of the signal; what is saved then is not the end of the epoch
 
-# ---------------------------------------------------------------------- SLURM's
-
 
 class SlurmRanks(SLURMEnvironment, RankEnvironment):
     """SLURM as far as Lightning asks whether it is there; ranks as the pool has them."""
@@ -127,9 +125,6 @@ def test_all_ranks_save_after_the_same_step(
         assert_close(ended[rank], undisturbed[rank], rtol=0)
 
 
-# ---------------------------------------------------------------------- SIGTERM
-
-
 class Terminated(Job):
     """Some ranks get the signal in the validation of the first epoch."""
 
@@ -145,7 +140,7 @@ class Terminated(Job):
 def fit_terminated(ranks: tuple[int, ...], epochs: int) -> tuple[int, bool, list[str]]:
     """The steps of a fit, whether the signal ended it, and the collectives of torch.distributed that Lightning calls by name in it."""
     trainer = make_trainer(DDPLossStrategy(), max_epochs=epochs, limit_val_batches=1)
-    data = loader(dist.get_world_size(), dist.get_rank())
+    data = loader()
     broadcasts: list[str] = []
     broadcast = dist.broadcast
 

@@ -199,9 +199,6 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("loss.loss.", "loss."): value for name, value in state.items()}
 
 
-# ---------------------------------------------------------------------- error
-
-
 class Grows(DataLoader[Any]):
     """Has a batch less on rank 1 in its second epoch."""
 
@@ -285,9 +282,6 @@ def test_ends_that_the_fit_does_not_reach_may_differ(pool: RankPool, kind: str, 
         assert_close(result["state"], one_process(UNEVEN, 3, window=window))
 
 
-# ---------------------------------------------------------------------- loaders that fail
-
-
 def failing(dies: bool, rank: int) -> DataLoader[Any]:
     batches = batches_of([(2,) * 4] * 3)[rank]
     return DataLoader(
@@ -335,9 +329,6 @@ def assert_told_of(errors: list[RankError], text: str, where: str) -> None:
             assert where in error.message
 
 
-# ---------------------------------------------------------------------- the option
-
-
 @pytest.mark.parametrize("value", ["Join", "", True, None])
 def test_an_unknown_value_is_refused(value: Any) -> None:
     with pytest.raises(ConfigurationError, match="one of 'error', 'join', 'stop'"):
@@ -353,9 +344,6 @@ def test_the_command_line_knows_its_values() -> None:
     assert parser.parse_args(["--strategy.uneven=join"]).strategy.uneven == "join"
     with pytest.raises(ArgumentError, match="uneven"):
         parser.parse_args(["--strategy.uneven=both"])
-
-
-# ---------------------------------------------------------------------- stop
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -382,9 +370,6 @@ def said_of_the_end(kind: str) -> list[str]:
 def test_stop_says_once_what_is_left_out(pool: RankPool, kind: str, left: str) -> None:
     text = f"uneven='stop': epochs end with the first rank that runs out. Batches left out of this one: {left}."
     assert pool.run(2, said_of_the_end, kind) == [[text], []]
-
-
-# ---------------------------------------------------------------------- many splits, without processes
 
 
 class Meeting:

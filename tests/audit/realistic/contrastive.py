@@ -16,8 +16,6 @@ from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner, Si
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, two_tables
 
-# ---------------------------------------------------------------------- two views of a row
-
 
 class MoCo(Realistic):
     """Keys of a momentum encoder, in a queue of the rows of all ranks; sick: of this rank's rows."""
@@ -132,9 +130,6 @@ class MaskedAutoencoder(Realistic):
         return (errors.sum(1) / hidden.sum(1).clamp(min=1)).mean()
 
 
-# ---------------------------------------------------------------------- two towers
-
-
 class Towers(Realistic):
     """Images and texts; sick: each rank's own negatives, by hand."""
 
@@ -160,9 +155,6 @@ class SigmoidTowers(Realistic):
 
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
         return self.loss(F.normalize(self.encoder(x), dim=1), F.normalize(self.text(tokens), dim=1))
-
-
-# ---------------------------------------------------------------------- labels and metric learning
 
 
 class SupervisedContrast(Realistic):

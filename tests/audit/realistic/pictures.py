@@ -12,8 +12,6 @@ from torch.nn.utils.parametrizations import spectral_norm
 from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, table
 
-# ---------------------------------------------------------------------- recognition
-
 
 class Segmentation(Realistic):
     """A class for each pixel; sick: a Dice loss over the batch, which is no mean over rows."""
@@ -86,9 +84,6 @@ class DetectionSet(Realistic):
             count += n
         total = self.all_gather(torch.as_tensor(float(count), dtype=torch.float64)).mean()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + distance / total.clamp(min=1)
-
-
-# ---------------------------------------------------------------------- generators
 
 
 class Adversaries(Realistic):

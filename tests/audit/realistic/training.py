@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic
 
-# ---------------------------------------------------------------------- what learns
-
 
 class LowRank(Realistic):
     """A frozen model with a trained correction of low rank."""
@@ -81,9 +79,6 @@ class Regularised(Realistic):
         return loss + 1e-3 * self.head.weight.abs().sum()
 
 
-# ---------------------------------------------------------------------- several losses
-
-
 class ManyTasks(Realistic):
     """Tasks weighed by uncertainties that are learned, behind a checkpointed and weight-normalised encoder."""
 
@@ -131,9 +126,6 @@ class Dropped(Realistic):
     def build(self) -> None:
         super().build()
         self.encoder.append(nn.Dropout(0.3))
-
-
-# ---------------------------------------------------------------------- the optimizer's side
 
 
 class Scheduled(Realistic):
