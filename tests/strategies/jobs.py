@@ -43,11 +43,14 @@ def make_loss(name: str = "ArcFaceLoss", seed: int = 0) -> nn.Module:
 
 
 class Job(LightningModule):
-    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`."""
+    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`, or step by hand."""
+
+    by_hand = False
 
     def __init__(self, loss: str = "ArcFaceLoss", optimizer: str = "sgd") -> None:
         super().__init__()
         self.optimizer = optimizer
+        self.automatic_optimization = not self.by_hand
         torch.manual_seed(1)
         self.encoder = Encoder(TASK).double()
         self.build(loss)

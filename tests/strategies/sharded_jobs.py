@@ -26,10 +26,11 @@ class Sharded(Job):
         self.loss = ClassShardedLoss(make_loss(loss))
 
 
-def whole_state(results: list[dict[str, Tensor]], weight: str = "loss.W", dim: int = 1) -> dict[str, Tensor]:
-    """The ranks' states as one: equal but for the blocks of the weight."""
+def whole_state(results: list[dict[str, Tensor]], weight: str | None = "loss.W", dim: int = 1) -> dict[str, Tensor]:
+    """The ranks' states as one: equal but for the blocks of the weight, if one is divided."""
     state = dict(results[0])
-    state[weight] = torch.cat([result[weight] for result in results], dim)
+    if weight is not None:
+        state[weight] = torch.cat([result[weight] for result in results], dim)
     for result in results[1:]:
         assert all(torch.equal(result[name], state[name]) for name in state if name != weight)
     return state

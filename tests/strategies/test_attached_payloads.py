@@ -8,12 +8,10 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import Job, loader, strategy_of
+from tests.strategies.jobs import Job, fit
 from tests.strategies.test_calls import assert_same_error
 
 
@@ -44,8 +42,7 @@ class Riders(Callback):
 
 def ride(strategy: dict[str, Any], length: int, **options: Any) -> tuple[list[bool], list[list[bytes]], list[bool]]:
     riders = Riders(length, options.pop("fail_at", None))
-    trainer = make_trainer(strategy_of(strategy), callbacks=[riders], **options)
-    trainer.fit(Job(), loader())
+    fit(Job, strategy, callbacks=[riders], **options)
     return riders.rode, riders.seen, riders.step_gradients
 
 
@@ -74,21 +71,10 @@ def test_what_a_judge_raises_ends_all_ranks_in_backward(pool: RankPool) -> None:
     assert_same_error(pool.errors(3, ride, {}, 3, fail_at=1), "told to")
 
 
-class Collectives(Callback):
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.count = CountCollectives()
-        self.count.__enter__()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.count.__exit__(None, None, None)
-
-
 def gathers(riding: bool) -> int:
-    collectives = Collectives()
-    callbacks = [collectives, *([Riders()] if riding else [])]
-    trainer = make_trainer(DDPLossStrategy(), callbacks=callbacks)
-    trainer.fit(Job(), loader())
-    return sum("allgather" in name for name in collectives.count.names)
+    with CountCollectives() as count:
+        fit(Job, callbacks=[Riders()] * riding)
+    return sum("allgather" in name for name in count.names)
 
 
 def test_a_ride_costs_no_collective(pool: RankPool) -> None:

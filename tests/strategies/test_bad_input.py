@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_losses.testing import RankPool
@@ -75,9 +76,7 @@ class Breaks(Job):
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.loss(self.encoder(features), labels)
-        if index == 1 and self.global_rank == 1:
-            raise ZeroDivisionError("the user's own")
-        return value
+        return value / 0 if index == 1 and self.global_rank == 1 else value
 
 
 def test_the_users_own_error_on_one_rank_ends_all(pool: RankPool) -> None:
@@ -88,9 +87,7 @@ def test_the_users_own_error_on_one_rank_ends_all(pool: RankPool) -> None:
 
 class ReturnsNothing(Job):
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
-        if index == 1 and self.global_rank == 1:
-            return None
-        return self.loss(self.encoder(features), labels)
+        return None if index == 1 and self.global_rank == 1 else super().objective(features, labels, index)
 
 
 def test_a_rank_that_lightning_stops_takes_its_peers_along(pool: RankPool) -> None:
@@ -101,46 +98,39 @@ def test_a_rank_that_lightning_stops_takes_its_peers_along(pool: RankPool) -> No
     assert "rank 1" in errors[0].message
 
 
+ODD_PARTS: dict[str, tuple[str, Callable[[nn.Module, bool], Any]]] = {
+    "name": ("other", lambda job, odd: job.add_module("other" if odd else "extra", nn.Linear(2, 2))),
+    "order": ("a.weight", lambda job, odd: [job.add_module(n, nn.Linear(2, 2)) for n in ("ba" if odd else "ab")]),
+    "shape": ("extra", lambda job, odd: job.add_module("extra", nn.Linear(2, 3 if odd else 2))),
+    "dtype": (
+        "extra",
+        lambda job, odd: job.add_module("extra", nn.Linear(2, 2).to([torch.float32, torch.float64][odd])),
+    ),
+    "missing": ("loss.W", lambda job, odd: odd and delattr(job.loss, "W")),
+    "frozen": ("loss.W", lambda job, odd: job.loss.requires_grad_(not odd)),
+    "buffer": ("table", lambda job, odd: job.register_buffer("table", torch.zeros(3 if odd else 2))),
+}
+
+
 class NamesDiffer(Job):
     def __init__(self, case: str) -> None:
         self.case = case
         super().__init__()
 
     def build(self, loss: str) -> None:
-        import torch.distributed as dist
-
         super().build(loss)
-        odd = dist.get_rank() == 1
-        if self.case == "name":
-            self.add_module("other" if odd else "extra", nn.Linear(2, 2))
-        elif self.case == "order":
-            for name in ("b", "a") if odd else ("a", "b"):
-                self.add_module(name, nn.Linear(2, 2))
-        elif self.case == "shape":
-            self.extra = nn.Linear(2, 3 if odd else 2)
-        elif self.case == "dtype":
-            self.extra = nn.Linear(2, 2, dtype=torch.float64 if odd else torch.float32)
-        elif self.case == "missing" and odd:
-            del self.loss.W
-        elif self.case == "frozen":
-            self.loss.requires_grad_(not odd)
-        elif self.case == "buffer":
-            self.register_buffer("table", torch.zeros(3 if odd else 2))
+        ODD_PARTS[self.case][1](self, dist.get_rank() == 1)
 
 
-@pytest.mark.parametrize("case", ["name", "order", "shape", "dtype", "missing", "frozen", "buffer"])
+@pytest.mark.parametrize("case", ODD_PARTS)
 def test_ranks_with_different_parameters_are_told_before_the_first_broadcast(pool: RankPool, case: str) -> None:
-    words = {"name": "other", "order": "a.weight", "missing": "loss.W", "frozen": "loss.W", "buffer": "table"}
-    errors = pool.errors(2, fit, partial(NamesDiffer, case))
-    assert_same_error(errors, words.get(case, "extra"), "rank 0", "rank 1")
+    assert_same_error(pool.errors(2, fit, partial(NamesDiffer, case)), ODD_PARTS[case][0], "rank 0", "rank 1")
 
 
 class ValuesDiffer(Job):
     """Every rank has its own initial values: rank 0's are everybody's after the first broadcast."""
 
     def build(self, loss: str) -> None:
-        import torch.distributed as dist
-
         super().build(loss)
         if dist.is_initialized() and dist.get_rank():
             with torch.no_grad():

@@ -12,11 +12,10 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, differentiable
 from lightning_ddp_losses.testing import RankPool
-from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import Job, assert_as_alone, fit, loader, make_loss
+from tests.counting import StepCollectives
+from tests.strategies.jobs import Job, assert_as_alone, fit, make_loss
 from tests.strategies.test_calls import assert_same_error
 
 WRONG_AT = 2
@@ -62,9 +61,8 @@ class Steps(Callback):
 def fit_wrong(kind: str, **options: Any) -> None:
     """Raises what the fit raises, with the number of optimizer steps before."""
     steps = Steps()
-    trainer = make_trainer(DDPLossStrategy(), callbacks=[steps], **options)
     try:
-        trainer.fit(of_kind(kind)(), loader())
+        fit(of_kind(kind), callbacks=[steps], **options)
     except Exception as error:
         raise type(error)(f"{error}\nafter {steps.steps} steps") from error
 
@@ -73,8 +71,7 @@ def fit_wrong(kind: str, **options: Any) -> None:
 def test_the_step_with_another_coefficient_is_not_taken(pool: RankPool, kind: str) -> None:
     for world_size in (2, 3):
         errors = pool.errors(world_size, fit_wrong, kind)
-        words = ("coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
-        assert_same_error(errors, *words)
+        assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
 
 
 def test_the_last_batch_of_a_fit_counts_too(pool: RankPool) -> None:
@@ -106,17 +103,12 @@ class Summed(Weighs):
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_what_is_right_stays_silent(pool: RankPool, options: dict[str, Any]) -> None:
     for make in (Alike, Summed):
-        assert_as_alone(pool, make, worlds=(2, 3), alone=partial(WithoutRanks, make), **options)
+        assert_as_alone(pool, make, worlds=(2, 3), alone=partial(without_ranks, make), **options)
 
 
-def WithoutRanks(make: type[Weighs]) -> Job:
+def without_ranks(make: type[Weighs]) -> Job:
     """The same job with the plain loss."""
-
-    class Alone(make):  # type: ignore[misc, valid-type]
-        def build(self, loss: str) -> None:
-            self.loss = pml.SupConLoss()
-
-    return Alone()
+    return type("Alone", (make,), {"build": lambda self, loss: setattr(self, "loss", pml.SupConLoss())})()
 
 
 class Parts(Weighs):
@@ -135,22 +127,10 @@ def test_parts_of_the_world_may_weigh_differently(pool: RankPool) -> None:
 
 
 def count(kind: str) -> list[str]:
-    counter = Counter()
-    data = loader()
-    make_trainer(DDPLossStrategy(), callbacks=[counter]).fit(of_kind(kind, wrong=False)(), data)
-    return counter.names
-
-
-class Counter(Callback):
-    """Collectives of the second step, forward to optimizer."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        self.counter = CountCollectives()
-        self.counter.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.counter.__exit__(None, None, None)
-        self.names = self.counter.take()
+    """Collectives of the last step, forward to optimizer."""
+    counter = StepCollectives()
+    fit(of_kind(kind, wrong=False), callbacks=[counter])
+    return counter.steps[-1]
 
 
 def test_it_costs_no_collective(pool: RankPool) -> None:

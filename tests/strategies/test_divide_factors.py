@@ -70,8 +70,6 @@ def test_a_fit_equals_one_process(
     ids=["gloo multiplies nothing", "not every module"],
 )
 def test_errors_on_every_rank(pool: RankPool, options: dict[str, bool], words: list[str]) -> None:
-    assert_errors(
-        pool.errors(2, fit_sharded_model, "arcface", prepare=partial(set_factor, factor=7.0, **options)),
-        *words,
-        of="ConfigurationError",
-    )
+    prepare = partial(set_factor, factor=7.0, **options)
+    errors = pool.errors(2, fit_sharded_model, "arcface", prepare=prepare)
+    assert_errors(errors, *words, of="ConfigurationError")

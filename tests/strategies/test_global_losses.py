@@ -42,9 +42,7 @@ class BothWrapped(Both):
 class Manual(Both):
     """The same by hand, a backward for each loss."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         optimizer = self.optimizers()
@@ -86,22 +84,18 @@ def test_uneven_ranks_equal_one_process(
         assert_close({name.replace("loss.loss.", "loss."): value for name, value in state.items()}, expected)
 
 
-class Gathers(Job):
-    """pytorch-metric-learning's own wrapper, or a memory among other losses."""
-
-    kind = ""
-
+class Wrapper(Job):
     def build(self, loss: str) -> None:
-        pairs = pml.SupConLoss()
-        memory = pml.CrossBatchMemory(pairs, embedding_size=4)
-        self.loss = DistributedLossWrapper(pairs) if self.kind == "wrapper" else pml.MultipleLosses([pairs, memory])
+        self.loss = DistributedLossWrapper(pml.SupConLoss())
 
 
-class Wrapper(Gathers):
-    kind = "wrapper"
+class Memory(Job):
+    def build(self, loss: str) -> None:
+        memory = pml.CrossBatchMemory(pml.SupConLoss(), embedding_size=4)
+        self.loss = pml.MultipleLosses([pml.SupConLoss(), memory])
 
 
-@pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Gathers, "CrossBatchMemory")])
+@pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Memory, "CrossBatchMemory")])
 def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], words: str) -> None:
     assert_errors(pool.errors(2, fit, job, {"global_batch": "auto"}), words, of="ConfigurationError")
 

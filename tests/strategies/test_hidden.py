@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,33 +45,15 @@ class Hidden(Job):
         super().__init__()
 
     def build(self, loss: str) -> None:
-        hidden = make_loss(loss)
-        self.get = lambda: hidden
-        if self.place == "list":
-            self.losses = [hidden]
-        elif self.place == "dict":
-            self.losses = {"arc": hidden}
-        elif self.place == "nested":
-            self.losses = {"a": [(nn.Identity(), hidden)]}
-        elif self.place == "object":
-            self.holder = Holder(hidden)
-        elif self.place == "partial":
-            self.call = partial(torch.nn.Module.__call__, hidden)
-        if self.place != "closure":
-            del self.get
+        if self.place != "callback":
+            name, keep, _ = PLACES[self.place][1:]
+            setattr(self, name, keep(make_loss(loss)))
 
     def hidden(self) -> nn.Module:
         if self.place == "callback":
             return self.trainer.callbacks[0].loss
-        places: dict[str, Any] = {
-            "list": lambda: self.losses[0],
-            "dict": lambda: self.losses["arc"],
-            "nested": lambda: self.losses["a"][0][1],
-            "object": lambda: self.holder.criterion,
-            "partial": lambda: self.call.args[0],
-            "closure": lambda: self.get(),
-        }
-        return places[self.place]()
+        _, name, _, get = PLACES[self.place]
+        return get(getattr(self, name))
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.hidden()(self.encoder(features), labels)
@@ -86,22 +69,27 @@ class LossCallback(Callback):
         self.loss = make_loss()
 
 
-PLACES = {
-    "list": "losses[0]",
-    "dict": "losses['arc']",
-    "nested": "losses['a'][0][1]",
-    "object": "holder.criterion",
-    "partial": "call.args[0]",
-    "closure": "get",
-    "callback": "LossCallback",
+# where it is found, the attribute, what is kept there, and the loss in it
+PLACES: dict[str, tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": ("losses[0]", "losses", lambda loss: [loss], lambda kept: kept[0]),
+    "dict": ("losses['arc']", "losses", lambda loss: {"arc": loss}, lambda kept: kept["arc"]),
+    "nested": (
+        "losses['a'][0][1]",
+        "losses",
+        lambda loss: {"a": [(nn.Identity(), loss)]},
+        lambda kept: kept["a"][0][1],
+    ),
+    "object": ("holder.criterion", "holder", Holder, lambda kept: kept.criterion),
+    "partial": ("call.args[0]", "call", partial(partial, nn.Module.__call__), lambda kept: kept.args[0]),
+    "closure": ("get", "get", lambda loss: lambda: loss, lambda kept: kept()),
+    "callback": ("LossCallback", "", lambda loss: loss, lambda kept: kept),
 }
 
 
 def fit_hidden(make: Any, strategy: dict[str, Any], place: str) -> tuple[dict[str, Tensor], Tensor, list[str]]:
     module = make()
-    callbacks: list[Callback] = [LossCallback()] if place == "callback" else []
-    trainer = make_trainer(strategy_of(strategy), callbacks=[*callbacks, keys := Keys()])
-    trainer.fit(module, loader())
+    callbacks = [*([LossCallback()] if place == "callback" else []), keys := Keys()]
+    make_trainer(strategy_of(strategy), callbacks=callbacks).fit(module, loader())
     return dict(module.state_dict()), module.hidden().W.detach(), keys.seen
 
 
@@ -115,7 +103,7 @@ class Keys(Callback):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hidden_loss_is_told_with_its_path_and_the_fix(pool: RankPool, place: str) -> None:
     errors = pool.errors(2, fit_hidden, partial(Hidden, place), {}, place)
-    assert_same_error(errors, "ArcFaceLoss", PLACES[place], "adopt=True")
+    assert_same_error(errors, "ArcFaceLoss", PLACES[place][0], "adopt=True")
     assert errors[0].type == "HiddenLossError"
 
 
@@ -130,7 +118,7 @@ def test_a_hidden_loss_can_be_adopted(pool: RankPool, place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hidden_loss_that_no_optimizer_holds_is_told_when_it_runs(pool: RankPool, place: str) -> None:
     errors = pool.errors(2, fit_hidden, partial(Hidden, place, optimise=False), {}, place)
-    assert_same_error(errors, "ArcFaceLoss", PLACES[place])
+    assert_same_error(errors, "ArcFaceLoss", PLACES[place][0])
 
 
 class HiddenOnOneRank(Job):

@@ -14,9 +14,10 @@ from tests.strategies.scenarios import TwoLosses
 
 
 class Manual(TwoLosses):
+    by_hand = True
+
     def __init__(self, loss: str = "CosFaceLoss", optimizer: str = "sgd") -> None:
         super().__init__(loss, optimizer)
-        self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
         make = OPTIMIZERS[self.optimizer]
@@ -61,10 +62,8 @@ class EverySecondStep(Manual):
     """Accumulation by hand: gradients stay over two batches."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        features, labels = batch
-        embeddings = self.encoder(features)
         loss = self.first if index % 2 else self.second
-        self.manual_backward(loss(embeddings, labels))
+        self.manual_backward(loss(self.encoder(batch[0]), batch[1]))
         if index % 2:
             for optimizer in self.optimizers():
                 optimizer.step()
@@ -97,16 +96,6 @@ class NoBackwardOnSomeSteps(Manual):
         optimizer.step()
 
 
-MANUAL: list[type[Job]] = [
-    OneAfterTheOther,
-    TwoForwardsThenTwoBackwards,
-    SameLossTwice,
-    EverySecondStep,
-    ToggledAndClipped,
-    NoBackwardOnSomeSteps,
-]
-
-
-@pytest.mark.parametrize("job", MANUAL, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", Manual.__subclasses__(), ids=lambda job: job.__name__)
 def test_manual_optimisation_equals_one_process(pool: RankPool, job: type[Job]) -> None:
     assert_as_alone(pool, job, {"find_unused_parameters": True}, worlds=(1, 2, 3))

@@ -30,11 +30,7 @@ class ClipsInTheModule(Alternating):
 
 
 class ClipsByHand(Job):
-    """Under manual optimisation."""
-
-    def __init__(self, loss: str = "CosFaceLoss", optimizer: str = "sgd") -> None:
-        super().__init__(loss, optimizer)
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         optimizer = self.optimizers()

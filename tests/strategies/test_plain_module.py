@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.slow_parameters import slow_parameters
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of, trainer_alone
 from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses
 
 
@@ -60,6 +61,16 @@ def test_keys_names_and_groups_are_those_of_the_plain_module(pool: RankPool) -> 
     assert plain[0][0] == list(Job().state_dict())
 
 
+TWINS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy of module": copy.deepcopy,
+    "deepcopy of loss": lambda module: copy.deepcopy(module.loss),
+    "pickle of module": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle of loss": lambda module: pickle.loads(pickle.dumps(module.loss)),
+    "compile": lambda module: torch.compile(module.loss, backend="eager"),
+    "compile of a copy": lambda module: torch.compile(copy.deepcopy(module.loss), backend="eager")._orig_mod,
+}
+
+
 class CopyOnRank0(Callback):
     """Copies, pickles and compiles on rank 0 only, where a collective would hang."""
 
@@ -72,46 +83,18 @@ class CopyOnRank0(Callback):
             plain = make_loss()
             plain.load_state_dict(module.loss.state_dict())
             embeddings = module.encoder(features).detach()
-            twin = self.twin(module)
+            twin = TWINS[self.what](module)
             loss = getattr(twin, "loss", twin)
             assert type(loss).forward is type(plain).forward or self.what == "compile"
             assert loss.W is not module.loss.W or self.what == "compile"
             assert torch.allclose(loss(embeddings, labels), plain(embeddings, labels), rtol=1e-12)
             twin(embeddings, labels) if loss is twin else None
 
-    def twin(self, module: Any) -> nn.Module:
-        if self.what == "deepcopy of module":
-            return copy.deepcopy(module)
-        if self.what == "deepcopy of loss":
-            return copy.deepcopy(module.loss)
-        if self.what == "pickle of module":
-            return pickle.loads(pickle.dumps(module))
-        if self.what == "pickle of loss":
-            return pickle.loads(pickle.dumps(module.loss))
-        if self.what == "compile":
-            return torch.compile(module.loss, backend="eager")
-        assert self.what == "compile of a copy"
-        return torch.compile(copy.deepcopy(module.loss), backend="eager")._orig_mod
-
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
-@pytest.mark.parametrize(
-    "what",
-    slow_parameters(
-        [
-            "deepcopy of module",
-            "deepcopy of loss",
-            "pickle of module",
-            "pickle of loss",
-            "compile",
-            "compile of a copy",
-        ],
-        {"compile"},
-    ),
-)
+@pytest.mark.parametrize("what", slow_parameters(TWINS, {"compile"}))
 def test_copies_on_one_rank_in_the_middle_of_fit(pool: RankPool, what: str) -> None:
-    expected = fit_alone(Job)
-    assert_all_close(pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]), expected)
+    assert_all_close(pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]), fit_alone(Job))
 
 
 def fit_and_look(make: Any, strategy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -164,8 +147,6 @@ def fit_again_and_again(strategies: list[Any]) -> dict[str, Tensor]:
 
 def fit_again_alone(times: int) -> dict[str, Tensor]:
     module = Job()
-    from tests.strategies.jobs import trainer_alone
-
     for _ in range(times):
         trainer_alone().fit(module, loader(1, 0))
     return dict(module.state_dict())
@@ -178,9 +159,10 @@ def test_the_same_module_fits_again_also_under_ddp(pool: RankPool, strategies: l
 
 
 class Validated(Job):
-    def __init__(self) -> None:
-        super().__init__()
+    def on_validation_start(self) -> None:
         self.values: list[float] = []
+
+    on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         value = self.loss(self.encoder(batch[0]), batch[1])
@@ -191,11 +173,9 @@ class Validated(Job):
 
 
 def evaluate(strategy: Any, stage: str) -> tuple[list[str], list[float], dict[str, Any]]:
-    module = Validated()
-    data = loader()
-    trainer = make_trainer(strategy_of(strategy))
+    module, trainer = Validated(), make_trainer(strategy_of(strategy))
     with CountCollectives() as counter:
-        getattr(trainer, stage)(module, data)
+        getattr(trainer, stage)(module, loader())
     return counter.take(), module.values, portrait(module)
 
 
@@ -213,15 +193,13 @@ def test_evaluation_runs_one_handshake_of_ours_at_its_end(pool: RankPool, stage:
 def fit_with_validation(strategy: Any) -> dict[str, Tensor]:
     module = Validated()
     trainer = make_trainer(strategy_of(strategy), num_sanity_val_steps=2, max_epochs=2, val_check_interval=2)
-    data = loader()
     # the ranks validate on different numbers of batches: nothing of ours may wait for a peer there
-    trainer.fit(module, data, loader())
+    trainer.fit(module, loader(), loader())
     return dict(module.state_dict())
 
 
 def test_validation_inside_fit(pool: RankPool) -> None:
-    expected = fit_alone(Job, max_epochs=2)
-    assert_all_close(pool.run(2, fit_with_validation, {}), expected)
+    assert_all_close(pool.run(2, fit_with_validation, {}), fit_alone(Job, max_epochs=2))
 
 
 def test_copies_are_pickled_with_their_module_whole(pool: RankPool) -> None:

@@ -52,10 +52,8 @@ def forms(precision: str, wide: bool) -> dict[str, set[str]]:
 
     part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
     data = DataLoader([(x[part].float(), y[part]) for x, y in batches(TASK)], batch_size=None)
-    with (
-        mock.patch.object(global_batch, "choose_form", noting),
-        mock.patch.object(two_towers, "choose_form", noting),
-    ):
+    patched = mock.patch.object
+    with patched(global_batch, "choose_form", noting), patched(two_towers, "choose_form", noting):
         make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data)
     return found
 

@@ -318,9 +318,7 @@ class Adafactor(Sharded):
 class Apart(Sharded):
     """The sharded weight has an optimizer of its own kind."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         self.manual_backward(self.objective(*batch, index))
