@@ -23,7 +23,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import QUIET, RankEnvironment, make_trainer
 from tests.oracle import assert_close, batches
 from tests.strategies.jobs import TASK, Job, loader
-from tests.strategies.sharded_jobs import Sharded
+from tests.strategies.sharded_jobs import Sharded, whole_state
 
 AT = 1  # the step of the signal; what is saved then is not the end of the epoch
 
