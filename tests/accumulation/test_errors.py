@@ -99,10 +99,7 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
         lambda job, rows, labels: torch.ones((), dtype=rows.dtype) / _norm(job, rows, labels),
         ["a weighted sum of losses", "DivBackward0"],
     ),
-    "counts that were not so": (
-        _expecting(0, lambda: 5),
-        ["expect_counts of global_mean `norm`", "10 over all ranks"],
-    ),
+    "counts that were not so": (_expecting(0, lambda: 5), ["expect_counts of global_mean `norm`", "10 over all ranks"]),
     "a negative count": (
         _expecting(0, lambda: -1 if dist.get_rank() else 3),
         ["expect_counts", "finite counts, not negative", "-1"],

@@ -268,16 +268,8 @@ class Shifted(Module):
 
 
 # Adam makes whole steps of rounding, so it has each precision; and one of them with another start
-ROUNDED = [
-    ("32-true", torch.optim.SGD, 1),
-    ("32-true", torch.optim.Adam, 1),
-    ("bf16-mixed", torch.optim.Adam, 2),
-]
-ROUNDED_AGAIN = [
-    ("bf16-mixed", torch.optim.SGD, 2),
-    ("32-true", torch.optim.Adam, 2),
-    ("64-true", torch.optim.Adam, 1),
-]
+ROUNDED = [("32-true", torch.optim.SGD, 1), ("32-true", torch.optim.Adam, 1), ("bf16-mixed", torch.optim.Adam, 2)]
+ROUNDED_AGAIN = [("bf16-mixed", torch.optim.SGD, 2), ("32-true", torch.optim.Adam, 2), ("64-true", torch.optim.Adam, 1)]
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_losses import (
-    DDPLossError,
-    GlobalBatchLoss,
-    GradientFlowCheck,
-    ParameterSyncCheck,
-    RankCheck,
-)
+from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, GradientFlowCheck, ParameterSyncCheck, RankCheck
 from lightning_ddp_losses.callbacks import CheckStage, Finding, gradient_scale
 from lightning_ddp_losses.callbacks.communication_monitor import CollectiveWatch, CommunicationMonitor
 from lightning_ddp_losses.errors import RankMismatchError

@@ -116,11 +116,7 @@ def make_trainer(devices: int = 1, callbacks: list[Callback] | None = None) -> T
 
 @pytest.mark.parametrize(
     ("options", "made"),
-    [
-        ({}, Trainer),
-        ({"trainer_class": MyTrainer}, MyTrainer),
-        ({"trainer_class": make_trainer}, Trainer),
-    ],
+    [({}, Trainer), ({"trainer_class": MyTrainer}, MyTrainer), ({"trainer_class": make_trainer}, Trainer)],
     ids=["Trainer", "a subclass", "a function"],
 )
 def test_the_trainer_is_the_one_that_was_asked_for(options: dict[str, Any], made: type[Trainer]) -> None:

@@ -126,10 +126,7 @@ def test_bad_input(pool: RankPool) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             GlobalBatchSampler.shuffled(**({"length": 9, "global_batch_size": 3, "seed": 1} | options))  # type: ignore[arg-type]
     sampler: Any = GlobalBatchSampler.shuffled(9, 3, seed=1)
-    for change, text in [
-        ({"length": 8}, "expected 8, as saved, got 9"),
-        ({"sampler": "RandomSampler"}, "Permutation"),
-    ]:
+    for change, text in [({"length": 8}, "expected 8, as saved, got 9"), ({"sampler": "RandomSampler"}, "Permutation")]:
         with pytest.raises(InputError, match=text):
             sampler.load_state_dict(sampler.state_dict() | change)
     sampler.load_state_dict(sampler.state_dict() | {"rows": 4})
