@@ -81,7 +81,7 @@ class Case:
     expects: Callable[[Sequence[Batch]], dict[str, Any]] | None = None
 
 
-def _logits(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_of(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     loss: Tensor = job.loss(job.net.head(job.net(rows)), labels)
     return loss
 
@@ -153,11 +153,11 @@ def _wrapped(make: Callable[[], nn.Module], value: Callable[[Any, Tensor, Tensor
 
 
 CASES = {
-    "cross entropy, ignored": _wrapped(_cross_entropy, _logits),
+    "cross entropy, ignored": _wrapped(_cross_entropy, cross_entropy_of),
     "cross entropy, weights and smoothing": _wrapped(
-        lambda: _cross_entropy(weight=_weights(), label_smoothing=0.1), _logits
+        lambda: _cross_entropy(weight=_weights(), label_smoothing=0.1), cross_entropy_of
     ),
-    "cross entropy, sum": _wrapped(lambda: _cross_entropy(reduction="sum"), _logits),
+    "cross entropy, sum": _wrapped(lambda: _cross_entropy(reduction="sum"), cross_entropy_of),
     "ArcFace": _wrapped(lambda: _pml("ArcFaceLoss"), _embeddings),
     "ArcFace, non-zero, regularised": _wrapped(
         lambda: _pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True), _embeddings
@@ -195,7 +195,7 @@ class Job(LightningModule):
         super().__init__()
         self.case = (CASES | PLAIN)[case]
         self.net = Net()
-        self.net.head.requires_grad_(self.case.value is _logits)
+        self.net.head.requires_grad_(self.case.value is cross_entropy_of)
         self.loss = (self.case.make_alone or self.case.make)() if alone else self.case.make()
         self.alone, self.size = alone, window
         self.batches: list[Batch] = []

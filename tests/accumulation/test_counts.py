@@ -12,9 +12,8 @@ from lightning_ddp_losses import DDPLossStrategy, accumulation_window
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import Job, loader, own_batches
 from tests.accumulation.test_hand_written import Step
-from tests.counting import CountCollectives
+from tests.counting import CountCollectives, StepCollectives
 from tests.lightning_ranks import make_trainer
-from tests.strategies.test_names import Collectives
 
 CASES = ["cross entropy, ignored", "ArcFace, non-zero, regularised", "global_mean", "class shards", "MeanSquaredError"]
 WINDOW, COUNT = 3, 9
@@ -22,7 +21,7 @@ WINDOW, COUNT = 3, 9
 
 def fit_counted(case: str, accumulation: Any) -> list[int]:
     """Collectives of each micro-batch of a fit, from its start to its end."""
-    job, counter = Job(case, window=WINDOW), Collectives()
+    job, counter = Job(case, window=WINDOW), StepCollectives()
     job.batches = own_batches(job.global_batches(COUNT, WINDOW))
     strategy = DDPLossStrategy(accumulation=accumulation)
     trainer = make_trainer(strategy, accumulate_grad_batches=WINDOW, callbacks=[counter])

@@ -110,52 +110,38 @@ def stepping(model: nn.Linear) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def nested(model: nn.Linear) -> None:
-    with accumulation_window(model):
-        pass
-
-
 def foreign(model: nn.Linear) -> None:
     other = nn.Linear(2, 1)
     global_mean((model(torch.ones(3, 2)) + other(torch.ones(3, 2))).sum(), 3).backward()
 
 
-def other_term(model: nn.Linear) -> None:
-    (mean_of(model) + model.weight.square().mean()).backward()
+ERRORS: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "gradients from before": (lambda model: mean_of(model).backward(), "Call optimizer.zero_grad() before the window"),
+    "a step inside": (stepping, "step of SGD"),
+    "nested": (lambda model: accumulation_window(model).__enter__(), "no window around it"),
+    "another model": (foreign, "hand in the module that holds it"),
+    "another term": (
+        lambda model: (mean_of(model) + model.weight.square().mean()).backward(),
+        "which reaches `weight`",
+    ),
+    "other numbers": (
+        lambda model: [mean_of(model).backward() for _ in range(1 + dist.get_rank())],
+        "accumulation_window",
+    ),
+}
 
 
-def other_numbers(model: nn.Linear) -> None:
-    for _ in range(1 + dist.get_rank()):
-        mean_of(model).backward()
-
-
-def once(model: nn.Linear) -> None:
-    mean_of(model).backward()
-
-
-def in_a_window(loop: Callable[[nn.Linear], None]) -> None:
-    """Run a loop inside a window; before ``once``, a rank has gradients already."""
+def in_a_window(name: str) -> None:
     model = nn.Linear(2, 1)
-    if loop is once and dist.get_rank() == 1:
+    if name == "gradients from before" and dist.get_rank() == 1:
         model(torch.ones(3, 2)).sum().backward()
     with accumulation_window(model):
-        loop(model)
+        ERRORS[name][0](model)
 
 
-@pytest.mark.parametrize(
-    ("loop", "text"),
-    [
-        (once, "Call optimizer.zero_grad() before the window"),
-        (stepping, "step of SGD"),
-        (nested, "no window around it"),
-        (foreign, "hand in the module that holds it"),
-        (other_term, "which reaches `weight`"),
-        (other_numbers, "accumulation_window"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_errors_on_every_rank(pool: RankPool, loop: Any, text: str) -> None:
-    assert_errors(pool.errors(2, in_a_window, loop), text)
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
+    assert_errors(pool.errors(2, in_a_window, name), ERRORS[name][1])
 
 
 def fail_inside(model: nn.Module) -> None:

@@ -190,7 +190,7 @@ def fit_in_halves(precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize("blocked", [True, False])
 def test_manual_optimization(pool: RankPool, blocked: bool) -> None:
     for case in ("ArcFace, non-zero, regularised", "cross entropy, sum", "global_mean, two divisors"):
-        alone = pool.run(1, fit_alone, case, 3, 6, distributed=False)[0]
+        (alone,) = pool.run(1, fit_alone, case, 3, 6, distributed=False)
         compare(pool.run(2, fit_by_hand, case, blocked), alone)
 
 
