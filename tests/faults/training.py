@@ -25,6 +25,7 @@ from tests.lightning_ranks import QUIET
 
 ROWS, G, DIM, CLASSES, EPOCHS = 30, 6, 4, 5, 2
 STEPS = EPOCHS * ROWS // G
+ON = ("use_distributed_sampler", "enable_checkpointing")
 GROUP_SECONDS = 4.0  # where a rank is to stall; else ranks wait as long as a busy machine may need
 
 
@@ -81,12 +82,7 @@ class Everything(LightningModule):
         pairs = self.pairs(embeddings, others)
         if self.strikes("killed in backward"):
             embeddings.register_hook(lambda grad: kill())
-        return (
-            pairs
-            + self.proxies(embeddings, labels)
-            + self.classes(embeddings, labels)
-            + self.memory(embeddings, labels)
-        )
+        return pairs + sum(loss(embeddings, labels) for loss in (self.proxies, self.classes, self.memory))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -142,12 +138,7 @@ def fit(strike: Strike, folder: Path, steps: int = STEPS, every: int = 1) -> Non
     seconds = GROUP_SECONDS if strike.kind == "stalls" and not any(folder.glob("struck-*")) else 60.0
     strategy = DDPLossStrategy(use_global_sampler=True, timeout=timedelta(seconds=seconds))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    options = QUIET | {
-        "max_epochs": -1,
-        "max_steps": steps,
-        "use_distributed_sampler": True,
-        "enable_checkpointing": True,
-    }
+    options = QUIET | {"max_epochs": -1, "max_steps": steps} | dict.fromkeys(ON, True)
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,

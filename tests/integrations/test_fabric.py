@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ from lightning.fabric import Fabric
 from pytorch_metric_learning.losses import ArcFaceLoss, ProxyAnchorLoss
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, global_mean
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ConfigurationError,
+    GlobalBatchLoss,
+    accumulation_window,
+    global_mean,
+)
+from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import RankEnvironment
@@ -52,9 +60,8 @@ def fabric_of(strategy: Any = "ddp_losses") -> Fabric:
 
 def named(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameters by the names of an encoder and a plain loss."""
-    return {
-        name.replace("loss.loss.", "loss."): value.clone() for name, value in state.items() if "num_batches" not in name
-    }
+    kept = {name: value.clone() for name, value in state.items() if "num_batches" not in name}
+    return {name.replace("loss.loss.", "loss."): value for name, value in kept.items()}
 
 
 def train_ranks(
@@ -179,21 +186,8 @@ def call_on_one_rank() -> None:
     fabric.backward(learnable(embeddings, labels) if dist.get_rank() == 0 else embeddings.sum())
 
 
-def test_a_loss_on_some_ranks_only(pool: RankPool) -> None:
-    assert_errors(
-        pool.errors(2, call_on_one_rank),
-        "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none",
-        of="LossCallError",
-    )
-
-
 def set_up_differently() -> None:
-    fabric = fabric_of()
-    fabric.setup_module(nn.Linear(3, 2 + dist.get_rank()))
-
-
-def test_modules_that_differ(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, set_up_differently), "the same names, shapes and dtypes", of="RankMismatchError")
+    fabric_of().setup_module(nn.Linear(3, 2 + dist.get_rank()))
 
 
 def clip_another_norm() -> None:
@@ -204,17 +198,19 @@ def clip_another_norm() -> None:
     fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
 
 
-def test_another_norm_of_divided_classes(pool: RankPool) -> None:
-    assert_errors(
-        pool.errors(2, clip_another_norm),
-        "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0",
-        of="ConfigurationError",
-    )
+NORM = "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0"
+REFUSED: list[tuple[Callable[[], None], str, str]] = [
+    (call_on_one_rank, "LossCallError", "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none"),
+    (set_up_differently, "RankMismatchError", "the same names, shapes and dtypes"),
+    (clip_another_norm, "ConfigurationError", NORM),
+]
+
+
+@pytest.mark.parametrize(("job", "error", "words"), REFUSED, ids=[job.__name__ for job, *_ in REFUSED])
+def test_errors_on_every_rank(pool: RankPool, job: Callable[[], None], error: str, words: str) -> None:
+    assert_errors(pool.errors(2, job), words, of=error)
 
 
 def test_unknown_options() -> None:
-    from lightning_ddp_losses import ConfigurationError
-    from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
-
     with pytest.raises(ConfigurationError, match="Did you mean find_unused_parameters"):
         FabricDDPLossStrategy(find_unused_parameter=True)
