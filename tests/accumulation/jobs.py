@@ -24,9 +24,7 @@ FEATURES, DIM, CLASSES, IGNORED = 5, 4, 5, -100
 Batch = tuple[Tensor, Tensor]
 
 
-class Net(nn.Module):
-    """An encoder whose seed is the same on every rank."""
-
+class Net(nn.Module):  # an encoder whose seed is the same on every rank
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -188,9 +186,7 @@ CASES = {
 PLAIN = {"ArcFace, plain": Case(lambda: _pml("ArcFaceLoss"), _embeddings, labelled=True)}
 
 
-class Job(LightningModule):
-    """A net and a loss; the loader gives a rank's part of each micro-batch."""
-
+class Job(LightningModule):  # a net and a loss; the loader gives a rank's part of each micro-batch
     def __init__(self, case: str, *, alone: bool = False, window: int = 1) -> None:
         super().__init__()
         self.case = (CASES | PLAIN)[case]

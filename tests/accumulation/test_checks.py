@@ -65,9 +65,7 @@ def test_the_loss_of_a_micro_batch_is_its_own(pool: RankPool) -> None:
         assert [losses[0] for _, losses in of_rank["losses"]] == pytest.approx(last, rel=1e-12)
 
 
-class Plain(Job):
-    """The loss of this rank's rows, or of the rows of all ranks, under Lightning's accumulation."""
-
+class Plain(Job):  # the loss of this rank's rows, or of the rows of all ranks, under Lightning's accumulation
     def __init__(self, objective: str) -> None:
         super().__init__("cross entropy, ignored", window=3)
         self.objective = OBJECTIVES[objective]

@@ -22,9 +22,7 @@ from tests.lightning_ranks import make_trainer
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-class Written(Job):
-    """A net and an objective of the test's own."""
-
+class Written(Job):  # a net and an objective of the test's own
     def __init__(self, name: str) -> None:
         super().__init__("cross entropy, ignored")
         self.objective = OBJECTIVES[name][0]

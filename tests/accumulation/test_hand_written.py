@@ -31,9 +31,7 @@ def mean_over_ranks_(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return grads
 
 
-class Step(nn.Module):
-    """The encoder and loss of a job as DDP wants them: what runs is `forward`."""
-
+class Step(nn.Module):  # the encoder and loss of a job as DDP wants them: what runs is `forward`
     def __init__(self, case: str) -> None:
         super().__init__()
         self.job = Job(case)

@@ -194,9 +194,7 @@ def test_manual_optimization(pool: RankPool, blocked: bool) -> None:
         compare(pool.run(2, fit_by_hand, case, blocked), alone)
 
 
-class ByHand(Job):
-    """Each batch is a window, a list of micro-batches."""
-
+class ByHand(Job):  # each batch is a window, a list of micro-batches
     def __init__(self, case: str, blocked: bool) -> None:
         super().__init__(case)
         self.automatic_optimization = False

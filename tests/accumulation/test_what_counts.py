@@ -25,9 +25,7 @@ ROWS = {
 Objective = Callable[["Net", Tensor], Tensor]
 
 
-class Net(nn.Module):
-    """A model with a head and two losses of one class."""
-
+class Net(nn.Module):  # a model with a head and two losses of one class
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)

@@ -14,9 +14,7 @@ from lightning_ddp_losses import GlobalBatchLoss, ModelParallelLossStrategy, aud
 from tests.audit.modules import CLASSES, Module, even
 
 
-class Divided(Module):
-    """Its encoder in parts, where there is a mesh for that."""
-
+class Divided(Module):  # its encoder in parts, where there is a mesh for that
     def configure_model(self) -> None:
         if self.device_mesh is not None:
             fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
@@ -29,9 +27,7 @@ def test_ranks_with_parts_equal_one_process() -> None:
     assert {row.parameter.split(".")[0] for row in report.rows} == {"encoder", "loss"}
 
 
-class OneAtATime(Divided):
-    """A rank that has two gathered parameters at the same time fails."""
-
+class OneAtATime(Divided):  # a rank that has two gathered parameters at the same time fails
     def configure_model(self) -> None:
         super().configure_model()
         gather, alive = DTensor.full_tensor, [0]

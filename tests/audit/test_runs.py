@@ -68,9 +68,7 @@ def test_a_model_from_a_closure_with_batches_of_a_local_class() -> None:
     assert report.losses[0].rows == (8, 8)
 
 
-class Stepping(Module):
-    """Steps behind Lightning's back, with two optimizers, in manual optimisation."""
-
+class Stepping(Module):  # steps behind Lightning's back, with two optimizers, in manual optimisation
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -104,9 +102,7 @@ class CallsDist(Module):
         return torch.nn.functional.cross_entropy(z, y, reduction="sum") / total * dist.get_world_size()
 
 
-class Doubled(Module):
-    """Changes the gradient in its own hook, which runs after the callbacks'."""
-
+class Doubled(Module):  # changes the gradient in its own hook, which runs after the callbacks'
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
             parameter.grad *= 1 + m.rank()
@@ -141,9 +137,7 @@ class OwnData(Module):
         return even()
 
 
-class Monitored(Module):
-    """Its scheduler and its callback wait for a validation that an audit does not run."""
-
+class Monitored(Module):  # its scheduler and its callback wait for a validation that an audit does not run
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -399,9 +393,7 @@ def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> Non
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".coverage")] == []
 
 
-class Validating(Module):
-    """Has 9 rows to validate on, and draws when their loader is made."""
-
+class Validating(Module):  # has 9 rows to validate on, and draws when their loader is made
     def val_dataloader(self) -> Any:
         torch.rand(3)
         return DataLoader(rows(9), batch_size=4)

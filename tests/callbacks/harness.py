@@ -73,9 +73,7 @@ class Subject(LightningModule):
         return self.sick and dist.get_rank() == dist.get_world_size() - 1
 
 
-class Validated(Subject):
-    """Validates on its training data."""
-
+class Validated(Subject):  # validates on its training data
     def val_dataloader(self) -> Any:
         return self.train_dataloader()
 
@@ -83,9 +81,7 @@ class Validated(Subject):
         self.objective(*batch, index)
 
 
-class SparseTable(Subject):
-    """With an embedding whose gradient is sparse."""
-
+class SparseTable(Subject):  # with an embedding whose gradient is sparse
     def build(self) -> None:
         self.table = nn.Embedding(CLASSES, WIDTH, sparse=True, dtype=torch.float64)
 
@@ -93,9 +89,7 @@ class SparseTable(Subject):
         return super().objective(features + self.table(labels), labels, index)
 
 
-class ComplexFilter(Subject):
-    """With a complex parameter."""
-
+class ComplexFilter(Subject):  # with a complex parameter
     dtype_of_filter = torch.complex128
 
     def build(self) -> None:
@@ -165,9 +159,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one rank saw of one run."""
-
+class Outcome:  # what one rank saw of one run
     error: str
     text: str
     findings: list[dict[str, Any]]

@@ -92,9 +92,7 @@ def assert_silent(outcomes: list[Outcome]) -> None:
         assert not [f for f in outcome.findings if f["severity"] != "note"], outcome
 
 
-class Uneven(Subject):
-    """Ranks with different numbers of rows, each of which weighs the same."""
-
+class Uneven(Subject):  # ranks with different numbers of rows, each of which weighs the same
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         mean_rows = 2 + 3 * (dist.get_world_size() - 1) / 2
         return nn.functional.cross_entropy(self.head(self.encoder(features)), labels, reduction="sum") / mean_rows
@@ -108,9 +106,7 @@ class Frozen(Subject):
         self.encoder.requires_grad_(False)
 
 
-class Ema(Subject):
-    """A trainable copy that nobody optimises, and a frozen average."""
-
+class Ema(Subject):  # a trainable copy that nobody optimises, and a frozen average
     def build(self) -> None:
         self.average = copy.deepcopy(self.encoder).requires_grad_(False)
         self.spare = copy.deepcopy(self.head)
@@ -124,9 +120,7 @@ class Ema(Subject):
         return torch.optim.SGD([*self.encoder.parameters(), *self.head.parameters()], lr=0.1)
 
 
-class Adversaries(Subject):
-    """Two optimizers in turn, manual, with toggles; one of them every second batch."""
-
+class Adversaries(Subject):  # two optimizers in turn, manual, with toggles; one of them every second batch
     def __init__(self, sick: bool) -> None:
         super().__init__(sick)
         self.automatic_optimization = False
@@ -148,9 +142,7 @@ class Adversaries(Subject):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.encoder, self.head)]
 
 
-class BothInTurn(Adversaries):
-    """Two optimizers for one loss in each batch, without toggles."""
-
+class BothInTurn(Adversaries):  # two optimizers for one loss in each batch, without toggles
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         for optimizer in self.optimizers():
             optimizer.zero_grad()
@@ -158,9 +150,7 @@ class BothInTurn(Adversaries):
             optimizer.step()
 
 
-class GlobalContrast(Subject):
-    """A contrastive loss over all ranks, of one and three rows where it is ragged."""
-
+class GlobalContrast(Subject):  # a contrastive loss over all ranks, of one and three rows where it is ragged
     is_ragged = False
 
     def build(self) -> None:
@@ -177,9 +167,7 @@ class Ragged(GlobalContrast):
     is_ragged = True
 
 
-class WholeWindows(Subject):
-    """A loss over all ranks, which counts its rows."""
-
+class WholeWindows(Subject):  # a loss over all ranks, which counts its rows
     def build(self) -> None:
         self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
 
@@ -187,9 +175,7 @@ class WholeWindows(Subject):
         return self.loss(self.head(self.encoder(features)), labels)
 
 
-class InTurn(Subject):
-    """Two losses that alternate."""
-
+class InTurn(Subject):  # two losses that alternate
     def build(self) -> None:
         torch.manual_seed(0)
         self.losses = nn.ModuleList(pml.ArcFaceLoss(CLASSES, WIDTH).double() for _ in range(2))
@@ -199,9 +185,7 @@ class InTurn(Subject):
         return self.losses[index % 2](self.encoder(features), labels)
 
 
-class Scheduled(Validated):
-    """A warm-up from zero, two epochs with validation, a plateau on a synchronised value."""
-
+class Scheduled(Validated):  # a warm-up from zero, two epochs with validation, a plateau on a synchronised value
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
         warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
@@ -211,9 +195,7 @@ class Scheduled(Validated):
         self.log("val_loss", self.objective(*batch, index), sync_dist=True)
 
 
-class Overflows(Half):
-    """Gradients that overflow on every rank at once: the scaler skips the step everywhere."""
-
+class Overflows(Half):  # gradients that overflow on every rank at once: the scaler skips the step everywhere
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return super().objective(features, labels, index) * (1e38 if index == 1 else 1.0)
 

@@ -49,9 +49,7 @@ def test_a_gradient_is_called_unreduced_only_where_it_was_seen(pool: RankPool, n
     assert texts[0] == texts[1]
 
 
-class TwoFaults(InAList):
-    """A head in a list, and another one in no optimizer."""
-
+class TwoFaults(InAList):  # a head in a list, and another one in no optimizer
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.encoder.parameters(), *self.heads[0].parameters()], lr=0.1)
 
@@ -107,9 +105,7 @@ def test_the_cause_comes_before_what_it_brings() -> None:
     assert [lead for _, lead in late] == [cause]
 
 
-class NoTargets(Subject):
-    """One rank's first micro-batch has no valid target: a mean over nothing."""
-
+class NoTargets(Subject):  # one rank's first micro-batch has no valid target: a mean over nothing
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         targets = labels.clone()
         if self.odd and index == 0:

@@ -23,9 +23,7 @@ from tests.callbacks.training_cases import Nudged
 WRONG_ANSWERS: dict[str, Any] = {"no list": 7, "no finding": ["hello"]}
 
 
-class Fragile(RankCheck):
-    """Fails at one place, in its second step, on the last rank."""
-
+class Fragile(RankCheck):  # fails at one place, in its second step, on the last rank
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F29",)
     needs_peers = False
@@ -81,9 +79,7 @@ class Fragile(RankCheck):
         return {}
 
 
-class Ours(Fragile):
-    """As if it were one of the package."""
-
+class Ours(Fragile):  # as if it were one of the package
     __module__ = "lightning_ddp_losses.callbacks.fragile"
 
 
@@ -125,9 +121,7 @@ def test_figures_of_ours_that_fail_end_no_fit(pool: RankPool) -> None:
         assert (said, found, len(seen)) == ([], [], 28)
 
 
-class Seldom(Fragile):
-    """Is due once, and fails to judge on the last rank."""
-
+class Seldom(Fragile):  # is due once, and fails to judge on the last rank
     stages = (CheckStage.AFTER_STEP,)
 
     def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
@@ -163,9 +157,7 @@ def test_one_of_a_user_raises_the_same_on_every_rank(pool: RankPool, breaks: str
     assert is_plain or breaks == "what it measures" or "itself failed (rank 2)" in errors[0].message
 
 
-class Refuses(Ours):
-    """Communicates in the dry run, where ranks disagree."""
-
+class Refuses(Ours):  # communicates in the dry run, where ranks disagree
     __module__ = Ours.__module__
 
     def dry_run(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> list[Finding]:
@@ -208,9 +200,7 @@ def fit_with_fault(place: str) -> list[str]:
     return [finding.check for finding in checks.findings if finding.severity == "warning"]
 
 
-class WithLoss(Subject):
-    """A global loss, so that the probe has collectives in it."""
-
+class WithLoss(Subject):  # a global loss, so that the probe has collectives in it
     def build(self) -> None:
         self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
 

@@ -34,9 +34,7 @@ from tests.strategies.jobs import trainer_alone
 Make = Callable[[], list[Callback]]
 
 
-class Echo(RankCheck):
-    """Measures a number; a finding where ranks differ."""
-
+class Echo(RankCheck):  # measures a number; a finding where ranks differ
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F44",)
 
@@ -60,9 +58,7 @@ class Echo(RankCheck):
         return [Finding(self.fault, "numbers", "equal", odd_ranks(column), "number", tuple(column), "Make them equal.")]
 
 
-class OwnEcho(Echo):
-    """The same, in a world of one too."""
-
+class OwnEcho(Echo):  # the same, in a world of one too
     needs_peers = False
 
 
@@ -307,9 +303,7 @@ def test_odd_ranks() -> None:
     assert odd_ranks([1, 2, 2]) == (0,)
 
 
-class OwnCheck(RankCheck):
-    """Uses everything that a check may define."""
-
+class OwnCheck(RankCheck):  # uses everything that a check may define
     stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = ("F44",)
     needs_peers = True
@@ -354,9 +348,7 @@ class OwnCheck(RankCheck):
         return {"batches_seen": self._batches}
 
 
-class Shared:
-    """What checks of one fit share."""
-
+class Shared:  # what checks of one fit share
     def __init__(self, runner: Any) -> None:
         assert runner.step >= 0
 

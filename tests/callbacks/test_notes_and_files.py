@@ -48,9 +48,7 @@ def found_in(subject: Callable[[bool], Any], sick: bool = False, strategy: str =
     return listed(fit(None, subject(sick), strategy, action="log", file=False, **options))
 
 
-class Contrast(Subject):
-    """A contrastive loss of this rank's rows, and dropout."""
-
+class Contrast(Subject):  # a contrastive loss of this rank's rows, and dropout
     def build(self) -> None:
         self.contrast = pml.SupConLoss()
         self.dropout = nn.Dropout(0.1)
@@ -69,9 +67,7 @@ def test_notes_of_a_healthy_run(pool: RankPool) -> None:
         assert all(text.endswith(f"More: ddp-losses explain {fault}") for fault, text in texts.items())
 
 
-class Graphs(Subject):
-    """Two graphs of eight nodes in a batch, or edges alone."""
-
+class Graphs(Subject):  # two graphs of eight nodes in a batch, or edges alone
     def training_step(self, batch: Any, index: int) -> Tensor:
         nodes, edges, *_ = batch
         return nn.functional.cross_entropy(self.head(self.encoder(nodes)), edges[0, : len(nodes)])
@@ -100,9 +96,7 @@ def test_graphs_are_counted_and_not_their_nodes(pool: RankPool) -> None:
     assert pool.run(2, rows_of, Graphs, True) == [[], []], "no number is better than a wrong one"
 
 
-class LogsAlone(Subject):
-    """Logs its loss and its learning rate, without ``sync_dist`` where it is sick."""
-
+class LogsAlone(Subject):  # logs its loss and its learning rate, without ``sync_dist`` where it is sick
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         loss = self.objective(*batch, index)
         self.log("train_loss", loss, sync_dist=not self.sick)
@@ -124,9 +118,7 @@ def test_values_of_one_rank_are_named_if_they_differ(pool: RankPool, world_size:
     assert not of(pool.run(2, found_in, LogsAlone, False)[0], "F56")
 
 
-class GlobalContrast(Contrast):
-    """The same over all ranks: nothing to note of negatives."""
-
+class GlobalContrast(Contrast):  # the same over all ranks: nothing to note of negatives
     def build(self) -> None:
         super().build()
         self.contrast = GlobalBatchLoss(self.contrast)
@@ -136,9 +128,7 @@ def test_a_global_loss_is_not_called_local(pool: RankPool) -> None:
     assert not {"F29", "F33"} & {fault for fault, *_ in pool.run(2, found_in, GlobalContrast)[0]}
 
 
-class GlobalTowers(Subject):
-    """Two towers whose rows are compared over all ranks."""
-
+class GlobalTowers(Subject):  # two towers whose rows are compared over all ranks
     def build(self) -> None:
         self.contrast = ClipLoss()
 
@@ -221,9 +211,7 @@ def warned_where() -> list[tuple[str, str]]:
     return [(w.filename, str(w.message)) for w in caught if "F31" in str(w.message)]
 
 
-class Zero(Subject):
-    """A loss of nothing, which is a warning."""
-
+class Zero(Subject):  # a loss of nothing, which is a warning
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return 0 * super().objective(features, labels, index)
 
@@ -287,9 +275,7 @@ def of(found: Found, fault: str) -> list[str]:
     return [text for name, _, text in found if name == fault]
 
 
-class Grows(Memory):
-    """Reads the same rows whatever the number of ranks."""
-
+class Grows(Memory):  # reads the same rows whatever the number of ranks
     def train_dataloader(self) -> Any:
         rows = 4 if self.sick else 12 // dist.get_world_size()
         return drawn(rows)

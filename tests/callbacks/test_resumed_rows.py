@@ -42,9 +42,7 @@ class Killed(Exception):
     pass
 
 
-class Kill(Callback):
-    """Saves after so many batches, and ends the run."""
-
+class Kill(Callback):  # saves after so many batches, and ends the run
     def __init__(self, batches: int, path: str) -> None:
         self.batches, self.path = batches, path
 
@@ -118,9 +116,7 @@ def test_rows_that_come_twice_after_a_resume(
             assert f"after the resume, batch {batches % 20} of epoch {batches // 20}, is the first one" in found[0]
 
 
-class Ids(Line):
-    """Remembers the rows of each epoch."""
-
+class Ids(Line):  # remembers the rows of each epoch
     def __init__(self) -> None:
         super().__init__()
         self.rows: dict[int, list[float]] = {}

@@ -92,9 +92,7 @@ def test_a_step_is_judged_before_its_checkpoint_is_written(pool: RankPool, tmp_p
 SIZE = (1 << 20) + 5
 
 
-class Big(Subject):
-    """A parameter of four parts; one rank changes its last element before the second step."""
-
+class Big(Subject):  # a parameter of four parts; one rank changes its last element before the second step
     def build(self) -> None:
         self.big = nn.Parameter(torch.zeros(SIZE))
 

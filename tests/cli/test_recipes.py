@@ -332,9 +332,7 @@ class Lightly(nn.Module):
         return cross_entropy(logits, partner)
 
 
-class Ranking(nn.Module):
-    """In-batch negatives of this rank."""
-
+class Ranking(nn.Module):  # in-batch negatives of this rank
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -343,9 +341,7 @@ class Ranking(nn.Module):
         return ranking({"model": self.model, "queries": columns[0], "answers": columns[1]})[0]
 
 
-class PartialFC(nn.Module):
-    """Logits of own classes for the rows of all ranks; the others' logits come without a graph."""
-
+class PartialFC(nn.Module):  # logits of own classes for the rows of all ranks; the others' logits come without a graph
     def __init__(self, margin: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
         super().__init__()
         self.margin, self.weight = margin, nn.Parameter(class_weight().chunk(2)[dist.get_rank()].clone())

@@ -27,9 +27,7 @@ SECONDS = 240
 FAST_AGENT = "timeout=60,read_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 
 
-class Loopback(Host):
-    """This machine itself, where there are no namespaces."""
-
+class Loopback(Host):  # this machine itself, where there are no namespaces
     def within(self, *command: str) -> list[str]:
         return list(command)
 

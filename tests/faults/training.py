@@ -92,9 +92,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ArmedRing(raw_collectives.Ring):
-    """Its rank dies when it passes something on."""
-
+class ArmedRing(raw_collectives.Ring):  # its rank dies when it passes something on
     armed = False
 
     def send(self, tensor: Tensor, rows: int) -> Any:
@@ -103,9 +101,7 @@ class ArmedRing(raw_collectives.Ring):
         return super().send(tensor, rows)
 
 
-class Saves(Callback):
-    """Saves after so many steps, to one name, and leaves a mark when training begins."""
-
+class Saves(Callback):  # saves after so many steps, to one name, and leaves a mark when training begins
     def __init__(self, every: int) -> None:
         self.every = every
 

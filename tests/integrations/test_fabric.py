@@ -30,9 +30,7 @@ TASK = Task(steps=6)
 RATE, CLIP, RESUMED_AT = 0.3, 0.2, 4
 
 
-class Both(nn.Module):
-    """An encoder and its loss."""
-
+class Both(nn.Module):  # an encoder and its loss
     def __init__(self, encoder: nn.Module, loss: nn.Module) -> None:
         super().__init__()
         self.encoder, self.loss = encoder, loss

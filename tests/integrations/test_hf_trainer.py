@@ -25,9 +25,7 @@ from tests.oracle import assert_close
 FEATURES, CLASSES, LENGTH, STEPS, RATE, CLIP = 4, 6, 3, 3, 0.3, 0.4
 
 
-class Tagger(nn.Module):
-    """A class for each token; in float64."""
-
+class Tagger(nn.Module):  # a class for each token; in float64
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -47,9 +45,7 @@ def batch(number: int) -> dict[str, Tensor]:
     return {"inputs": torch.randn(rows, LENGTH, FEATURES, generator=generator, dtype=torch.float64), "labels": labels}
 
 
-class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Each item is a batch."""
-
+class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):  # each item is a batch
     def __init__(self, number: int) -> None:
         self.number = number
 

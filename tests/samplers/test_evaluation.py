@@ -86,9 +86,7 @@ def test_a_random_order_takes_no_random_numbers_of_others(deal: Any) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-class Lies:
-    """Draws a row less than it says."""
-
+class Lies:  # draws a row less than it says
     def __len__(self) -> int:
         return 5
 

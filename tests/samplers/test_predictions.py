@@ -84,9 +84,7 @@ def accuracy(rows: Tensor, labels: Tensor) -> dict[str, float]:
     return calculator.get_accuracy(rows, labels)
 
 
-class Backwards(BatchSampler):
-    """Batches of two, of the user's own, from the end."""
-
+class Backwards(BatchSampler):  # batches of two, of the user's own, from the end
     def __iter__(self) -> Any:
         return iter(list(super().__iter__())[::-1])
 

@@ -39,9 +39,7 @@ HOW = ("model", "step", "loss")  # what is compiled; a step is forward and backw
 Objective = Callable[["Model", Tensor, Tensor], Tensor]
 
 
-class Model(nn.Module):
-    """An encoder, and a loss over all ranks behind it."""
-
+class Model(nn.Module):  # an encoder, and a loss over all ranks behind it
     def __init__(self, objective: Objective, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(1)

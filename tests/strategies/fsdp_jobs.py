@@ -74,9 +74,7 @@ class Towers(Job):
         return super().configure_optimizers()
 
 
-class NaiveClip(nn.Module):
-    """The contrastive loss of two towers with a learnable temperature, written down."""
-
+class NaiveClip(nn.Module):  # the contrastive loss of two towers with a learnable temperature, written down
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(1 / 0.07, dtype=torch.float64).log())
@@ -89,9 +87,7 @@ class NaiveClip(nn.Module):
         return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
 
 
-class NaiveSigLip(nn.Module):
-    """The sigmoid loss of two towers with a learnable temperature and bias, written down."""
-
+class NaiveSigLip(nn.Module):  # the sigmoid loss of two towers with a learnable temperature and bias, written down
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(10.0, dtype=torch.float64).log())
@@ -104,9 +100,7 @@ class NaiveSigLip(nn.Module):
         return -nn.functional.logsigmoid(is_pair * logits).sum() / len(logits)
 
 
-class PlainClip(Towers):
-    """Two towers and a temperature."""
-
+class PlainClip(Towers):  # two towers and a temperature
     kind = "clip"
 
     def build(self, loss: str) -> None:

@@ -71,9 +71,7 @@ class Job(LightningModule):
         return OPTIMIZERS[self.optimizer](self.optimised())
 
 
-class Saves(Callback):
-    """Saves at the end of the fit, inside it; None: nothing."""
-
+class Saves(Callback):  # saves at the end of the fit, inside it; None: nothing
     def __init__(self, path: str | None) -> None:
         self.path = path
 

@@ -139,9 +139,7 @@ class Modes(LightningModule):
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
 
-class Validating(Modes):
-    """Where there are batches of validation."""
-
+class Validating(Modes):  # where there are batches of validation
     def validation_step(self, batch: Any, index: int) -> None:
         assert self.of_losses(batch, index).isfinite()
 

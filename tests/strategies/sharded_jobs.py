@@ -12,16 +12,12 @@ from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import Job, loader, make_loss, strategy_of
 
 
-class Plain(Job):
-    """The plain loss."""
-
+class Plain(Job):  # the plain loss
     def build(self, loss: str) -> None:
         self.loss = make_loss(loss)
 
 
-class Sharded(Job):
-    """Its weight sharded over the ranks."""
-
+class Sharded(Job):  # its weight sharded over the ranks
     def build(self, loss: str) -> None:
         self.loss = ClassShardedLoss(make_loss(loss))
 

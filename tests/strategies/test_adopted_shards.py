@@ -21,9 +21,7 @@ from tests.strategies.sharded_jobs import Plain, fit_sharded, whole_state
 KEY = "_adopted_losses.losses_0.W"
 
 
-class InAList(Job):
-    """The loss is sharded before the strategy sees it."""
-
+class InAList(Job):  # the loss is sharded before the strategy sees it
     distributed = True
 
     def build(self, loss: str) -> None:
@@ -44,9 +42,7 @@ class InAList(Job):
         return list(known.values())
 
 
-class NotYet(InAList):
-    """Made before the ranks exist, as a script makes its module."""
-
+class NotYet(InAList):  # made before the ranks exist, as a script makes its module
     distributed = False
 
 
@@ -94,9 +90,7 @@ def test_its_checkpoint_goes_on_at_any_size(
         assert_close(whole_state(found), expected)
 
 
-class Sampled(InAList):
-    """Half the classes in each step: the optimizer must be told."""
-
+class Sampled(InAList):  # half the classes in each step: the optimizer must be told
     def build(self, loss: str) -> None:
         self.losses = [ClassShardedLoss(make_loss(loss), sample_rate=0.5)]
 

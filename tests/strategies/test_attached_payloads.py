@@ -15,9 +15,7 @@ from tests.strategies.jobs import Job, fit
 from tests.strategies.test_calls import assert_same_error
 
 
-class Riders(Callback):
-    """Two riders: one sends rows of any length, one raises on all ranks when told to."""
-
+class Riders(Callback):  # two riders: one sends rows of any length, one raises on all ranks when told to
     def __init__(self, length: int = 3, fail_at: int | None = None) -> None:
         self.length, self.fail_at = length, fail_at
         self.rode: list[bool] = []

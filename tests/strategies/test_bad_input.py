@@ -71,9 +71,7 @@ def test_bad_input_for_other_losses(pool: RankPool, case: str, loss: str) -> Non
     assert_same_error(pool.errors(3, fit, partial(Spoiled, case, (2,), 0, loss)), loss, *SPOILS[case][1], "rank 2")
 
 
-class Breaks(Job):
-    """The user's own code fails on one rank."""
-
+class Breaks(Job):  # the user's own code fails on one rank
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         value = self.loss(self.encoder(features), labels)
         return value / 0 if index == 1 and self.global_rank == 1 else value
@@ -127,9 +125,7 @@ def test_ranks_with_different_parameters_are_told_before_the_first_broadcast(poo
     assert_same_error(pool.errors(2, fit, partial(NamesDiffer, case)), ODD_PARTS[case][0], "rank 0", "rank 1")
 
 
-class ValuesDiffer(Job):
-    """Every rank has its own initial values: rank 0's are everybody's after the first broadcast."""
-
+class ValuesDiffer(Job):  # every rank has its own initial values: rank 0's are everybody's after the first broadcast
     def build(self, loss: str) -> None:
         super().build(loss)
         if dist.is_initialized() and dist.get_rank():

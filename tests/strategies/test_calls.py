@@ -29,9 +29,7 @@ def assert_same_error(errors: list[RankError], *words: str) -> None:
     assert not any(error.timed_out for error in errors), told
 
 
-class SkipsALoss(TwoLosses):
-    """From batch `at` on, the ranks in `ranks` do not call the second loss."""
-
+class SkipsALoss(TwoLosses):  # from batch `at` on, the ranks in `ranks` do not call the second loss
     at, ranks, skipped = 0, (1,), "second"
     names: tuple[str, ...] = ("first", "second")
 
@@ -66,9 +64,7 @@ def test_a_rank_that_skips_all_losses(pool: RankPool) -> None:
     assert_same_error(pool.errors(3, fit, partial(SkipsALoss, 1, (1,), "both")), "first", "second", "rank 1")
 
 
-class FailsInBackward(Job):
-    """The gradient of rank 1's loss cannot be computed on the second batch."""
-
+class FailsInBackward(Job):  # the gradient of rank 1's loss cannot be computed on the second batch
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         value: Tensor = self.loss(self.encoder(features), labels)
         if index == 1 and self.global_rank == 1:
@@ -88,9 +84,7 @@ def test_a_rank_that_fails_inside_backward(pool: RankPool, world_size: int) -> N
     assert not any(error.timed_out for error in errors)
 
 
-class SkipsAGlobalLoss(SkipsALoss):
-    """... whose losses meet in forward and in backward."""
-
+class SkipsAGlobalLoss(SkipsALoss):  # ... whose losses meet in forward and in backward
     names = ("first", "second", "third")
 
     def build(self, loss: str) -> None:

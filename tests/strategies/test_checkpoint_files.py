@@ -33,9 +33,7 @@ LIMIT = 200 << 10
 SHARDED = {"sharded_checkpoints": True}
 
 
-class Large(Job):
-    """Its checkpoint is larger than the limit."""
-
+class Large(Job):  # its checkpoint is larger than the limit
     def build(self, loss: str) -> None:
         super().build(loss)
         self.register_buffer("filler", torch.ones(LIMIT // 4))
@@ -118,9 +116,7 @@ def test_files_of_different_steps_or_weights_are_refused(pool: RankPool, tmp_pat
     assert_same_error(errors, "loading a checkpoint", "content", "rank 0", "rank 1", "rank 2")
 
 
-class Cosine(Job):
-    """Another loss of the same shape."""
-
+class Cosine(Job):  # another loss of the same shape
     def build(self, loss: str) -> None:
         super().build("CosFaceLoss")
 

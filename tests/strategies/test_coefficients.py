@@ -21,9 +21,7 @@ from tests.strategies.test_calls import assert_same_error
 WRONG_AT = 2
 
 
-class Weighs(Job):
-    """One rank weighs the loss by a number of its own, in one step."""
-
+class Weighs(Job):  # one rank weighs the loss by a number of its own, in one step
     kind, wrong = "SupConLoss", True
 
     def build(self, loss: str) -> None:
@@ -80,9 +78,7 @@ def test_the_last_batch_of_a_fit_counts_too(pool: RankPool) -> None:
     assert_same_error(errors, "coefficient", f"after {WRONG_AT} steps")
 
 
-class Alike(Weighs):
-    """The same number on all ranks; another value that is never back-propagated stays alive."""
-
+class Alike(Weighs):  # the same number on all ranks; another value that is never back-propagated stays alive
     wrong = False
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
@@ -90,9 +86,7 @@ class Alike(Weighs):
         return super().objective(features, labels, index) * (1 + index)
 
 
-class Summed(Weighs):
-    """Ranks may differ where the gradients are summed; their mean is the coefficient of one process."""
-
+class Summed(Weighs):  # ranks may differ where the gradients are summed; their mean is the coefficient of one process
     def build(self, loss: str) -> None:
         self.loss = GlobalBatchLoss(pml.SupConLoss(), backward="sum")
 
@@ -111,9 +105,7 @@ def without_ranks(make: type[Weighs]) -> Job:
     return type("Alone", (make,), {"build": lambda self, loss: setattr(self, "loss", pml.SupConLoss())})()
 
 
-class Parts(Weighs):
-    """Each pair of ranks has a loss of its own, and a weight of its own."""
-
+class Parts(Weighs):  # each pair of ranks has a loss of its own, and a weight of its own
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
         self.loss = GlobalBatchLoss(pml.SupConLoss(), group=part)

@@ -17,9 +17,7 @@ from tests.strategies.jobs import Job, loader
 WATCHING = {"liveness", "interruptions", "rendezvous", "roll_call", "resume"}
 
 
-class CountCalls(Callback):
-    """Counts Python's calls by file, from the end of the second batch to that of the fourth."""
-
+class CountCalls(Callback):  # counts Python's calls by file, from the end of the second batch to that of the fourth
     def __init__(self) -> None:
         self.by_file: Counter[str] = Counter()
 

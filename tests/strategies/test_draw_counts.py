@@ -26,9 +26,7 @@ class Embeds(Line):
         return batch[1] * self.layer.weight + self.layer.bias
 
 
-class Sampling(Embeds):
-    """Classes of which a step samples a half."""
-
+class Sampling(Embeds):  # classes of which a step samples a half
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
         torch.manual_seed(5)
@@ -39,9 +37,7 @@ class Sampling(Embeds):
         return self.loss(self.embed(batch), batch[0] % CLASSES)
 
 
-class Mining(Embeds):
-    """Pairs of which a miner takes some at random."""
-
+class Mining(Embeds):  # pairs of which a miner takes some at random
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
         self.loss = GlobalBatchLoss(pml.ContrastiveLoss())

@@ -47,9 +47,7 @@ def rows(number: int) -> TensorDataset:
     return TensorDataset(torch.arange(number), ROWS[:number])
 
 
-class Evaluated(LightningModule):
-    """Logs metrics in several ways, and keeps the rows that it saw."""
-
+class Evaluated(LightningModule):  # logs metrics in several ways, and keeps the rows that it saw
     def __init__(self, exchanges: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -185,9 +183,7 @@ class Batches:
         yield [torch.arange(2), ROWS[:2]]
 
 
-class Marked(DataLoader):
-    """A loader with a constructor of its own, which Lightning could not build again."""
-
+class Marked(DataLoader):  # a loader with a constructor of its own, which Lightning could not build again
     def __init__(self, number: int, mark: str) -> None:
         super().__init__(rows(number), batch_size=3, num_workers=1, persistent_workers=True, collate_fn=list)
         self.own_mark = mark
@@ -314,9 +310,7 @@ def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(poo
     pool.run(2, validate_rows, 5, 2, True)
 
 
-class Retrieved(Evaluated):
-    """Logs a metric with list states that torchmetrics gathers item by item."""
-
+class Retrieved(Evaluated):  # logs a metric with list states that torchmetrics gathers item by item
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         super().__init__()
         self.found = convert(torchmetrics.retrieval.RetrievalMAP())

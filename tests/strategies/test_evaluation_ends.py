@@ -21,9 +21,7 @@ class Unreadable(RuntimeError):
     pass
 
 
-class Rows(Dataset[Tensor]):
-    """On rank 1 one of them cannot be read."""
-
+class Rows(Dataset[Tensor]):  # on rank 1 one of them cannot be read
     def __init__(self, broken: bool) -> None:
         self.broken = broken
 

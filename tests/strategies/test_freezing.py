@@ -20,9 +20,7 @@ from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
 from tests.strategies.test_calls import assert_same_error
 
 
-class Finetuning(BaseFinetuning):
-    """The first layer trains from epoch 1 on; the last one no more from epoch 2 on."""
-
+class Finetuning(BaseFinetuning):  # the first layer trains from epoch 1 on; the last one no more from epoch 2 on
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.encoder[0])
 
@@ -63,9 +61,7 @@ def test_stages_of_finetuning_are_one_process(
         assert_all_close(pool.run(world_size, fit_in_stages, False, strategy, **options), expected)
 
 
-class FrozenByRank(Job):
-    """From batch 2 on one rank trains less; buffers, which DDP broadcasts in forward."""
-
+class FrozenByRank(Job):  # from batch 2 on one rank trains less; buffers, which DDP broadcasts in forward
     def __init__(self, trains: int, parts: slice) -> None:
         super().__init__()
         self.trains, self.parts = trains, parts
@@ -87,9 +83,7 @@ def test_ranks_that_freeze_something_else_get_the_same_error(pool: RankPool, tra
     assert_same_error(errors, "frozen since the model was wrapped", "encoder.0.weight")
 
 
-class FrozenInside(Job):
-    """One rank, or both, freeze a layer inside the step at one batch."""
-
+class FrozenInside(Job):  # one rank, or both, freeze a layer inside the step at one batch
     def __init__(self, ranks: tuple[int, ...], at: int) -> None:
         super().__init__()
         self.ranks, self.at = ranks, at

@@ -205,9 +205,7 @@ def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
     return whole_state(module), scaler.get_scale()
 
 
-class SkipsAStep(Towers):
-    """One process that leaves out the third step."""
-
+class SkipsAStep(Towers):  # one process that leaves out the third step
     is_global = False
 
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:

@@ -41,9 +41,7 @@ def mean_over_some(features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor
     return embeddings.square().sum(1)[counted].sum(), counted.sum()
 
 
-class Mixed(Job):
-    """Batch norm in the encoder, a metric as a loss, a hand-written mean; rows are counted in validation."""
-
+class Mixed(Job):  # batch norm in the encoder, a metric as a loss, a hand-written mean; rows are counted in validation
     is_global = True
 
     def build(self, loss: str) -> None:
@@ -69,9 +67,7 @@ class Mixed(Job):
         self.seen += batch[1].tolist()
 
 
-class PlainMixed(Mixed):
-    """The same for one process."""
-
+class PlainMixed(Mixed):  # the same for one process
     is_global = False
 
 
@@ -105,9 +101,7 @@ def test_batch_norm_metrics_means_samplers_and_evaluation_are_those_of_one_proce
     assert seen == sorted(list(range(ROWS)) * EPOCHS), "each row once in each validation"
 
 
-class Window(Job):
-    """A hand-written mean whose count differs between micro-batches."""
-
+class Window(Job):  # a hand-written mean whose count differs between micro-batches
     def configure_model(self) -> None:
         shard(self, self.encoder)
 
@@ -168,9 +162,7 @@ def test_a_step_walks_through_no_names(pool: RankPool) -> None:
     assert ours == lightnings, "walks through all names"
 
 
-class Looking(Towers):
-    """Runs the encoder between two steps, without a backward, which leaves it gathered."""
-
+class Looking(Towers):  # runs the encoder between two steps, without a backward, which leaves it gathered
     is_global = False
 
     def configure_model(self) -> None:
@@ -203,9 +195,7 @@ def test_a_step_begins_with_parts_also_where_a_forward_has_left_them_gathered(po
     assert pool.run(2, where_parameters_are_gathered) == [([False] * 4, [False, True] * 2)] * 2
 
 
-class StepCollectives(Callback):
-    """The collectives between the ends of the second and the third batch."""
-
+class StepCollectives(Callback):  # the collectives between the ends of the second and the third batch
     def __init__(self) -> None:
         self.count = CountCollectives()
         self.of_step: Counter[str] = Counter()
@@ -278,9 +268,7 @@ def fit_in_float64(by_name: bool) -> dict[str, Tensor]:
     return whole_state(module)
 
 
-class Rounded(Towers):
-    """One process that starts from weights of float32."""
-
+class Rounded(Towers):  # one process that starts from weights of float32
     is_global = False
 
     def build(self, loss: str) -> None:

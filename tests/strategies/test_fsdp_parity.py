@@ -108,9 +108,7 @@ class ByHand(Towers):
         return [make([*self.encoder.parameters(), *self.first.parameters()]), make(self.second.parameters())]
 
 
-class PlainByHand(ByHand):
-    """The same for one process."""
-
+class PlainByHand(ByHand):  # the same for one process
     is_global = False
 
 

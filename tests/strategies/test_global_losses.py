@@ -18,9 +18,7 @@ from tests.oracle import assert_close
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, make_loss
 
 
-class Both(Job):
-    """A loss over samples and one over pairs, plain; two embeddings of one batch."""
-
+class Both(Job):  # a loss over samples and one over pairs, plain; two embeddings of one batch
     wrapped = False
 
     def build(self, loss: str) -> None:
@@ -33,15 +31,11 @@ class Both(Job):
         return self.loss(embeddings, labels) + 0.5 * self.pairs(embeddings, labels)
 
 
-class BothWrapped(Both):
-    """The same, each over the rows of all ranks."""
-
+class BothWrapped(Both):  # the same, each over the rows of all ranks
     wrapped = True
 
 
-class Manual(Both):
-    """The same by hand, a backward for each loss."""
-
+class Manual(Both):  # the same by hand, a backward for each loss
     by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
@@ -52,9 +46,7 @@ class Manual(Both):
         optimizer.step()
 
 
-class ManualWrapped(Manual):
-    """The same, each over the rows of all ranks."""
-
+class ManualWrapped(Manual):  # the same, each over the rows of all ranks
     wrapped = True
 
 
@@ -100,9 +92,7 @@ def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], w
     assert_errors(pool.errors(2, fit, job, {"global_batch": "auto"}), words, of="ConfigurationError")
 
 
-class Views(Job):
-    """Two views of each row, no labels."""
-
+class Views(Job):  # two views of each row, no labels
     def build(self, loss: str) -> None:
         self.loss = pml.SelfSupervisedLoss(pml.NTXentLoss(0.5))
 
@@ -120,9 +110,7 @@ def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:
     assert_all_close(pool.run(3, fit, Both, options, even=False, accumulate_grad_batches=2), expected)
 
 
-class TwoHeads(Job):
-    """Two losses of one kind, made in another order on rank 1."""
-
+class TwoHeads(Job):  # two losses of one kind, made in another order on rank 1
     swapped = False
 
     def build(self, loss: str) -> None:
@@ -138,9 +126,7 @@ class TwoHeads(Job):
         return sum(values, torch.zeros(()))
 
 
-class TwoHeadsSwapped(TwoHeads):
-    """Rank 1 calls them in another order too."""
-
+class TwoHeadsSwapped(TwoHeads):  # rank 1 calls them in another order too
     swapped = True
 
 

@@ -37,9 +37,7 @@ from tests.samplers.test_global_batch import together
 from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows, train
 
 
-class Plain(Line):
-    """Trains on what its user's loader yields."""
-
+class Plain(Line):  # trains on what its user's loader yields
     options: dict[str, Any]
 
     def train_dataloader(self) -> Any:
@@ -164,9 +162,7 @@ def test_what_changed_since_the_checkpoint_is_named_on_all_ranks(pool: RankPool,
     assert_errors(errors, *texts)
 
 
-class Longer(Plain):
-    """A data set that grew, or that rank 1 has more of."""
-
+class Longer(Plain):  # a data set that grew, or that rank 1 has more of
     def train_dataloader(self) -> Any:
         data = TensorDataset(torch.arange(60), torch.zeros(60, 3, dtype=torch.float64))
         return DataLoader(data, batch_size=G // self.ranks, shuffle=True)
@@ -258,9 +254,7 @@ def test_options_that_exclude_each_other() -> None:
         DDPLossStrategy(use_global_sampler="yes")  # type: ignore[arg-type]
 
 
-class Counted(DataLoader[Any]):
-    """A loader of the user's class."""
-
+class Counted(DataLoader[Any]):  # a loader of the user's class
     def __init__(self, *args: Any, note: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.note = note
@@ -304,9 +298,7 @@ def test_all_else_of_a_loader_is_kept() -> None:
     assert len(twin) == BATCHES
 
 
-class Kinds(Plain):
-    """Looks at the loaders that training got."""
-
+class Kinds(Plain):  # looks at the loaders that training got
     def train_dataloader(self) -> Any:
         size = G // self.ranks
         return CombinedLoader(

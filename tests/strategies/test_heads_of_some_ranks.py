@@ -14,9 +14,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.strategies.jobs import TASK, Job, assert_as_alone
 
 
-class HeadsByRank(Job):
-    """Each rank but the first has a head of its own for its rows."""
-
+class HeadsByRank(Job):  # each rank but the first has a head of its own for its rows
     wraps = True
 
     def build(self, loss: str) -> None:
@@ -33,9 +31,7 @@ class HeadsByRank(Job):
         return value
 
 
-class HeadsOfAll(HeadsByRank):
-    """One process: the mean of the ranks' terms."""
-
+class HeadsOfAll(HeadsByRank):  # one process: the mean of the ranks' terms
     wraps = False
     world_size = 2
 

@@ -20,16 +20,12 @@ from tests.strategies.jobs import OPTIMIZERS, TASK, Job, assert_as_alone, fit, f
 from tests.strategies.test_calls import assert_same_error
 
 
-class Holder:
-    """A plain object of the user's."""
-
+class Holder:  # a plain object of the user's
     def __init__(self, loss: nn.Module) -> None:
         self.criterion = loss
 
 
-class Hidden(Job):
-    """The loss lies in a place where torch does not register it."""
-
+class Hidden(Job):  # the loss lies in a place where torch does not register it
     def __init__(self, place: str, optimise: bool = True) -> None:
         self.place, self.optimise = place, optimise
         super().__init__()
@@ -83,9 +79,7 @@ def fit_hidden(make: Any, strategy: dict[str, Any], place: str) -> tuple[dict[st
     return dict(module.state_dict()), module.hidden().W.detach(), keys.seen
 
 
-class Keys(Callback):
-    """The state's keys in the middle of fit."""
-
+class Keys(Callback):  # the state's keys in the middle of fit
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.seen = sorted(module.state_dict())
 
@@ -150,9 +144,7 @@ def test_copies_that_nobody_optimises_are_left_alone(pool: RankPool, adopt: bool
     assert_as_alone(pool, KeepsCopies, {"adopt": adopt}, alone=Job)
 
 
-class HiddenLayer(Job):
-    """What hides is no loss by type, but an optimizer trains it."""
-
+class HiddenLayer(Job):  # what hides is no loss by type, but an optimizer trains it
     def build(self, loss: str) -> None:
         super().build(loss)
         torch.manual_seed(5)
@@ -169,9 +161,7 @@ def test_anything_hidden_that_an_optimizer_trains_is_told(pool: RankPool) -> Non
     assert_same_error(pool.errors(2, fit, HiddenLayer), "tools[0]", "Linear")
 
 
-class LooseParameter(Job):
-    """An optimizer holds a bare tensor that belongs to no module."""
-
+class LooseParameter(Job):  # an optimizer holds a bare tensor that belongs to no module
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS["sgd"]([*self.parameters(), torch.zeros(3, requires_grad=True)])
 

@@ -90,9 +90,7 @@ def test_join_of_many_splits(pool: RankPool) -> None:
             assert_close(states[number], truth)
 
 
-class Twins(Rows):
-    """Two towers, from halves of the embeddings."""
-
+class Twins(Rows):  # two towers, from halves of the embeddings
     def __init__(self) -> None:
         super().__init__(ClipLoss().double())
 
@@ -101,9 +99,7 @@ class Twins(Rows):
         return self.loss(embeddings[:, :2], embeddings[:, 2:])
 
 
-class Totals(Rows):
-    """A formula of the user's own, beside a regulariser without rows."""
-
+class Totals(Rows):  # a formula of the user's own, beside a regulariser without rows
     def training_step(self, batch: Any, index: int) -> Tensor:
         errors = self.encoder(batch[1]).square().sum(1)
         weight = self.encoder[0].weight
@@ -119,9 +115,7 @@ class Metric(Rows):
         return self.loss(embeddings[:, :2].contiguous(), embeddings[:, 2:].contiguous())
 
 
-class Normed(Rows):
-    """Batch norm, which Lightning synchronises."""
-
+class Normed(Rows):  # batch norm, which Lightning synchronises
     def __init__(self) -> None:
         super().__init__()
         self.encoder.insert(1, nn.BatchNorm1d(5, dtype=torch.float64))
@@ -231,9 +225,7 @@ def test_join_with_a_rank_that_has_no_batch_at_all(pool: RankPool, kind: str) ->
         assert_close(renamed(result["state"]), one_process(plan, 2))
 
 
-class Several(Rows):
-    """Two loaders, of different lengths on each rank; it notes which of them had a batch."""
-
+class Several(Rows):  # two loaders, of different lengths on each rank; it notes which of them had a batch
     seen: list[Any]
 
     def training_step(self, batch: Any, index: int) -> Tensor:
@@ -302,18 +294,14 @@ class LocalMean(Rows):
         return nn.functional.cross_entropy(self.encoder(batch[1]), batch[2])
 
 
-class SomeLocal(Rows):
-    """Looks global where there are no rows."""
-
+class SomeLocal(Rows):  # looks global where there are no rows
     def training_step(self, batch: Any, index: int) -> Tensor:
         embeddings = self.encoder(batch[1])
         value = self.loss(embeddings, batch[2])
         return value + embeddings.square().mean() if len(embeddings) else value
 
 
-class ByLargest(nn.Module):
-    """Divides by the largest entry of a column. Without rows there is none."""
-
+class ByLargest(nn.Module):  # divides by the largest entry of a column. Without rows there is none
     def forward(self, rows: Tensor) -> Tensor:
         return rows / rows.max(0).values
 

@@ -16,9 +16,7 @@ from tests.answers import assert_all_close, assert_errors
 from tests.strategies.jobs import Job, fit, fit_alone, make_loss
 
 
-class Textbook(nn.Module):
-    """CLIP's or SigLIP's loss on the whole matrix of products."""
-
+class Textbook(nn.Module):  # CLIP's or SigLIP's loss on the whole matrix of products
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)).double())
@@ -34,9 +32,7 @@ class Textbook(nn.Module):
         return -functional.logsigmoid(signs * (logits + self.logit_bias)).sum() / len(x)
 
 
-class Towers(Job):
-    """One encoder, two views of a row."""
-
+class Towers(Job):  # one encoder, two views of a row
     def build(self, loss: str) -> None:
         self.loss = Textbook(loss)
 
@@ -44,18 +40,14 @@ class Towers(Job):
         return self.loss(self.encoder(features), self.encoder(features.flip(1)))
 
 
-class Tiled(Towers):
-    """In tiles, over the rows of all ranks."""
-
+class Tiled(Towers):  # in tiles, over the rows of all ranks
     def build(self, loss: str, **further: Any) -> None:
         options: dict[str, Any] = {"init_temperature": 0.2, "tile_bytes": 128, **further}
         self.loss = ClipLoss(**options) if loss == "clip" else SigLipLoss(**options, init_bias=-1.0)
         self.loss.double()
 
 
-class Pieces(Tiled):
-    """The encoder in pieces of two rows; one tower goes round a ring."""
-
+class Pieces(Tiled):  # the encoder in pieces of two rows; one tower goes round a ring
     def build(self, loss: str) -> None:
         super().build(loss, gather="ring")
         self.run = microbatched(self.encoder, 2)
@@ -77,9 +69,7 @@ def fit_towers(make: type[Job], kind: str, options: dict[str, Any]) -> dict[str,
     return fit(lambda: make(kind), {}, even=False, **options)
 
 
-class Divided(Job):
-    """Divided classes."""
-
+class Divided(Job):  # divided classes
     def build(self, loss: str) -> None:
         self.loss = ClassShardedLoss(make_loss(loss))
 

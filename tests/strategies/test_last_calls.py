@@ -23,17 +23,13 @@ from tests.strategies.test_calls import assert_same_error
 LAST = TASK.steps - 1
 
 
-class ShardedInParts(Job):
-    """Its weight sharded over two ranks, with a replica on the other two."""
-
+class ShardedInParts(Job):  # its weight sharded over two ranks, with a replica on the other two
     def build(self, loss: str) -> None:
         first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
         self.loss = ClassShardedLoss(make_loss(loss), group=first if dist.get_rank() < 2 else second)
 
 
-class BroadcastsAfter(Callback):
-    """Broadcasts the shards, as something that takes them for a whole weight would."""
-
+class BroadcastsAfter(Callback):  # broadcasts the shards, as something that takes them for a whole weight would
     def __init__(self, index: int, ranks: list[int] | None = None) -> None:
         self.index, self.ranks = index, ranks
 

@@ -68,9 +68,7 @@ class Sized(Rows):
         return len(self.rows)
 
 
-class OwnLoader:
-    """Makes its batches itself."""
-
+class OwnLoader:  # makes its batches itself
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
@@ -106,9 +104,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-class Streaming(Line):
-    """A loss over the rows of all ranks, so that batches of 0 rows are exact."""
-
+class Streaming(Line):  # a loss over the rows of all ranks, so that batches of 0 rows are exact
     kind = "data set"
 
     def train_dataloader(self) -> Any:

@@ -33,9 +33,7 @@ def loaders(world_size: int, rank: int | None) -> DataLoader:
     return DataLoader(batches, batch_size=None)
 
 
-class Logging(LightningModule):
-    """Logs means of its input in several ways; its weight stays as it is."""
-
+class Logging(LightningModule):  # logs means of its input in several ways; its weight stays as it is
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))

@@ -45,9 +45,7 @@ class TwoForwardsThenTwoBackwards(Manual):
             optimizer.step()
 
 
-class SameLossTwice(Manual):
-    """Two forwards through one loss, then two backwards in the other order."""
-
+class SameLossTwice(Manual):  # two forwards through one loss, then two backwards in the other order
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         features, labels = batch
         values = [self.first(self.encoder(features * k), labels) for k in (1, 2)]
@@ -58,9 +56,7 @@ class SameLossTwice(Manual):
         optimizer.step()
 
 
-class EverySecondStep(Manual):
-    """Accumulation by hand: gradients stay over two batches."""
-
+class EverySecondStep(Manual):  # accumulation by hand: gradients stay over two batches
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         loss = self.first if index % 2 else self.second
         self.manual_backward(loss(self.encoder(batch[0]), batch[1]))

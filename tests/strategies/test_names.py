@@ -92,9 +92,7 @@ def count(make: Any, strategy: Any, **options: Any) -> list[list[str]]:
     return counter.steps
 
 
-class ManyClasses(Job):
-    """Its loss has more gradient than travels in a handshake."""
-
+class ManyClasses(Job):  # its loss has more gradient than travels in a handshake
     def build(self, loss: str) -> None:
         self.loss = pml.ArcFaceLoss(5000, TASK.dim).double()
 
@@ -158,9 +156,7 @@ def test_options_that_cannot_work_are_refused_at_once(option: str, value: Any, w
         DDPLossStrategy(**{option: value})
 
 
-class Own(DDPLossStrategy):
-    """A user's subclass with an option of its own."""
-
+class Own(DDPLossStrategy):  # a user's subclass with an option of its own
     def __init__(self, *, patience: int = 1, **options: Any) -> None:
         super().__init__(**options)
 
@@ -232,9 +228,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest(name: str, meant: str) -> 
     assert "Did you mean" not in str(caught.value)
 
 
-class TwoParts(Job):
-    """Optimizers take turns in manual optimisation, and each step leaves out a layer."""
-
+class TwoParts(Job):  # optimizers take turns in manual optimisation, and each step leaves out a layer
     by_hand = True
 
     def __init__(self) -> None:

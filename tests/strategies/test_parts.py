@@ -19,9 +19,7 @@ from tests.oracle import Task
 from tests.strategies.jobs import Job, loader, make_loss
 
 
-class InParts(Job):
-    """Two groups of two; rank 1 fails before the loss of step 2."""
-
+class InParts(Job):  # two groups of two; rank 1 fails before the loss of step 2
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
         self.loss = (
@@ -58,9 +56,7 @@ class BesideTheWorld(Job):
         return value
 
 
-class DisagreesInAPart(InParts):
-    """Ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong."""
-
+class DisagreesInAPart(InParts):  # ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
         return self.loss(

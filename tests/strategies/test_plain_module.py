@@ -37,9 +37,7 @@ def portrait(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-class Watch(Callback):
-    """What the user sees in the middle of fit."""
-
+class Watch(Callback):  # what the user sees in the middle of fit
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.keys = list(module.state_dict())
         self.names = [name for name, _ in module.named_parameters()]
@@ -71,9 +69,7 @@ TWINS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class CopyOnRank0(Callback):
-    """Copies, pickles and compiles on rank 0 only, where a collective would hang."""
-
+class CopyOnRank0(Callback):  # copies, pickles and compiles on rank 0 only, where a collective would hang
     def __init__(self, what: str) -> None:
         self.what = what
 

@@ -30,9 +30,7 @@ LOSS_DTYPE = dict.fromkeys(PRECISIONS, torch.float32) | {"64-true": torch.float6
 
 
 @register_loss_type
-class Records(nn.Module):
-    """A softmax loss that writes down what it is given and how."""
-
+class Records(nn.Module):  # a softmax loss that writes down what it is given and how
     def __init__(self, learnable: bool = True) -> None:
         super().__init__()
         torch.manual_seed(6)
@@ -193,9 +191,7 @@ def record_half(dtype: torch.dtype) -> tuple[set[Any], torch.dtype]:
     return module.loss.seen, module.loss.W.dtype
 
 
-class Overflows(Learnable):
-    """In batch 1 the inputs of the last rank are more than a half can hold."""
-
+class Overflows(Learnable):  # in batch 1 the inputs of the last rank are more than a half can hold
     rate = {"lr": 0.01}  # noqa: RUF012 - nobody writes to it
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -278,9 +274,7 @@ OURS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
 }
 
 
-class GlobalInHalf(LightningModule):
-    """Keeps what its loss over all ranks is given, and what comes back."""
-
+class GlobalInHalf(LightningModule):  # keeps what its loss over all ranks is given, and what comes back
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(1)

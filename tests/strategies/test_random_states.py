@@ -25,9 +25,7 @@ from tests.strategies.test_resuming import AFTER, BATCHES, ROWS, SEED, G, Kill, 
 CPU = torch.device("cpu")
 
 
-class Augmented(Dataset[Any]):
-    """Draws in the process that fetches, from all three generators."""
-
+class Augmented(Dataset[Any]):  # draws in the process that fetches, from all three generators
     def __len__(self) -> int:
         return ROWS
 
@@ -36,17 +34,13 @@ class Augmented(Dataset[Any]):
         return torch.tensor(index), X[index] + noise
 
 
-class Stream(IterableDataset[Any]):
-    """Of unknown length: Lightning fetches a batch ahead."""
-
+class Stream(IterableDataset[Any]):  # of unknown length: Lightning fetches a batch ahead
     def __iter__(self) -> Any:
         W, rank = dist.get_world_size(), dist.get_rank()
         return ((torch.tensor(row), X[row]) for row in range(rank, ROWS - ROWS % W, W))
 
 
-class Noisy(Line):
-    """Draws in the forward pass and in a hook; the seeds of the ranks differ."""
-
+class Noisy(Line):  # draws in the forward pass and in a hook; the seeds of the ranks differ
     kind = "global"
 
     def __init__(self, ranks: int) -> None:
@@ -203,9 +197,7 @@ def test_a_checkpoint_of_another_strategy_says_nothing(pool: RankPool, tmp_path:
     assert pool.run(2, fit_and_forget, None, "", save) == [[], []]
 
 
-class KillInterrupted(Kill):
-    """Saves as a callback does that Lightning tells of an error."""
-
+class KillInterrupted(Kill):  # saves as a callback does that Lightning tells of an error
     def kill(self, trainer: Any, module: Any, *args: Any) -> None:
         trainer.state.status = TrainerStatus.INTERRUPTED
         super().kill(trainer, module, *args)

@@ -33,9 +33,7 @@ def rows() -> TensorDataset:
     return TensorDataset(torch.arange(ROWS), X)
 
 
-class Line(LightningModule):
-    """A sum over rows with a fixed divisor: its gradient is that of one process for any cut."""
-
+class Line(LightningModule):  # a sum over rows with a fixed divisor: its gradient is that of one process for any cut
     asks_for_steps = False
 
     def __init__(self, ranks: int, workers: int = 0, size: int = G) -> None:
@@ -72,9 +70,7 @@ class Killed(Exception):
     pass
 
 
-class Kill(Callback):
-    """Saves and ends the run in a hook, when so many batches have begun in this run."""
-
+class Kill(Callback):  # saves and ends the run in a hook, when so many batches have begun in this run
     def __init__(self, hook: str, batches: int, path: str) -> None:
         self.batches, self.path = batches, path
         setattr(self, hook, self.kill)
@@ -257,9 +253,7 @@ def test_a_window_begins_again(pool: RankPool, tmp_path: Path, step: int) -> Non
         place = trained - in_epoch % 2
 
 
-class Resumable(DataLoader[Any]):
-    """A loader that skips batches by itself, as torchdata's does."""
-
+class Resumable(DataLoader[Any]):  # a loader that skips batches by itself, as torchdata's does
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -267,9 +261,7 @@ class Resumable(DataLoader[Any]):
         raise AssertionError("it would skip batches a second time")
 
 
-class Other(Line):
-    """Another sampler or loader than that of ``Line``."""
-
+class Other(Line):  # another sampler or loader than that of ``Line``
     rows, seed, loader = ROWS, SEED, DataLoader
 
     def train_dataloader(self) -> DataLoader:
@@ -309,9 +301,7 @@ def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path)
     assert together([[reply["seen"]] for reply in replies])[0] == one_process(EPOCHS * BATCHES)[0][2:]
 
 
-class Two(Line):
-    """Trains on two loaders, of 5 and of 3 batches."""
-
+class Two(Line):  # trains on two loaders, of 5 and of 3 batches
     mode: Any = "max_size_cycle"
 
     def train_dataloader(self) -> Any:
@@ -356,9 +346,7 @@ class ReadsAhead(DataLoader[Any]):
         return (self.collate_fn([self.dataset[row] for row in batch]) for batch in batches)
 
 
-class FewBatches(Line):
-    """Each form of a global sampler, read ahead to the end of an epoch."""
-
+class FewBatches(Line):  # each form of a global sampler, read ahead to the end of an epoch
     form = ""
 
     def train_dataloader(self) -> Any:
@@ -397,9 +385,7 @@ def test_loaders_made_anew_and_read_ahead_begin_their_epoch(pool: RankPool, tmp_
     assert anew == once
 
 
-class Shuffled(Line):
-    """Lightning puts in its `DistributedSampler`."""
-
+class Shuffled(Line):  # Lightning puts in its `DistributedSampler`
     def train_dataloader(self) -> DataLoader:
         return (ReadsAhead if self.workers else DataLoader)(rows(), batch_size=4, shuffle=True)
 

@@ -19,9 +19,7 @@ from tests.strategies.jobs import TASK, Job, fit
 OPTIONS: dict[str, dict[str, Any]] = {"accumulation": {"accumulation": "window"}, "bucket_cap_mb": {"bucket_cap_mb": 1}}
 
 
-class OtherMargin(Job):
-    """Rank 1 has another margin, which no shape shows."""
-
+class OtherMargin(Job):  # rank 1 has another margin, which no shape shows
     def build(self, loss: str) -> None:
         torch.manual_seed(1)
         margin = 28.6 + dist.get_rank()

@@ -145,9 +145,7 @@ def test_a_damaged_folder_is_the_same_error_on_every_rank(
     assert errors[0].type == "InputError"
 
 
-class OtherRows(Sharded):
-    """As many weight rows, of other classes."""
-
+class OtherRows(Sharded):  # as many weight rows, of other classes
     def build(self, loss: str) -> None:
         self.loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=3 * TASK.classes, embedding_size=TASK.dim).double())
 

@@ -58,9 +58,7 @@ def test_every_loss_trains(pool: RankPool, name: str) -> None:
     assert_close(joined(pool.run(2, fit_sharded, name, "adam", even=False), name), expected)
 
 
-class Evaluates(Sharded):
-    """Runs the loss in evaluation too; nothing there may change a weight."""
-
+class Evaluates(Sharded):  # runs the loss in evaluation too; nothing there may change a weight
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         assert self.objective(*batch, index).isfinite()
 
@@ -150,9 +148,7 @@ def test_other_classes_are_refused_before_anything_is_loaded(pool: RankPool, tmp
     assert pool.run(2, load_into_other_classes, file, fresh=True) == [True, True]
 
 
-class Built(Sharded):
-    """Made before the ranks exist, as a script makes its module."""
-
+class Built(Sharded):  # made before the ranks exist, as a script makes its module
     def build(self, loss: str) -> None:
         with mock.patch.object(process_groups, "is_distributed", return_value=False):
             self.loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=5, embedding_size=TASK.dim, seed=1).double()
@@ -165,9 +161,7 @@ def test_a_loss_that_is_never_whole_trains_alike_on_any_number_of_ranks(pool: Ra
     assert_close(three, one)
 
 
-class Parts(Sharded):
-    """Sharded over two ranks, twice."""
-
+class Parts(Sharded):  # sharded over two ranks, twice
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
         self.loss = ClassShardedLoss(make_loss(loss), group=part)
@@ -196,9 +190,7 @@ def test_a_users_own_clipping_is_refused(pool: RankPool) -> None:
     assert_errors(pool.errors(2, fit_sharded, make=Clips), "gradient_clip_val", "loss.W", of="ConfigurationError")
 
 
-class Overflow(Callback):
-    """One rank's shard overflows in one step."""
-
+class Overflow(Callback):  # one rank's shard overflows in one step
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == 1 and not getattr(self, "done", False):
             self.done = True
@@ -275,9 +267,7 @@ def averaged(epochs: int, load: str | None, save: str | None) -> dict[str, Tenso
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-class SavesInBetween(WeightAveraging):
-    """Saves while the average is kept with the weights."""
-
+class SavesInBetween(WeightAveraging):  # saves while the average is kept with the weights
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
@@ -315,9 +305,7 @@ class Adafactor(Sharded):
         return torch.optim.Adafactor(self.parameters())
 
 
-class Apart(Sharded):
-    """The sharded weight has an optimizer of its own kind."""
-
+class Apart(Sharded):  # the sharded weight has an optimizer of its own kind
     by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:

@@ -41,9 +41,7 @@ class SlurmRanks(SLURMEnvironment, RankEnvironment):
         return
 
 
-class Signalled(Job):
-    """Some ranks get the signal, each at another place of a step."""
-
+class Signalled(Job):  # some ranks get the signal, each at another place of a step
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__()
         self.ranks = ranks
@@ -122,9 +120,7 @@ def test_all_ranks_save_after_the_same_step(
         assert_close(state, undisturbed, rtol=0)
 
 
-class Terminated(Job):
-    """Some ranks get the signal in the validation of the first epoch."""
-
+class Terminated(Job):  # some ranks get the signal in the validation of the first epoch
     def __init__(self, ranks: tuple[int, ...]) -> None:
         super().__init__()
         self.ranks = ranks

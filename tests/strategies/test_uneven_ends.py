@@ -50,9 +50,7 @@ def batches_of(plan: Plan) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
     return [[next(cut) for _ in of_rank] for of_rank in plan]
 
 
-class Stream(IterableDataset[Any]):
-    """Batches without a length."""
-
+class Stream(IterableDataset[Any]):  # batches without a length
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
 
@@ -60,16 +58,12 @@ class Stream(IterableDataset[Any]):
         return iter(self.batches)
 
 
-class Claims(Stream):
-    """Four batches, as it says."""
-
+class Claims(Stream):  # four batches, as it says
     def __len__(self) -> int:
         return 4
 
 
-class Fails(Stream):
-    """Gives one batch, and raises at the next; in a worker it dies."""
-
+class Fails(Stream):  # gives one batch, and raises at the next; in a worker it dies
     def __iter__(self) -> Iterator[Any]:
         yield self.batches[0]
         if get_worker_info() is not None:
@@ -88,9 +82,7 @@ def listed(batches: Sequence[Any]) -> DataLoader[Any]:
 LOADERS: dict[str, Callable[[Sequence[Any]], Any]] = {"known": listed, "unknown": stream}
 
 
-class Rows(LightningModule):
-    """An encoder and a loss over all rows; notes what it sees."""
-
+class Rows(LightningModule):  # an encoder and a loss over all rows; notes what it sees
     def __init__(self, loss: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -187,9 +179,7 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("loss.loss.", "loss."): value for name, value in state.items()}
 
 
-class Grows(DataLoader[Any]):
-    """Has a batch less on rank 1 in its second epoch."""
-
+class Grows(DataLoader[Any]):  # has a batch less on rank 1 in its second epoch
     epochs = 0
 
     def __iter__(self) -> Any:
@@ -353,9 +343,7 @@ def test_stop_says_once_what_is_left_out(pool: RankPool, kind: str, left: str) -
     assert pool.run(2, said_of_the_end, kind) == [[text], []]
 
 
-class Meeting:
-    """Ranks that are threads: what they hand in meets, in rank order."""
-
+class Meeting:  # ranks that are threads: what they hand in meets, in rank order
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=30)
         self.payloads = [b""] * world_size

@@ -33,9 +33,7 @@ SILENT_MS = 5000  # a replica that the lighthouse has not heard of for so long i
 SLICES = [slice(0, 4), slice(4, 6)]  # of a replica's batch: uneven
 
 
-class Both(nn.Module):
-    """An encoder and a learnable loss over its embeddings."""
-
+class Both(nn.Module):  # an encoder and a learnable loss over its embeddings
     def __init__(self, *, is_global: bool) -> None:
         super().__init__()
         torch.manual_seed(1)

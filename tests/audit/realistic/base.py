@@ -30,9 +30,7 @@ def two_tables() -> CombinedLoader:
     return CombinedLoader({"labelled": table(), "unlabelled": table()}, "max_size")
 
 
-class Realistic(LightningModule):
-    """Builds from one seed; subclasses write ``build`` and ``objective``."""
-
+class Realistic(LightningModule):  # builds from one seed; subclasses write ``build`` and ``objective``
     def __init__(self, *, sick: bool = False) -> None:
         super().__init__()
         self.sick = sick

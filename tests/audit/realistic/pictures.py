@@ -13,9 +13,7 @@ from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, table
 
 
-class Segmentation(Realistic):
-    """A class for each pixel; sick: a Dice loss over the batch, which is no mean over rows."""
-
+class Segmentation(Realistic):  # a class for each pixel; sick: a Dice loss over the batch, which is no mean over rows
     def build(self) -> None:
         self.encoder = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU())
         self.head = nn.Conv2d(4, 2, 1)
@@ -40,17 +38,13 @@ class GlobalDice(Segmentation):
         return 1 - 2 * overlap / sizes
 
 
-class Residual(Realistic):
-    """Batch norm, which is exact where it is synchronised; sick: each rank's own."""
-
+class Residual(Realistic):  # batch norm, which is exact where it is synchronised; sick: each rank's own
     def build(self) -> None:
         super().build()
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, DIM))
 
 
-class Focal(Realistic):
-    """A focal loss whose divisor counts the positives of all ranks."""
-
+class Focal(Realistic):  # a focal loss whose divisor counts the positives of all ranks
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
         logits = self.head(self.encoder(x))
         target = (tokens[:, :CLASSES] > 6).double()
@@ -86,9 +80,7 @@ class DetectionSet(Realistic):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + distance / total.clamp(min=1)
 
 
-class Adversaries(Realistic):
-    """A GAN in manual optimisation; its latent numbers come with the batch."""
-
+class Adversaries(Realistic):  # a GAN in manual optimisation; its latent numbers come with the batch
     def build(self) -> None:
         self.automatic_optimization = False
         self.encoder = spectral_norm(nn.Linear(FEATURES, 1))
@@ -170,9 +162,7 @@ class Variational(Realistic):
         return table(noise=True)
 
 
-class Diffusion(Realistic):
-    """Noise is predicted at a time that the row tells; noise and time come with the row."""
-
+class Diffusion(Realistic):  # noise is predicted at a time that the row tells; noise and time come with the row
     def build(self) -> None:
         self.time = nn.Embedding(10, FEATURES)
         self.decoder = nn.Linear(DIM, FEATURES)
@@ -188,9 +178,7 @@ class Diffusion(Realistic):
         return table(noise=True)
 
 
-class Codebook(Realistic):
-    """A vector-quantised autoencoder: nearest codes, a straight-through gradient, a commitment."""
-
+class Codebook(Realistic):  # a vector-quantised autoencoder: nearest codes, a straight-through gradient, a commitment
     def build(self) -> None:
         self.codes = nn.Embedding(6, DIM)
         self.decoder = nn.Linear(DIM, FEATURES)
@@ -202,9 +190,7 @@ class Codebook(Realistic):
         return F.mse_loss(self.decoder(passed), x) + F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
 
 
-class Flow(Realistic):
-    """A normalising flow of two affine couplings: the likelihood of each row."""
-
+class Flow(Realistic):  # a normalising flow of two affine couplings: the likelihood of each row
     def build(self) -> None:
         half = FEATURES // 2
         self.encoder = nn.ModuleList(
