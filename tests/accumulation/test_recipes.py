@@ -104,8 +104,7 @@ def run_alone(value: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
     ("index", "alone"), [(TOKENS, tokens_alone), (BOXES, boxes_alone), (OWN, own_alone)], ids=["tokens", "boxes", "own"]
 )
 def test_a_mean(pool: RankPool, index: int, alone: Callable[[dict[str, Any]], Tensor]) -> None:
-    expected = pool.run(1, run_alone, alone, distributed=False)[0]
-    assert_all_close(pool.run(2, run_recipe, index), expected)
+    assert_all_close(pool.run(2, run_recipe, index), pool.run(1, run_alone, alone, distributed=False)[0])
 
 
 def run_loop() -> dict[str, Tensor]:
@@ -128,8 +127,7 @@ def run_loop() -> dict[str, Tensor]:
 
 
 def test_a_loop_of_ones_own(pool: RankPool) -> None:
-    alone = pool.run(1, run_alone, tokens_alone, distributed=False)[0]
-    assert_all_close(pool.run(2, run_loop), alone)
+    assert_all_close(pool.run(2, run_loop), pool.run(1, run_alone, tokens_alone, distributed=False)[0])
 
 
 def test_every_recipe_is_run() -> None:

@@ -120,8 +120,7 @@ def fit_big(options: dict[str, int]) -> None:
     ids=str,
 )
 def test_a_change_is_found_when_its_part_comes(pool: RankPool, options: dict[str, int], step: str) -> None:
-    errors = pool.errors(2, fit_big, options)
-    assert_errors(errors, "`big` (rank 1), max difference 0.25", step)
+    assert_errors(pool.errors(2, fit_big, options), "`big` (rank 1), max difference 0.25", step)
 
 
 def test_parts_are_the_whole() -> None:

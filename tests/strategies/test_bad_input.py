@@ -61,8 +61,7 @@ def test_bad_input_is_the_same_error_on_every_rank(pool: RankPool, case: str, ra
 
 @pytest.mark.parametrize("case", SPOILS)
 def test_bad_input_in_one_process(pool: RankPool, case: str) -> None:
-    errors = pool.errors(1, fit, partial(Spoiled, case, (0,), 0))
-    assert_same_error(errors, "ArcFaceLoss", *SPOILS[case][1])
+    assert_same_error(pool.errors(1, fit, partial(Spoiled, case, (0,), 0)), "ArcFaceLoss", *SPOILS[case][1])
 
 
 @pytest.mark.parametrize("loss", ["SoftTripleLoss", "ProxyNCALoss", "NormalizedSoftmaxLoss", "SubCenterArcFaceLoss"])

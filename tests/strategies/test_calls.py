@@ -119,8 +119,7 @@ class EverySecondBatchOnRank1(TwoLosses):
 
 
 def test_the_next_fit_works_after_an_error(pool: RankPool) -> None:
-    expected = fit_alone(Job)
-    assert_all_close(pool.run(2, fail_then_fit), expected)
+    assert_all_close(pool.run(2, fail_then_fit), fit_alone(Job))
 
 
 def fail_then_fit() -> dict[str, Tensor]:

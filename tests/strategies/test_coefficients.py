@@ -144,5 +144,4 @@ class KeptOnRankOne(Weighs):
 
 
 def test_a_value_that_is_never_back_propagated_hides_nothing(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, KeptOnRankOne)
-    assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0")
+    assert_same_error(pool.errors(2, fit, KeptOnRankOne), "coefficient", "rank 0: 0.5", "rank 1: 3.0")

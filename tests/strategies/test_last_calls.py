@@ -79,8 +79,7 @@ def fit_that_compares_no_calls() -> None:
 
 
 def test_the_last_coefficient_is_compared(pool: RankPool) -> None:
-    errors = pool.errors(2, fit_that_compares_no_calls)
-    assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0")
+    assert_same_error(pool.errors(2, fit_that_compares_no_calls), "coefficient", "rank 0: 0.5", "rank 1: 3.0")
 
 
 def late_value_of_an_earlier_loss() -> None:

@@ -150,8 +150,7 @@ def fit_again_alone(times: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategies", [[{}, {}], [{}, "ddp"], ["ddp", {}], [{}, {}, "ddp", {}]], ids=str)
 def test_the_same_module_fits_again_also_under_ddp(pool: RankPool, strategies: list[Any]) -> None:
-    expected = fit_again_alone(len(strategies))
-    assert_all_close(pool.run(2, fit_again_and_again, strategies), expected)
+    assert_all_close(pool.run(2, fit_again_and_again, strategies), fit_again_alone(len(strategies)))
 
 
 class Validated(Job):

@@ -61,8 +61,7 @@ def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_module_equals_the_plain_one(pool: RankPool) -> None:
-    plain = fit_alone(Job)
-    assert_all_close(pool.run(2, fit_compiled_module, Job), plain)
+    assert_all_close(pool.run(2, fit_compiled_module, Job), fit_alone(Job))
 
 
 DDP_OPTIONS: list[dict[str, Any]] = [

@@ -70,8 +70,7 @@ class Evaluates(Sharded):  # runs the loss in evaluation too; nothing there may 
 
 @pytest.mark.parametrize("then", ["validate", "test", "predict"])
 def test_evaluation_leaves_the_shards_alone(pool: RankPool, then: str) -> None:
-    expected = fit_alone(Plain)
-    assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), expected)
+    assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), fit_alone(Plain))
 
 
 PLACES = {"one process": 0, "1 rank": 1, "2 ranks": 2, "3 ranks": 3}
