@@ -151,10 +151,17 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def step_alone(optimizer: torch.optim.Optimizer, value: Tensor) -> None:
+    """A step of one process."""
+    optimizer.zero_grad()
+    value.backward()
+    optimizer.step()
+
+
 def fit_sharded_model(
-    kind: str,
+    kind: str | Callable[[], Job],
     optimizer: str = "sgd",
-    strategy: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | str | None = None,
     *,
     even: bool = True,
     ddp: bool = False,
@@ -164,11 +171,12 @@ def fit_sharded_model(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Train on all ranks of the pool; returns the whole state, of a class shard this rank's part."""
-    module = make_job(kind, optimizer)
+    module: Any = make_job(kind, optimizer) if isinstance(kind, str) else kind()
     if prepare is not None:
         prepare(module)
-    made = DDPLossStrategy(**(strategy or {})) if ddp else ModelParallelLossStrategy(**(strategy or {}))
-    trainer = make_trainer(made, **options)
+    if not isinstance(strategy, str):
+        strategy = (DDPLossStrategy if ddp else ModelParallelLossStrategy)(**(strategy or {}))
+    trainer = make_trainer(strategy, **options)
     trainer.fit(module, loader(even=even), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)

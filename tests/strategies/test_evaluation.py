@@ -118,8 +118,7 @@ def run_all(trainer: Trainer, number: int, size: int) -> dict[str, Any]:
 
 
 def run_on_ranks(number: int, size: int, **options: Any) -> dict[str, Any]:
-    strategy = DDPLossStrategy(**options)
-    trainer = make_trainer(strategy, use_distributed_sampler=True, num_sanity_val_steps=2)
+    trainer = make_trainer(DDPLossStrategy(**options), use_distributed_sampler=True, num_sanity_val_steps=2)
     return run_all(trainer, number, size)
 
 
@@ -290,8 +289,7 @@ def validate_rows(number: int, size: int, exchanges: bool = False, more: int = 0
 
 
 def predict_few() -> None:
-    trainer = make_trainer("ddp_losses", use_distributed_sampler=True)
-    trainer.predict(Evaluated(), DataLoader(rows(2), batch_size=2))
+    make_trainer("ddp_losses", use_distributed_sampler=True).predict(Evaluated(), DataLoader(rows(2), batch_size=2))
 
 
 def test_evaluations_that_cannot_be_exact_are_refused(pool: RankPool) -> None:

@@ -36,11 +36,8 @@ class TrainableJob(Job):
         return [p for p in self.parameters() if p.requires_grad]
 
 
-def fit_in_stages(alone: bool, strategy: dict[str, Any], **options: Any) -> Any:
-    callbacks = [Finetuning(), *([] if alone else [DDPChecks()])]
-    if alone:
-        return fit_alone(TrainableJob, callbacks=callbacks, max_epochs=4, **options)
-    return fit(TrainableJob, strategy, callbacks=callbacks, max_epochs=4, **options)
+def fit_in_stages(strategy: dict[str, Any], **options: Any) -> Any:
+    return fit(TrainableJob, strategy, callbacks=[Finetuning(), DDPChecks()], max_epochs=4, **options)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +53,9 @@ def fit_in_stages(alone: bool, strategy: dict[str, Any], **options: Any) -> Any:
 def test_stages_of_finetuning_are_one_process(
     pool: RankPool, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    expected = fit_in_stages(True, {}, **options)
+    expected = fit_alone(TrainableJob, callbacks=[Finetuning()], max_epochs=4, **options)
     for world_size in (2, 3):
-        assert_all_close(pool.run(world_size, fit_in_stages, False, strategy, **options), expected)
+        assert_all_close(pool.run(world_size, fit_in_stages, strategy, **options), expected)
 
 
 class FrozenByRank(Job):  # from batch 2 on one rank trains less; buffers, which DDP broadcasts in forward

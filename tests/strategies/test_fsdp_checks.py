@@ -25,11 +25,7 @@ from tests.strategies.test_calls import assert_same_error
 
 
 def fit_checked(kind: str, prepare: Callable[[Towers], None] | None = None) -> None:
-    module = make_job(kind)
-    if prepare is not None:
-        prepare(module)
-    trainer = make_trainer(ModelParallelLossStrategy(), callbacks=[DDPChecks()], max_epochs=2)
-    trainer.fit(module, loader())
+    fit_sharded_model(kind, prepare=prepare, callbacks=[DDPChecks()], max_epochs=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

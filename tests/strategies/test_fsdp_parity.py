@@ -112,16 +112,9 @@ class PlainByHand(ByHand):  # the same for one process
     is_global = False
 
 
-def fit_by_hand() -> dict[str, Tensor]:
-    module = ByHand()
-    data = loader(even=False)
-    make_trainer(ModelParallelLossStrategy()).fit(module, data)
-    return whole_state(module)
-
-
 def test_two_optimizers_step_by_hand(pool: RankPool) -> None:
     expected = {name.replace("first.", "first.loss."): value for name, value in fit_alone(PlainByHand).items()}
-    states = pool.run(2, fit_by_hand)
+    states = pool.run(2, fit_sharded_model, ByHand, even=False)
     divided = torch.cat([state["second.W"] for state in states], 1)
     for state in states:
         assert_close({**state, "second.W": divided}, expected, rtol=1e-8)

@@ -59,10 +59,7 @@ class Logging(LightningModule):  # logs means of its input in several ways; its 
 
 
 def logged_on_ranks(strategy: Strategy) -> dict[str, float]:
-    """Fit on all ranks of the pool; returns what was logged."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    trainer = make_trainer(strategy_of(strategy))
-    return logged(trainer, loaders(world_size, rank))
+    return logged(make_trainer(strategy_of(strategy)), loaders(dist.get_world_size(), dist.get_rank()))
 
 
 def logged(trainer: Trainer, loader: DataLoader, make: Callable[[], Logging] = Logging) -> dict[str, float]:

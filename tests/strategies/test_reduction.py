@@ -100,20 +100,21 @@ def test_options_of_the_trainer(pool: RankPool, name: str) -> None:
     assert_as_alone(pool, Alternating, worlds=(3,), **options)
 
 
-def averaged(make: Any, kind: str, world_size: int) -> dict[str, Tensor]:
-    if kind == "swa":
-        callback: callbacks.Callback = callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, device=None)
-    else:
-        callback = callbacks.EMAWeightAveraging(decay=0.8)
-    run = fit if world_size else fit_alone
-    return run(make, callbacks=[callback], max_epochs=4)
+AVERAGES: dict[str, Any] = {
+    "swa": partial(callbacks.StochasticWeightAveraging, 0.05, swa_epoch_start=1, device=None),
+    "ema": partial(callbacks.EMAWeightAveraging, decay=0.8),
+}
 
 
-@pytest.mark.parametrize("kind", ["swa", "ema"])
+def averaged(run: Any, kind: str) -> dict[str, Tensor]:
+    return run(Job, callbacks=[AVERAGES[kind]()], max_epochs=4)
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
 def test_weight_averaging_callbacks(pool: RankPool, kind: str) -> None:
-    expected = averaged(Job, kind, 0)
+    expected = averaged(fit_alone, kind)
     assert max(differences(fit_alone(Job, max_epochs=4), expected).values()) > 1e-6, "averaging did nothing"
-    assert_all_close(pool.run(2, averaged, Job, kind, 2), expected)
+    assert_all_close(pool.run(2, averaged, fit, kind), expected)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

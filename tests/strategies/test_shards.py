@@ -216,11 +216,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(pool: RankPool) -> 
 
 def test_plain_ddp_is_found_out(pool: RankPool) -> None:
     """Five classes on two ranks differ in shape, and DDP itself refuses them; six would be broadcast without a word."""
-    assert_errors(pool.errors(2, six_classes_under_ddp), "ddp_losses", of="RankMismatchError")
-
-
-def six_classes_under_ddp() -> None:
-    make_trainer("ddp").fit(OtherClasses(), loader())
+    assert_errors(pool.errors(2, fit, OtherClasses, "ddp"), "ddp_losses", of="RankMismatchError")
 
 
 class OwnShard(Job):
@@ -277,8 +273,7 @@ class SavesInBetween(WeightAveraging):  # saves while the average is kept with t
 
 
 def saved_in_between(path: str, strategy: dict[str, Any]) -> None:
-    trainer = make_trainer(DDPLossStrategy(**strategy), callbacks=[SavesInBetween(path)], max_epochs=2)
-    trainer.fit(Sharded("ArcFaceLoss", "adam"), loader())
+    fit_sharded("ArcFaceLoss", "adam", strategy=strategy, callbacks=[SavesInBetween(path)], max_epochs=2)
 
 
 def test_an_average_is_saved_whole_and_goes_on_anywhere(pool: RankPool, tmp_path: Path) -> None:
