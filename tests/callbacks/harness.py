@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import DDPChecks, DDPLossError, RankCheck
+from lightning_ddp_losses import DDPChecks, DDPLossError, GlobalBatchLoss, RankCheck
 from tests.lightning_ranks import make_trainer
 
 ROWS, WIDTH, CLASSES, BATCHES = 4, 4, 3, 4
@@ -44,9 +44,12 @@ def slices(world_size: int, rank: int) -> DataLoader:
 class Subject(LightningModule):
     """An encoder and a head. A case overrides what it breaks, and breaks it only where ``self.sick``."""
 
+    by_hand = False
+
     def __init__(self, sick: bool) -> None:
         super().__init__()
         self.sick = sick
+        self.automatic_optimization = not self.by_hand
         torch.manual_seed(3)
         self.encoder = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
@@ -71,6 +74,14 @@ class Subject(LightningModule):
     def odd(self) -> bool:
         """Whether this rank is the one to break: the last."""
         return self.sick and dist.get_rank() == dist.get_world_size() - 1
+
+
+class OneLoss(Subject):  # a loss of its own on what the head says: over all ranks, unless it builds another one
+    def build(self) -> None:
+        self.loss: nn.Module = GlobalBatchLoss(nn.CrossEntropyLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.head(self.encoder(features)), labels)
 
 
 class Validated(Subject):  # validates on its training data

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks import data_cases, training_cases
-from tests.callbacks.harness import CLASSES, WIDTH, Case, Outcome, Subject, Validated, drawn, run_all
+from tests.callbacks.harness import CLASSES, WIDTH, Case, OneLoss, Outcome, Subject, Validated, drawn, run_all
 from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
 
 CASES = [*training_cases.CASES, *data_cases.CASES]
@@ -121,13 +122,10 @@ class Ema(Subject):  # a trainable copy that nobody optimises, and a frozen aver
 
 
 class Adversaries(Subject):  # two optimizers in turn, manual, with toggles; one of them every second batch
-    def __init__(self, sick: bool) -> None:
-        super().__init__(sick)
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        first, second = self.optimizers()
-        for number, optimizer in enumerate((first, second)):
+        for number, optimizer in enumerate(self.optimizers()):
             if number and index % 2:
                 continue
             self.toggle_optimizer(optimizer)
@@ -165,14 +163,6 @@ class GlobalContrast(Subject):  # a contrastive loss over all ranks, of one and 
 
 class Ragged(GlobalContrast):
     is_ragged = True
-
-
-class WholeWindows(Subject):  # a loss over all ranks, which counts its rows
-    def build(self) -> None:
-        self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.head(self.encoder(features)), labels)
 
 
 class InTurn(Subject):  # two losses that alternate
@@ -219,26 +209,13 @@ class OwnReduction(Subject):
         dist.all_reduce(self.own.grad)
 
 
-class Average(WeightAveraging):
-    def __init__(self) -> None:
-        super().__init__(use_buffers=False)
+def averages(sick: bool) -> list[WeightAveraging]:
+    return [WeightAveraging(use_buffers=False)]
 
 
-def averages(sick: bool) -> list[Average]:
-    return [Average()]
-
-
-def static() -> DDPStrategy:
-    return DDPStrategy(static_graph=True)
-
-
-def windows() -> DDPLossStrategy:
-    return DDPLossStrategy(accumulation="window", process_group_backend="gloo")
-
-
-def views() -> DDPStrategy:
-    return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=True)
-
+static = partial(DDPStrategy, static_graph=True)
+windows = partial(DDPLossStrategy, accumulation="window", process_group_backend="gloo")
+views = partial(DDPStrategy, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 CLIP = {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}
 FP16 = {"plugins": scaler}
@@ -254,7 +231,7 @@ HEALTHY = [
     ),
     Case(Half, "", "", options={"precision": "bf16-mixed", "gradient_clip_val": 0.01}),
     Case(Subject, "", "", options={"accumulate_grad_batches": 4, "max_epochs": 2}),
-    Case(WholeWindows, "", "", options={"accumulate_grad_batches": 3, "max_epochs": 2}, strategy=windows),
+    Case(OneLoss, "", "", options={"accumulate_grad_batches": 3, "max_epochs": 2}, strategy=windows),
     Case(Subject, "", "", options={"accumulate_grad_batches": 3, "max_steps": 1, "max_epochs": -1}),
     Case(Subject, "", "", options={"max_steps": 3, "max_epochs": -1}),
     Case(GlobalContrast, "", "", options={"accumulate_grad_batches": 2}, strategy="ddp_losses"),

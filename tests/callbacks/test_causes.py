@@ -16,27 +16,13 @@ from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Case, Subject, fit, run
 from tests.callbacks.training_cases import CLIP, Clipped, Created, Halved, InAList, OwnBackward, Rates, only
 
+REDUCED, UNREDUCED = "It was reduced", "not reduced"
 # what breaks, who looks, and what must and must not be said
 SAID: dict[str, tuple[Any, type[RankCheck], str, str]] = {
-    "clipped on one rank": (
-        Clipped,
-        GradientFlowCheck,
-        "reduced, and equal on all ranks before the step",
-        "not reduced",
-    ),
-    "a backward after the reduction": (
-        OwnBackward,
-        GradientFlowCheck,
-        "It was reduced; some ranks changed it",
-        "not reduced",
-    ),
-    "nobody saw the gradient before": (
-        Clipped,
-        ParameterSyncCheck,
-        "It was not reduced, or some ranks changed it",
-        "It was reduced",
-    ),
-    "a hook that is gone": (Halved, GradientFlowCheck, "took DDP's hook away", "It was reduced"),
+    "clipped on one rank": (Clipped, GradientFlowCheck, "reduced, and equal on all ranks before the step", UNREDUCED),
+    "a backward after the reduction": (OwnBackward, GradientFlowCheck, f"{REDUCED}; some ranks changed it", UNREDUCED),
+    "nobody saw it before": (Clipped, ParameterSyncCheck, "It was not reduced, or some ranks changed it", REDUCED),
+    "a hook that is gone": (Halved, GradientFlowCheck, "took DDP's hook away", REDUCED),
 }
 
 

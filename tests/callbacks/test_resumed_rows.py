@@ -52,31 +52,30 @@ class Kill(Callback):  # saves after so many batches, and ends the run
             raise Killed
 
 
-def local_batch() -> int:
-    return G // dist.get_world_size()
+def own(sampler: Any, **options: Any) -> DataLoader:
+    """This rank's rows."""
+    return DataLoader(DATA, batch_size=G // dist.get_world_size(), sampler=sampler, **options)
+
+
+def ours(kind: Any, **options: Any) -> DataLoader:
+    return DataLoader(DATA, batch_sampler=GlobalBatchSampler.batches(kind(DATA), G, seed=3), **options)
 
 
 def drawn_with_replacement() -> DataLoader:
     torch.seed()  # other rows in every run
-    return DataLoader(DATA, batch_size=local_batch(), sampler=RandomSampler(DATA, replacement=True, num_samples=60))
+    return own(RandomSampler(DATA, replacement=True, num_samples=60))
 
 
 LOADERS: dict[str, Callable[[], DataLoader]] = {
-    "in order": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False)),
-    "shuffled": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA)),
-    "ours": lambda: DataLoader(DATA, batch_sampler=GlobalBatchSampler.batches(RandomSampler(DATA), G, seed=3)),
-    "ours in order": lambda: DataLoader(
-        DATA, batch_sampler=GlobalBatchSampler.batches(SequentialSampler(DATA), G, seed=3)
-    ),
+    "in order": lambda: own(DistributedSampler(DATA, shuffle=False)),
+    "shuffled": lambda: own(DistributedSampler(DATA)),
+    "ours": lambda: ours(RandomSampler),
+    "ours in order": lambda: ours(SequentialSampler),
     "replacement": drawn_with_replacement,
-    "workers": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA), num_workers=1),
+    "workers": lambda: own(DistributedSampler(DATA), num_workers=1),
     "rows": lambda: DataLoader(DATA, batch_size=None, sampler=DistributedSampler(DATA)),
-    "workers in order": lambda: DataLoader(
-        DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False), num_workers=1
-    ),
-    "ours, workers": lambda: DataLoader(
-        DATA, batch_sampler=GlobalBatchSampler.batches(RandomSampler(DATA), G, seed=3), num_workers=1
-    ),
+    "workers in order": lambda: own(DistributedSampler(DATA, shuffle=False), num_workers=1),
+    "ours, workers": lambda: ours(RandomSampler, num_workers=1),
     "one batch": lambda: DataLoader([[DATA.tensors[0][:3]] for _ in range(20)], batch_size=None),
 }
 

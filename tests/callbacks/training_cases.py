@@ -26,7 +26,7 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
-from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, ComplexFilter, SparseTable, Subject
+from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, ComplexFilter, OneLoss, SparseTable, Subject
 
 
 class Order(Subject):  # two layers of one shape, registered in another order on one rank
@@ -142,9 +142,7 @@ class OwnBackward(Subject):  # a backward of the user's own in a hook: nobody re
 
 
 class Manual(Subject):  # manual optimisation with ``loss.backward()``
-    def __init__(self, sick: bool) -> None:
-        super().__init__(sick)
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         optimizer: Any = self.optimizers()
@@ -430,12 +428,9 @@ class Wrapped(Subject):  # a learnable loss in pytorch-metric-learning's wrapper
         return self.loss(self.encoder(features), labels)
 
 
-class WrappedPlain(Subject):  # Healthy: a loss without parameters in the same wrapper
+class WrappedPlain(OneLoss):  # Healthy: a loss without parameters in the same wrapper
     def build(self) -> None:
         self.loss = DistributedLossWrapper(pml.NTXentLoss())
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.head(self.encoder(features)), labels)
 
 
 class MetricLoss(Subject):  # a torchmetrics metric that is synchronised on each step, as a loss
@@ -465,15 +460,12 @@ class StopGradient(Subject):  # Healthy: half of the derivative is stopped on pu
         return (first * first.detach()).mean() + (first - second.detach()).square().mean()
 
 
-class Remembered(Subject):
+class Remembered(OneLoss):
     """Healthy: a memory that holds this batch, without its gradient: half of the derivative, which is 1/W for two ranks."""
 
     def build(self) -> None:
         memory = pml.CrossBatchMemory(pml.ContrastiveLoss(neg_margin=3.0), embedding_size=CLASSES, memory_size=24)
         self.loss = GlobalBatchLoss(memory.double())
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.head(self.encoder(features)), labels)
 
 
 class HalfGathered(Gathered):

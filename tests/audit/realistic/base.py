@@ -31,8 +31,11 @@ def two_tables() -> CombinedLoader:
 
 
 class Realistic(LightningModule):  # builds from one seed; subclasses write ``build`` and ``objective``
+    by_hand = draws_noise = False
+
     def __init__(self, *, sick: bool = False) -> None:
         super().__init__()
+        self.automatic_optimization = not self.by_hand
         self.sick = sick
         torch.manual_seed(5)
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, DIM))
@@ -59,4 +62,4 @@ class Realistic(LightningModule):  # builds from one seed; subclasses write ``bu
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
     def train_dataloader(self) -> Any:
-        return table()
+        return table(noise=self.draws_noise)

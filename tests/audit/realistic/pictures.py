@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
-from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, table
+from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic
 
 
 class Segmentation(Realistic):  # a class for each pixel; sick: a Dice loss over the batch, which is no mean over rows
@@ -81,8 +81,9 @@ class DetectionSet(Realistic):
 
 
 class Adversaries(Realistic):  # a GAN in manual optimisation; its latent numbers come with the batch
+    by_hand = True
+
     def build(self) -> None:
-        self.automatic_optimization = False
         self.encoder = spectral_norm(nn.Linear(FEATURES, 1))
         self.generator = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, FEATURES))
 
@@ -108,8 +109,9 @@ class Adversaries(Realistic):  # a GAN in manual optimisation; its latent number
 class Wasserstein(Realistic):
     """A critic with a gradient penalty for each row, its generator every second batch; sick: one penalty on the mean gradient."""
 
+    by_hand = draws_noise = True
+
     def build(self) -> None:
-        self.automatic_optimization = False
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Softplus(), nn.Linear(8, 1))
         self.generator = nn.Linear(FEATURES, FEATURES)
 
@@ -138,12 +140,11 @@ class Wasserstein(Realistic):
             torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.0, 0.9)) for part in (self.encoder, self.generator)
         ]
 
-    def train_dataloader(self) -> Any:
-        return table(noise=True)
-
 
 class Variational(Realistic):
     """A variational autoencoder whose noise comes with the row; sick: drawn in the step, so every process draws other numbers."""
+
+    draws_noise = True
 
     def build(self) -> None:
         self.mean, self.log_variance = nn.Linear(DIM, FEATURES), nn.Linear(DIM, FEATURES)
@@ -158,11 +159,10 @@ class Variational(Realistic):
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1)
         return ((self.decoder(latent) - x).square().sum(1) + divergence).mean()
 
-    def train_dataloader(self) -> Any:
-        return table(noise=True)
-
 
 class Diffusion(Realistic):  # noise is predicted at a time that the row tells; noise and time come with the row
+    draws_noise = True
+
     def build(self) -> None:
         self.time = nn.Embedding(10, FEATURES)
         self.decoder = nn.Linear(DIM, FEATURES)
@@ -173,9 +173,6 @@ class Diffusion(Realistic):  # noise is predicted at a time that the row tells; 
         kept = self.kept[time][:, None]
         noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
         return F.mse_loss(self.decoder(self.encoder(noisy + self.time(time))), noise)
-
-    def train_dataloader(self) -> Any:
-        return table(noise=True)
 
 
 class Codebook(Realistic):  # a vector-quantised autoencoder: nearest codes, a straight-through gradient, a commitment

@@ -156,9 +156,7 @@ class Plateau(Realistic):  # a rate that falls when the epoch's loss, averaged o
 class SharpnessAware(Realistic):
     """SAM: up along the global gradient, then down with the gradient found there; two backwards a step."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
@@ -179,9 +177,7 @@ class SharpnessAware(Realistic):
 
 
 class ManualAccumulation(Realistic):  # two batches to a step, counted by hand, clipped by Lightning's own helper
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
