@@ -206,13 +206,14 @@ def run(case: Case, sick: bool) -> Outcome:
 def fit(
     checks: RankCheck | Sequence[RankCheck] | None = None, subject: Any = None, strategy: str = "ddp", **options: Any
 ) -> DDPChecks:
-    """Train a module with checks, all of them by default; options are those of ``DDPChecks`` or of the trainer."""
+    """Train a module, or a sick one of a class, with checks, all of them by default; options of ``DDPChecks`` or of the trainer."""
     if isinstance(checks, RankCheck):
         checks = [checks]
     own = {name: options.pop(name) for name in ("action", "file", "log_figures", "stall_seconds") if name in options}
     callback = DDPChecks(checks, summary=options.pop("summary", False), **own)
     callbacks = [*options.pop("callbacks", []), callback]
-    make_trainer(strategy, callbacks=callbacks, **options).fit(Subject(False) if subject is None else subject)
+    subject = Subject(False) if subject is None else subject
+    make_trainer(strategy, callbacks=callbacks, **options).fit(subject(True) if isinstance(subject, type) else subject)
     return callback
 
 

@@ -261,10 +261,6 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def save(subject: Any, sick: bool, path: str) -> Found:
-    return found_in(subject, sick, callbacks=[Saves(path)])
-
-
 def resume(subject: Any, sick: bool, path: str) -> Found:
     checks = DDPChecks(action="log", summary=False, file=False)
     make_trainer("ddp", callbacks=[checks], max_epochs=2).fit(subject(sick), ckpt_path=path)
@@ -285,7 +281,7 @@ class Grows(Memory):  # reads the same rows whatever the number of ranks
 @pytest.mark.parametrize("sick", [False, True])
 def test_loading(pool: RankPool, tmp_path: Path, sick: bool) -> None:
     path = str(tmp_path / "a.ckpt")
-    pool.run(2, save, Grows, sick, path)
+    pool.run(2, found_in, Grows, sick, callbacks=[Saves(path)])
     for found in pool.run(3, resume, Grows, sick, path):
         assert bool(of(found, "F76")) == sick
         assert bool(of(found, "F65")) == sick

@@ -105,10 +105,6 @@ class Big(Subject):  # a parameter of four parts; one rank changes its last elem
                 self.big[-1] += 0.25
 
 
-def fit_big(options: dict[str, int]) -> None:
-    fit(ParameterSyncCheck(**options), Big(True), max_epochs=3)
-
-
 @pytest.mark.parametrize(
     ("options", "step"),
     [
@@ -120,7 +116,8 @@ def fit_big(options: dict[str, int]) -> None:
     ids=str,
 )
 def test_a_change_is_found_when_its_part_comes(pool: RankPool, options: dict[str, int], step: str) -> None:
-    assert_errors(pool.errors(2, fit_big, options), "`big` (rank 1), max difference 0.25", step)
+    errors = pool.errors(2, fit, ParameterSyncCheck(**options), Big, max_epochs=3)
+    assert_errors(errors, "`big` (rank 1), max difference 0.25", step)
 
 
 def test_parts_are_the_whole() -> None:

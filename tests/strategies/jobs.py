@@ -94,22 +94,31 @@ def strategy_of(strategy: Strategy) -> DDPLossStrategy | str:
 
 
 def fit(
-    make: Make, strategy: Strategy | None = None, *, even: bool = True, task: Task = TASK, **options: Any
+    make: Make,
+    strategy: Strategy | None = None,
+    *,
+    even: bool = True,
+    task: Task = TASK,
+    ckpt_path: str | None = None,
+    save: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Train on all ranks of the pool; returns the module's state."""
-    module = make()
     trainer = make_trainer(strategy_of(strategy or {}), **options)
-    trainer.fit(module, loader(even=even, task=task))
-    return dict(module.state_dict())
+    return _state_after(trainer, make(), loader(even=even, task=task), ckpt_path, save)
 
 
 def fit_alone(
     make: Make, *, task: Task = TASK, ckpt_path: str | None = None, save: str | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """Train in this process on the whole batches under plain Lightning; returns the module's state."""
-    module = make()
-    trainer = trainer_alone(**options)
-    trainer.fit(module, loader(1, 0, task=task), ckpt_path=ckpt_path)
+    return _state_after(trainer_alone(**options), make(), loader(1, 0, task=task), ckpt_path, save)
+
+
+def _state_after(
+    trainer: Trainer, module: Job, data: DataLoader, ckpt_path: str | None, save: str | None
+) -> dict[str, Tensor]:
+    trainer.fit(module, data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
     return dict(module.state_dict())

@@ -36,10 +36,6 @@ class TrainableJob(Job):
         return [p for p in self.parameters() if p.requires_grad]
 
 
-def fit_in_stages(strategy: dict[str, Any], **options: Any) -> Any:
-    return fit(TrainableJob, strategy, callbacks=[Finetuning(), DDPChecks()], max_epochs=4, **options)
-
-
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -54,8 +50,9 @@ def test_stages_of_finetuning_are_one_process(
     pool: RankPool, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
     expected = fit_alone(TrainableJob, callbacks=[Finetuning()], max_epochs=4, **options)
+    options |= {"callbacks": [Finetuning(), DDPChecks()], "max_epochs": 4}
     for world_size in (2, 3):
-        assert_all_close(pool.run(world_size, fit_in_stages, strategy, **options), expected)
+        assert_all_close(pool.run(world_size, fit, TrainableJob, strategy, **options), expected)
 
 
 class FrozenByRank(Job):  # from batch 2 on one rank trains less; buffers, which DDP broadcasts in forward

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +76,14 @@ def drifting(module: Towers, rank: int = 3) -> None:
     module.on_train_batch_end = drift  # type: ignore[method-assign]
 
 
-def fit_checked(prepare: Callable[[Towers], None]) -> None:
-    fit_sharded_model("arcface", prepare=prepare, callbacks=[DDPChecks()], max_epochs=2)
-
-
 def test_a_replica_that_drifts_is_named(pool: RankPool) -> None:
     words = [
         "parameter `encoder.0.weight` (rank 3)",
         "rank 3: holds the same part as rank 1",
         "rank 0: holds the same part as rank 2",
     ]
-    assert_same_error(pool.errors(W, fit_checked, drifting), *words)
+    options = {"prepare": drifting, "callbacks": [DDPChecks()], "max_epochs": 2}
+    assert_same_error(pool.errors(W, fit_sharded_model, "arcface", **options), *words)
 
 
 def on_two_planes(module: Towers) -> None:
@@ -104,5 +99,5 @@ def on_two_planes(module: Towers) -> None:
 
 
 def test_replicas_on_several_meshes_are_refused(pool: RankPool) -> None:
-    errors = pool.errors(W, partial(fit_sharded_model, "arcface"), prepare=on_two_planes)
+    errors = pool.errors(W, fit_sharded_model, "arcface", prepare=on_two_planes)
     assert_same_error(errors, "encoder.2.weight", "one mesh")

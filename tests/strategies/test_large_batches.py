@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, SigLipLoss, microbatched
+from lightning_ddp_losses import ClipLoss, ConfigurationError, SigLipLoss, microbatched
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
-from tests.strategies.jobs import Job, fit, fit_alone, make_loss
+from tests.strategies.jobs import Job, fit, fit_alone
+from tests.strategies.sharded_jobs import Sharded
 
 
 class Textbook(nn.Module):  # CLIP's or SigLIP's loss on the whole matrix of products
@@ -62,21 +64,8 @@ class Pieces(Tiled):  # the encoder in pieces of two rows; one tower goes round 
 def test_uneven_ranks_equal_one_process(pool: RankPool, kind: str, make: type[Job], options: dict[str, Any]) -> None:
     expected = fit_alone(lambda: Towers(kind), **options)
     for world_size in (2, 3):
-        assert_all_close(pool.run(world_size, fit_towers, make, kind, options), expected)
-
-
-def fit_towers(make: type[Job], kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    return fit(lambda: make(kind), {}, even=False, **options)
-
-
-class Divided(Job):  # divided classes
-    def build(self, loss: str) -> None:
-        self.loss = ClassShardedLoss(make_loss(loss))
-
-
-def plain_strategy() -> None:
-    fit(Divided, {"losses": []})
+        assert_all_close(pool.run(world_size, fit, partial(make, kind), even=False, **options), expected)
 
 
 def test_divided_classes_need_the_strategy(pool: RankPool) -> None:
-    assert_errors(pool.errors(2, plain_strategy), "losses=[]", of=ConfigurationError.__name__)
+    assert_errors(pool.errors(2, fit, Sharded, {"losses": []}), "losses=[]", of=ConfigurationError.__name__)

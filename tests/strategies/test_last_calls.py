@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,23 +43,19 @@ class BroadcastsAfter(Callback):  # broadcasts the shards, as something that tak
             first_class.copy_(received)
 
 
-def fit_with_broadcast(make: Callable[[], Job], index: int, ranks: list[int] | None = None) -> None:
-    fit(make, callbacks=[BroadcastsAfter(index, ranks)], max_epochs=1)
-
-
 @pytest.mark.parametrize("index", [LAST - 1, LAST])
 def test_shards_that_are_broadcast_after_a_last_call(pool: RankPool, index: int) -> None:
-    errors = pool.errors(2, fit_with_broadcast, Sharded, index)
+    errors = pool.errors(2, fit, Sharded, callbacks=[BroadcastsAfter(index)])
     assert_same_error(errors, "ClassShardedLoss(ArcFaceLoss): weight", "Something broadcast the shards")
 
 
 def test_shards_of_one_part_end_the_fit_of_all(pool: RankPool) -> None:
-    errors = pool.errors(4, fit_with_broadcast, ShardedInParts, LAST, [0, 1])
+    errors = pool.errors(4, fit, ShardedInParts, callbacks=[BroadcastsAfter(LAST, [0, 1])])
     assert_errors(errors, "Something broadcast the shards")
 
 
 def test_healthy_shards_end_in_silence(pool: RankPool) -> None:
-    pool.run(2, fit_with_broadcast, Sharded, LAST + 1)
+    pool.run(2, fit, Sharded, callbacks=[BroadcastsAfter(LAST + 1)])
 
 
 class WeighsTheLast(Job):
@@ -74,12 +69,10 @@ class WeighsTheLast(Job):
         return value * (3.0 if index == LAST and self.global_rank else 0.5)
 
 
-def fit_that_compares_no_calls() -> None:
-    fit(WeighsTheLast, {"check_calls": False}, max_epochs=1)
-
-
 def test_the_last_coefficient_is_compared(pool: RankPool) -> None:
-    assert_same_error(pool.errors(2, fit_that_compares_no_calls), "coefficient", "rank 0: 0.5", "rank 1: 3.0")
+    assert_same_error(
+        pool.errors(2, fit, WeighsTheLast, {"check_calls": False}), "coefficient", "rank 0: 0.5", "rank 1: 3.0"
+    )
 
 
 def late_value_of_an_earlier_loss() -> None:

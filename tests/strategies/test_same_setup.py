@@ -58,9 +58,8 @@ def test_a_rank_that_is_set_up_otherwise_is_refused_on_all(pool: RankPool, what:
 
 def test_builds_and_other_libraries_are_a_note() -> None:
     notes = [{"python": "3.12.1", "torch": "2.13.0+cpu"}] * 9 + [{"python": "3.12.1", "torch": "2.13.0+cu130"}]
-    with pytest.warns(
-        UserWarning, match=r"torch: 2.13.0\+cpu on rank 0, .* 7 and 1 more, 2.13.0\+cu130 on rank 9\.$"
-    ) as said:
+    words = r"torch: 2.13.0\+cpu on rank 0, .* 7 and 1 more, 2.13.0\+cu130 on rank 9\.$"
+    with pytest.warns(UserWarning, match=words) as said:
         loss_parallelism.note_differences([json.dumps(note).encode() for note in notes])
     assert "python" not in str(said[0].message)
     loss_parallelism.note_differences([loss_parallelism.pack_notes()] * 3)
