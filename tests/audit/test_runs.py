@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +17,23 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
+from pytorch_metric_learning.losses import ArcFaceLoss
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses import ClipLoss, SyncBatchNorm, assert_parity, audit
+from lightning_ddp_losses import (
+    ClipLoss,
+    GlobalBatchLoss,
+    ModelParallelLossStrategy,
+    SyncBatchNorm,
+    assert_parity,
+    audit,
+)
 from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
-from tests.audit.modules import Module, even, learned, rows
+from tests.audit.modules import CLASSES, Module, even, learned, rows
 from tests.processes import run_python
 from tests.slow_parameters import slow_parameters
 
@@ -412,3 +423,41 @@ def test_rows_that_validation_counts_twice_are_a_note(strategy: str) -> None:
     options: dict[str, Any] = {"trainer_kwargs": {"limit_val_batches": 0}, "strategy": "ddp"} | GIVEN
     unasked = audit(Validating(), even(), devices=2, steps=1, **options)
     assert "F54" not in [note.fault for note in unasked.notes]
+
+
+# An encoder that `fully_shard` divides is compared whole with one process.
+
+
+class Divided(Module):  # its encoder in parts, where there is a mesh for that
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
+
+
+def test_ranks_with_parts_equal_one_process() -> None:
+    module = Divided(GlobalBatchLoss(ArcFaceLoss(CLASSES, CLASSES)))
+    report = audit(module, even(), strategy=ModelParallelLossStrategy(), steps=2)
+    assert report.equal, str(report)
+    assert {row.parameter.split(".")[0] for row in report.rows} == {"encoder", "loss"}
+
+
+class OneAtATime(Divided):  # a rank that has two gathered parameters at the same time fails
+    def configure_model(self) -> None:
+        super().configure_model()
+        gather, alive = DTensor.full_tensor, [0]
+
+        def counted(self: DTensor, **options: Any) -> Tensor:
+            assert not alive[0], "another one is still whole"
+            whole = gather(self, **options)
+            alive[0] += 1
+            weakref.finalize(whole, lambda: alive.__setitem__(0, alive[0] - 1))
+            return whole
+
+        if self.device_mesh is not None:
+            DTensor.full_tensor = counted  # type: ignore[method-assign]
+
+
+def test_no_rank_holds_two_gathered_parameters() -> None:
+    module = OneAtATime(GlobalBatchLoss(ArcFaceLoss(CLASSES, CLASSES)))
+    report = audit(module, even(), strategy=ModelParallelLossStrategy(), steps=1)
+    assert report.equal, str(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,9 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies.loss_parallelism import Advice
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import StepCollectives
 from tests.lightning_ranks import QUIET, make_trainer, said_on_rank_zero
@@ -246,3 +249,23 @@ def test_advice_about_unused_parameters_names_this_strategy(pool: RankPool) -> N
         assert "strategy='ddp_losses_find_unused_parameters_true'" in error.message
         assert "strategy=DDPLossStrategy(find_unused_parameters=True)" in error.message
         assert "'ddp_find" not in error.message
+
+
+# What is called waste: reducing a value that is global already, and nothing else.
+
+
+def test_a_global_value_that_is_reduced_is_called_waste_once() -> None:
+    advice, value = Advice(), torch.tensor(16.25)
+    autograd_graph.remember_global_value(value)
+    with pytest.warns(UserWarning, match="leave out sync_dist=True"):
+        advice.global_already(value.double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advice.global_already(value)
+
+
+def test_a_number_of_batches_that_the_loss_rounds_to_is_no_waste() -> None:
+    autograd_graph.remember_global_value(torch.tensor(16.25))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Advice().global_already(torch.tensor(16))
