@@ -22,6 +22,8 @@ from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close, assert_errors
 from tests.oracle import assert_close
 
+QUIET: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "num_train_epochs": 1, "logging_steps": 1}
+QUIET |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
 FEATURES, CLASSES, LENGTH, STEPS, RATE, CLIP = 4, 6, 3, 3, 0.3, 0.4
 
 
@@ -90,21 +92,14 @@ def ranks_of_accelerate() -> Iterator[None]:
 def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] | None = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    options = {"use_cpu": True, "ddp_backend": "gloo", **options}
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=accumulate,
-        num_train_epochs=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         max_grad_norm=CLIP,
         remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        **options,
+        **QUIET | options,
     )
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), RATE)

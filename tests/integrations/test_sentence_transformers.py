@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.answers import assert_errors
 from tests.integrations.encoders import DIM, columns, sentence_model
-from tests.integrations.test_hf_trainer import ranks_of_accelerate
+from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
 from tests.oracle import assert_close
 
 ROWS = [(6, 6), (6, 10), (0, 7), (3, 0, 5)]
@@ -246,17 +246,7 @@ def with_their_trainer(
     with ranks_of_accelerate():
         model, loss = build(path, case, ours=ours, matryoshka=False)
         arguments = SentenceTransformerTrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            ddp_backend="gloo",
-            per_device_train_batch_size=rows,
-            num_train_epochs=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            max_grad_norm=0.0,
-            dataloader_pin_memory=False,
+            output_dir=folder, per_device_train_batch_size=rows, max_grad_norm=0.0, **QUIET
         )
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

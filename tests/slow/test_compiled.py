@@ -144,23 +144,15 @@ def step(name: str, how: str) -> dict[str, Tensor]:
     model = Model(*CASES[name]).double()
     rows, labels = rows_of(dist.get_rank())
 
+    call = torch.compile(model, backend="eager") if how == "model" else model
+
     def whole_step(rows: Tensor, labels: Tensor) -> Tensor:
-        value = model(rows, labels)
+        value = call(rows, labels)
         value.backward()
         return value.detach()
 
-    run: Callable[..., Any] = whole_step
-    if how == "model":
-        model_call = torch.compile(model, backend="eager")
-
-        def run(rows: Tensor, labels: Tensor) -> Tensor:
-            value = model_call(rows, labels)
-            value.backward()
-            return value.detach()
-
-    elif how == "step":
-        run = torch.compile(whole_step, backend="eager")
-    elif how == "loss":
+    run: Callable[..., Any] = torch.compile(whole_step, backend="eager") if how == "step" else whole_step
+    if how == "loss":
         model.loss.compile(backend="eager")  # type: ignore[no-untyped-call]
     values = [run(rows, labels), run(rows.flip(1), labels)]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

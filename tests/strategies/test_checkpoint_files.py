@@ -85,9 +85,13 @@ def test_a_damaged_file_is_the_same_error_on_every_rank(
     path.write_bytes(saved)
     spoil, word = DAMAGE[damage]
     spoil(path)
-    errors = pool.errors(2, load_own, [str(path)] * 2)
+    assert_cannot_be_loaded(pool, path, Job, word)
+
+
+def assert_cannot_be_loaded(pool: RankPool, path: Path, make: Callable[..., Job], *words: str) -> None:
+    errors = pool.errors(2, train, make, load=str(path), epochs=2)
     assert errors[0].type == "InputError"
-    assert_same_error(errors, f"checkpoint {path}", word)
+    assert_same_error(errors, f"checkpoint {path}", *words)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
@@ -154,9 +158,7 @@ def test_a_checkpoint_of_another_module_is_the_same_error_on_every_rank(
     path = tmp_path / "good.ckpt"
     path.write_bytes(saved)
     make, words = OTHERS[other]
-    errors = pool.errors(2, train, make, load=str(path), epochs=2)
-    assert errors[0].type == "InputError"
-    assert_same_error(errors, f"checkpoint {path}", *words)
+    assert_cannot_be_loaded(pool, path, make, *words)
 
 
 def test_a_loss_and_what_divides_its_classes_are_one_loss(pool: RankPool, tmp_path: Path, saved: bytes) -> None:
@@ -303,5 +305,4 @@ def test_a_killed_save_of_a_folder_leaves_one_of_both_checkpoints(pool: RankPool
 def test_a_folder_without_its_main_file_is_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "rest.ckpt").write_bytes(b"")
-    errors = pool.errors(2, load_own, [str(tmp_path / "folder")] * 2)
-    assert_same_error(errors, f"checkpoint {tmp_path / 'folder'}", "expected a whole file", "directory")
+    assert_cannot_be_loaded(pool, tmp_path / "folder", Job, "expected a whole file", "directory")

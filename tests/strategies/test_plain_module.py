@@ -6,7 +6,6 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close, batches
+from tests.oracle import batches
 from tests.slow_parameters import slow_parameters
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of, trainer_alone
 from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses
@@ -195,10 +194,3 @@ def fit_with_validation(strategy: Any) -> dict[str, Tensor]:
 
 def test_validation_inside_fit(pool: RankPool) -> None:
     assert_all_close(pool.run(2, fit_with_validation, {}), fit_alone(Job, max_epochs=2))
-
-
-def test_copies_are_pickled_with_their_module_whole(pool: RankPool) -> None:
-    """A nested loss too, with the partial that makes the job."""
-    expected = fit_alone(partial(NestedLosses, "CosFaceLoss"))
-    for state in pool.run(2, fit, partial(NestedLosses, "CosFaceLoss")):
-        assert_close(pickle.loads(pickle.dumps(state)), expected)
