@@ -34,7 +34,19 @@ from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.samplers.test_global_batch import together
-from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows, train
+from tests.strategies.test_resuming import (
+    AFTER,
+    BATCHES,
+    EPOCHS,
+    ROWS,
+    G,
+    Kill,
+    Killed,
+    Line,
+    rows,
+    train,
+    trained_alone,
+)
 
 
 class Plain(Line):  # trains on what its user's loader yields
@@ -87,17 +99,6 @@ def seen_by_all(replies: list[dict[str, Any]]) -> list[list[int]]:
     return batches
 
 
-def one_process(batches: list[list[int]]) -> dict[str, Tensor]:
-    """The parameters of a plain loop over these batches."""
-    module = Line(1)
-    optimizer = module.configure_optimizers()
-    for batch in batches:
-        module.training_step([torch.tensor(batch), X[batch]], 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(module.state_dict())
-
-
 def test_each_row_once_in_batches_that_any_number_of_ranks_shares(pool: RankPool) -> None:
     whole: list[list[int]] = []
     for world_size in (1, 2, 3):
@@ -106,7 +107,7 @@ def test_each_row_once_in_batches_that_any_number_of_ranks_shares(pool: RankPool
         whole = whole or seen
         assert seen == whole
         for reply in replies:
-            assert_close(reply["state"], one_process(whole))
+            assert_close(reply["state"], trained_alone(whole))
     epochs = [list(chain(*whole[start : start + BATCHES])) for start in range(0, len(whole), BATCHES)]
     assert len(epochs) == EPOCHS
     assert len({tuple(epoch) for epoch in epochs}) == EPOCHS

@@ -119,24 +119,27 @@ def leg(
     return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
 
 
-def one_process(batches: int, window: int = 1, epochs: int = EPOCHS) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """The batches and the parameters of a plain loop."""
+def trained_alone(batches: list[list[int]], window: int = 1) -> dict[str, Tensor]:
+    """The parameters of a plain loop over these batches."""
     module = Line(1)
     optimizer = module.configure_optimizers()
+    for index, batch in enumerate(batches):
+        (module.training_step([torch.tensor(batch), X[batch]], 0) / window).backward()
+        number = index % BATCHES + 1
+        if number % window == 0 or number == BATCHES:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(module.state_dict())
+
+
+def one_process(batches: int, window: int = 1, epochs: int = EPOCHS) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """So many batches and the parameters of a plain loop."""
     seen: list[list[int]] = []
     for epoch in range(epochs):
         sampler = RandomSampler(range(ROWS))
         seed_all(SEED + epoch, sampler)
-        for number, batch in enumerate(BatchSampler(sampler, G, drop_last=False)):
-            if len(seen) == batches:
-                break
-            seen.append(batch)
-            loss = module.training_step([torch.tensor(batch), X[batch]], 0) / window
-            loss.backward()
-            if (number + 1) % window == 0 or number + 1 == BATCHES:
-                optimizer.step()
-                optimizer.zero_grad()
-    return seen, dict(module.state_dict())
+        seen += BatchSampler(sampler, G, drop_last=False)
+    return seen[:batches], trained_alone(seen[:batches], window)
 
 
 def resumed(
