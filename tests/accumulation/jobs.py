@@ -218,7 +218,6 @@ class Job(LightningModule):  # a net and a loss; the loader gives a rank's part 
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def rows_of(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches, without the rows that this loss cannot take."""
         if not self.case.labelled:
             return list(batches)
         return [(x[y != IGNORED], y[y != IGNORED]) for x, y in batches]
@@ -229,14 +228,12 @@ class Job(LightningModule):  # a net and a loss; the loader gives a rank's part 
 
 
 def own_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """This rank's part of each global micro-batch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cut = [own_rows(len(labels), i, world_size, rank) for i, (_, labels) in enumerate(batches)]
     return [(rows[own], labels[own]) for (rows, labels), own in zip(batches, cut, strict=True)]
 
 
 def loader(batches: Sequence[Any]) -> DataLoader[Any]:
-    """Batches as they are."""
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 

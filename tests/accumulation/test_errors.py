@@ -103,7 +103,6 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
 
 
 def fit(job: Job, every: int = 2, rows: int = 2, **options: Any) -> None:
-    """Train on windows of micro-batches."""
     strategy = DDPLossStrategy(accumulation="window", find_unused_parameters=isinstance(job, Written))
     trainer = make_trainer(strategy, accumulate_grad_batches=every, **options)
     trainer.fit(job, loader(own_batches(job.global_batches(rows, 2))))

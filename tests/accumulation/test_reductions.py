@@ -151,7 +151,6 @@ def hooked() -> None:
 
 
 def line(**names: int) -> DeviceMesh:
-    """A mesh by the sizes of its dimensions."""
     return init_device_mesh("cpu", tuple(names.values()), mesh_dim_names=tuple(names))
 
 

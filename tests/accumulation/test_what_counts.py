@@ -40,7 +40,6 @@ class Net(nn.Module):  # a model with a head and two losses of one class
 
 
 def all_rows() -> list[Tensor]:
-    """The global micro-batches."""
     generator = torch.Generator().manual_seed(8)
     return [torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64) for sizes in ROWS[2]]
 
@@ -59,7 +58,6 @@ def proportional(sizes: tuple[int, ...], total: int) -> list[int]:
 
 
 def labels_of(rows: Tensor) -> Tensor:
-    """Some rows have none."""
     return torch.where(rows[:, 0] > 0.8, -1, (rows.sum(1).abs() * 10).long() % 3)
 
 

@@ -45,7 +45,6 @@ Grads = dict[str, Tensor]
 
 
 def code_of(page: str, section: str, language: str = "python") -> list[str]:
-    """The blocks of a section."""
     _, _, rest = manual.recipes()[page].partition(f"\n## {section}\n")
     return [code for found, code in BLOCK.findall(rest.split("\n## ")[0]) if found == language]
 
@@ -246,7 +245,6 @@ def routed(given: Names) -> tuple[Tensor, None]:
 
 
 def micro_batches(rows: Names, model: nn.Module) -> Names:
-    """Two, of different sizes."""
     return {**simple(rows, model), "micro_batches": [rows["images"][:1], rows["images"][1:]]}
 
 
@@ -259,7 +257,6 @@ def with_teacher(rows: Names, model: nn.Module) -> Names:
 
 
 def distilled(given: Names) -> tuple[Tensor, None]:
-    """Of each row, and of each label."""
     student, taught = given["model"](given["images"]) / 2.0, given["teacher"](given["images"]) / 2.0
     ratio = taught.log_softmax(1) - student.log_softmax(1)
     divergence = (taught.softmax(1) * ratio).sum(1).mean()

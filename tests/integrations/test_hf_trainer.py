@@ -172,7 +172,6 @@ def test_one_process(pool: RankPool, tmp_path: Path, accumulate: int, average: b
 
 
 def contrast(logits: Tensor, labels: Tensor) -> Tensor:
-    """A loss that compares rows: of each with all others."""
     rows = logits.flatten(1)
     return cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 

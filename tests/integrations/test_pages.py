@@ -32,7 +32,6 @@ def alone() -> dict[str, Tensor]:
 
 
 def step_of(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
-    """Parameters after a step of 0.1."""
     found = {f"model.{name}": p for name, p in model.named_parameters()}
     found |= {f"loss.{name.split('.')[-1]}": p for name, p in loss.named_parameters()}
     return {name: p.detach() - 0.1 * p.grad if p.grad is not None else p.detach() for name, p in found.items()}

@@ -71,7 +71,6 @@ def towers(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
 
 
 def accumulated(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """A metric by its update and compute."""
     model.loss.reset()
     model.loss.update(embeddings, embeddings.flip(1).cos())
     return model.loss.compute() + embeddings.mean()  # type: ignore[no-any-return]
@@ -85,17 +84,14 @@ def several_accumulated(model: Model, embeddings: Tensor, labels: Tensor) -> Ten
 
 
 def mined(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """The tuples of a miner over all ranks."""
     return model.loss(embeddings, labels, model.miner(embeddings, labels))  # type: ignore[no-any-return]
 
 
 def in_pieces(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """An encoder that runs in pieces."""
     return model.loss(model.pieces(embeddings), labels)  # type: ignore[no-any-return]
 
 
 def collectives(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """The differentiable collectives by hand."""
     everywhere = all_gather_with_grad(embeddings)
     kept = reduce_scatter_with_grad(everywhere.sin(), rows=len(embeddings))
     return all_reduce_with_grad(kept.square().sum())
@@ -138,7 +134,6 @@ def rows_of(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def step(name: str, how: str) -> dict[str, Tensor]:
-    """Two steps of one case."""
     process_groups.close()  # so that the first call makes our groups
     torch.compiler.reset()
     model = Model(*CASES[name]).double()

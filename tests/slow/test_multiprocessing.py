@@ -91,7 +91,6 @@ def run_script(folder: Path, method: str) -> tuple[dict[str, dict[str, torch.Ten
 
 
 def plain_again(state: dict[str, torch.Tensor], loss: str, optimizer: str) -> Plain:
-    """The plain loss in a given state."""
     module = Plain(loss, optimizer)
     module.load_state_dict(state)
     return module

@@ -152,7 +152,6 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def step_alone(optimizer: torch.optim.Optimizer, value: Tensor) -> None:
-    """A step of one process."""
     optimizer.zero_grad()
     value.backward()
     optimizer.step()

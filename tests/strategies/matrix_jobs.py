@@ -194,7 +194,6 @@ def strategy_of(cell: Cell) -> DDPLossStrategy:
 
 
 def run(module: Modes, trainer: Any, world_size: int, rank: int) -> dict[str, Tensor]:
-    """Fit as often as the cell says."""
     cell = module.cell
     data = loader_of(cell, world_size, rank)
     validation = loader_of(cell, world_size, rank) if cell["fits"] == "validating" else None
@@ -211,7 +210,6 @@ def fit_alone(cell: Cell) -> dict[str, Tensor]:
 
 
 def fit_on_ranks(cell: Cell) -> dict[str, Tensor]:
-    """Train on all ranks of the pool; returns this rank's state."""
     module = module_of(cell, ours=True)
     trainer = make_trainer(strategy_of(cell), **trainer_options(cell, ours=True))
     if cell["compiled"] != "no":

@@ -105,7 +105,6 @@ def test_what_is_right_stays_silent(pool: RankPool, options: dict[str, Any]) -> 
 
 
 def without_ranks(make: type[Weighs]) -> Job:
-    """The same job with the plain loss."""
     return type("Alone", (make,), {"build": lambda self, loss: setattr(self, "loss", pml.SupConLoss())})()
 
 

@@ -102,7 +102,6 @@ def logged(trainer: Trainer) -> dict[str, float]:
 
 
 def run_all(trainer: Trainer, number: int, size: int) -> dict[str, Any]:
-    """Fit with validation, validate, test and predict; returns what was seen and logged."""
     model = Evaluated()
     answers: dict[str, Any] = {}
 

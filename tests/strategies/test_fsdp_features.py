@@ -298,13 +298,11 @@ def nothing(module: Towers) -> None:
 
 
 def the_loss_too(module: Towers) -> None:
-    """Shards the loss with the encoder."""
     shard(module, module.encoder)
     fully_shard(module.loss, mesh=module.device_mesh["data_parallel"])
 
 
 def a_tied_weight(module: Towers) -> None:
-    """The loss's weight is that of a layer."""
     a_tied_layer(module)
     shard(module, module.encoder)
 

@@ -94,7 +94,6 @@ def fit(
 
 
 def seen_by_all(replies: list[dict[str, Any]]) -> list[list[int]]:
-    """The global batches: rows of all ranks, step by step."""
     batches: list[list[int]] = together([[reply["seen"]] for reply in replies])[0]
     return batches
 
@@ -327,7 +326,6 @@ class Kinds(Plain):  # looks at the loaders that training got
 
 
 def look_at_kinds() -> tuple[list[str], list[str]]:
-    """Train, and return what was said and warned of."""
     with said_on_rank_zero() as said, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(kind=Kinds, max_epochs=1)

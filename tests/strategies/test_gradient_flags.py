@@ -76,7 +76,6 @@ class Sparse(Job):  # a table of centres beside the loss, whose gradient is spar
 
 
 def fail_then_fit(run: Any, make: type[Job], strategy: Any) -> tuple[str, dict[str, Tensor]]:
-    """What the first fit says, and what a second one in the same processes and groups trains."""
     try:
         run(make, strategy)
     except LossCallError as error:

@@ -24,7 +24,6 @@ ROUNDING = {"plain": 1e-9, "forked_epoch": 1e-9, "given": 1e-9, "narrow": 1e-6}
 
 
 def loaders(world_size: int, rank: int | None) -> DataLoader:
-    """Global batches, or one rank's rows of them."""
     generator = torch.Generator().manual_seed(world_size)
     batches = []
     for rows in ROWS[world_size]:

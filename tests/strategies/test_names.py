@@ -176,7 +176,6 @@ class Weightless(Job):
 
 
 def fit_with_log(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
-    """The state after a fit, and what the strategy noted."""
     with said_on_rank_zero() as said:
         return fit(Weightless, options), "\n".join(said)
 

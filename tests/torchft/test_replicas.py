@@ -47,7 +47,6 @@ class Both(nn.Module):  # an encoder and a learnable loss over its embeddings
 
 
 def batch_of(replica: int, step: int) -> tuple[Tensor, Tensor]:
-    """The batch of all ranks of a replica."""
     return batches(Task(seed=replica, steps=STEPS, rows=6))[step]
 
 
