@@ -30,23 +30,11 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.testing import RankPool
-from tests.answers import assert_errors
+from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.samplers.test_global_batch import together
-from tests.strategies.test_resuming import (
-    AFTER,
-    BATCHES,
-    EPOCHS,
-    ROWS,
-    G,
-    Kill,
-    Killed,
-    Line,
-    rows,
-    train,
-    trained_alone,
-)
+from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, by_hand, rows, train
 
 
 class Plain(Line):  # trains on what its user's loader yields
@@ -99,14 +87,12 @@ def seen_by_all(replies: list[dict[str, Any]]) -> list[list[int]]:
 
 
 def test_each_row_once_in_batches_that_any_number_of_ranks_shares(pool: RankPool) -> None:
-    whole: list[list[int]] = []
-    for world_size in (1, 2, 3):
-        replies = pool.run(world_size, fit, seed=5)
-        seen = seen_by_all(replies)
-        whole = whole or seen
-        assert seen == whole
-        for reply in replies:
-            assert_close(reply["state"], trained_alone(whole))
+    by_size = [pool.run(world_size, fit, seed=5) for world_size in (1, 2, 3)]
+    whole = seen_by_all(by_size[0])
+    truth = by_hand(whole)
+    for replies in by_size:
+        assert seen_by_all(replies) == whole
+        assert_all_close([reply["state"] for reply in replies], truth)
     epochs = [list(chain(*whole[start : start + BATCHES])) for start in range(0, len(whole), BATCHES)]
     assert len(epochs) == EPOCHS
     assert len({tuple(epoch) for epoch in epochs}) == EPOCHS

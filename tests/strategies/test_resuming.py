@@ -119,7 +119,7 @@ def leg(
     return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
 
 
-def trained_alone(batches: list[list[int]], window: int = 1) -> dict[str, Tensor]:
+def by_hand(batches: list[list[int]], window: int = 1) -> dict[str, Tensor]:
     """The parameters of a plain loop over these batches."""
     module = Line(1)
     optimizer = module.configure_optimizers()
@@ -139,7 +139,7 @@ def one_process(batches: int, window: int = 1, epochs: int = EPOCHS) -> tuple[li
         sampler = RandomSampler(range(ROWS))
         seed_all(SEED + epoch, sampler)
         seen += BatchSampler(sampler, G, drop_last=False)
-    return seen[:batches], trained_alone(seen[:batches], window)
+    return seen[:batches], by_hand(seen[:batches], window)
 
 
 def resumed(
