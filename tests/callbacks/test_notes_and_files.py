@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import os
 import re
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_ddp_losses
 from lightning_ddp_losses import (
     BatchCheck,
     ClipLoss,
@@ -30,10 +35,13 @@ from lightning_ddp_losses import (
     OptimizerCheck,
 )
 from lightning_ddp_losses.callbacks import device_check
+from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.callbacks.findings import place_of
+from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
+from tests.cli.shipped_configs import smaller
 from tests.lightning_ranks import make_trainer
 
 Found = list[tuple[str, str, str]]
@@ -322,3 +330,53 @@ def test_the_use_of_every_rank_is_told(pool: RankPool) -> None:
     for rank, (_, _, anonymous) in enumerate(used):
         assert figures[f"rank_{rank}_peak_bytes"] == pytest.approx(anonymous, rel=0.1)
         assert re.fullmatch(rf"rank {rank}: 4 batches, \d+\.\d s, 0\.\d\d GiB", remarks[rank])
+
+
+# Every config of ours runs without an error or a warning of a check, and one config names every option there is.
+
+CONFIGS = sorted((Path(lightning_ddp_losses.__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def run(path: str, shared_folder: str) -> Found:
+    """Train two epochs of a few steps on the ranks of the pool, with the checks of the config."""
+    given = yaml.safe_load(Path(path).read_text())["trainer"]
+    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
+    quiet = mock.patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off")
+    with quiet, tempfile.TemporaryDirectory() as folder:
+        options = ["--config", path, *smaller(Path(path)), "--trainer.devices", "1", "--trainer.strategy", "auto"]
+        cli = LossCLI(args=[*options, "--trainer.logger.init_args.save_dir", folder], run=False)
+    # warnings of checks are errors here, as all warnings are
+    (checks,) = (c for c in cli.trainer.callbacks if isinstance(c, DDPChecks))  # type: ignore[attr-defined]
+    accumulate = given.get("accumulate_grad_batches", 1)
+    limits = {"limit_train_batches": 6, "limit_val_batches": 1, "max_epochs": 2, "accumulate_grad_batches": accumulate}
+    strategy = given["strategy"]
+    if not isinstance(strategy, str):
+        kind = getattr(lightning_ddp_losses, strategy["class_path"].rpartition(".")[2])
+        strategy = kind(**strategy["init_args"])
+    if isinstance(cli.datamodule, CellsDataModule):  # the file that ranks share
+        cli.datamodule.path = Path(shared_folder, cli.datamodule.path.name)
+    trainer = make_trainer(strategy, callbacks=[checks], **limits, use_distributed_sampler=True)
+    trainer.fit(cli.model, cli.datamodule)
+    return listed(checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_of_ours_is_healthy(pool: RankPool, path: Path, tmp_path: Path) -> None:
+    for found in pool.run(2, run, str(path), str(tmp_path)):
+        assert [entry for entry in found if entry[1] != "note"] == []
+
+
+def test_one_config_names_every_check_and_every_option_at_its_default() -> None:
+    path = next(path for path in CONFIGS if path.stem == "checks_all")
+    (callback,) = yaml.safe_load(path.read_text())["trainer"]["callbacks"]
+    options: dict[str, Any] = callback["init_args"]
+    assert set(options) == set(inspect.signature(DDPChecks).parameters)
+    checks = {entry["class_path"].rpartition(".")[2]: entry.get("init_args", {}) for entry in options["checks"]}
+    assert list(checks) == [check.__name__ for check in DEFAULT_CHECKS]
+    for check in DEFAULT_CHECKS:
+        defaults = {name: p.default for name, p in inspect.signature(check).parameters.items()}
+        assert checks[check.__name__].items() <= defaults.items()
+        assert set(defaults) - set(checks[check.__name__]) <= {"action", "every_n_steps"}
+        # LightningCLI checks types by them
+        assert set(get_type_hints(check.__init__)) == {*defaults, "return"}
