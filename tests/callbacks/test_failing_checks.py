@@ -164,8 +164,12 @@ class Refuses(Ours):  # communicates in the dry run, where ranks disagree
         raise RankMismatchError("its exchange", collective=True)
 
 
+def fit_refusing() -> None:
+    fit(Refuses(""))
+
+
 def test_an_error_of_the_package_passes_through(pool: RankPool) -> None:
-    assert {error.type for error in pool.errors(2, fit, Refuses(""))} == {"RankMismatchError"}
+    assert {error.type for error in pool.errors(2, fit_refusing)} == {"RankMismatchError"}
 
 
 def fit_beside_a_finding() -> str:

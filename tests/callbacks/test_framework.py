@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from lightning_ddp_losses.errors import ConfigurationError, PeerError
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import OneLoss, Subject, fit, slices
 from tests.callbacks.training_cases import Nudged
-from tests.counting import StepCollectives
+from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import trainer_alone
 from tests.strategies.test_calls import assert_same_error
@@ -164,10 +165,15 @@ def test_different_checks_are_an_error_at_start(pool: RankPool, case: str) -> No
 
 def collectives_per_step(strategy: str, checks: str) -> list[int]:
     """Collectives of each batch in a fit with small and with big rows."""
-    count, two = StepCollectives(), [Echo(), ParameterSyncCheck()]
+    counter, counts, two = CountCollectives(), list[int](), [Echo(), ParameterSyncCheck()]
+    count = LambdaCallback(
+        on_train_batch_start=lambda *_: counter.take(),
+        on_train_batch_end=lambda *_: counts.append(len(counter.take())),
+    )
     made = {"none": [], "two": [DDPChecks(two, summary=False)], "all": [DDPChecks(summary=False)]}
-    make_trainer(strategy, callbacks=[*made[checks], count], max_epochs=3).fit(Subject(False))
-    return list(map(len, count.steps))
+    with counter:
+        make_trainer(strategy, callbacks=[*made[checks], count], max_epochs=3).fit(Subject(False))
+    return counts
 
 
 @pytest.mark.parametrize(("strategy", "most"), [("ddp", 2), ("ddp_losses", 1)])
