@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 from unittest import mock
 
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,3 +44,18 @@ class CountCollectives(TorchDispatchMode):
         """The names since the last call."""
         names, self.names = self.names, []
         return names
+
+
+class StepCollectives(Callback):
+    """The collectives of each training batch, from its start to its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[str]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.counter = CountCollectives()
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counter.__exit__(None, None, None)
+        self.steps.append(self.counter.take())

@@ -20,28 +20,11 @@ from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchL
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import trainer_alone
 
-__all__ = [
-    "CASES",
-    "CLASSES",
-    "DIM",
-    "IGNORED",
-    "Case",
-    "Job",
-    "Net",
-    "fit",
-    "fit_alone",
-    "loader",
-    "micro_batches",
-    "own_batches",
-]
-
 FEATURES, DIM, CLASSES, IGNORED = 5, 4, 5, -100
 Batch = tuple[Tensor, Tensor]
 
 
-class Net(nn.Module):
-    """An encoder whose seed is the same on every rank."""
-
+class Net(nn.Module):  # an encoder whose seed is the same on every rank
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -96,7 +79,7 @@ class Case:
     expects: Callable[[Sequence[Batch]], dict[str, Any]] | None = None
 
 
-def _logits(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+def cross_entropy_of(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     loss: Tensor = job.loss(job.net.head(job.net(rows)), labels)
     return loss
 
@@ -168,11 +151,11 @@ def _wrapped(make: Callable[[], nn.Module], value: Callable[[Any, Tensor, Tensor
 
 
 CASES = {
-    "cross entropy, ignored": _wrapped(_cross_entropy, _logits),
+    "cross entropy, ignored": _wrapped(_cross_entropy, cross_entropy_of),
     "cross entropy, weights and smoothing": _wrapped(
-        lambda: _cross_entropy(weight=_weights(), label_smoothing=0.1), _logits
+        lambda: _cross_entropy(weight=_weights(), label_smoothing=0.1), cross_entropy_of
     ),
-    "cross entropy, sum": _wrapped(lambda: _cross_entropy(reduction="sum"), _logits),
+    "cross entropy, sum": _wrapped(lambda: _cross_entropy(reduction="sum"), cross_entropy_of),
     "ArcFace": _wrapped(lambda: _pml("ArcFaceLoss"), _embeddings),
     "ArcFace, non-zero, regularised": _wrapped(
         lambda: _pml("ArcFaceLoss", reducers.AvgNonZeroReducer(), regularized=True), _embeddings
@@ -203,14 +186,12 @@ CASES = {
 PLAIN = {"ArcFace, plain": Case(lambda: _pml("ArcFaceLoss"), _embeddings, labelled=True)}
 
 
-class Job(LightningModule):
-    """A net and a loss; the loader gives a rank's part of each micro-batch."""
-
+class Job(LightningModule):  # a net and a loss; the loader gives a rank's part of each micro-batch
     def __init__(self, case: str, *, alone: bool = False, window: int = 1) -> None:
         super().__init__()
         self.case = (CASES | PLAIN)[case]
         self.net = Net()
-        self.net.head.requires_grad_(self.case.value is _logits)
+        self.net.head.requires_grad_(self.case.value is cross_entropy_of)
         self.loss = (self.case.make_alone or self.case.make)() if alone else self.case.make()
         self.alone, self.size = alone, window
         self.batches: list[Batch] = []
@@ -237,7 +218,6 @@ class Job(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
     def rows_of(self, batches: Sequence[Batch]) -> list[Batch]:
-        """The batches, without the rows that this loss cannot take."""
         if not self.case.labelled:
             return list(batches)
         return [(x[y != IGNORED], y[y != IGNORED]) for x, y in batches]
@@ -248,14 +228,12 @@ class Job(LightningModule):
 
 
 def own_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """This rank's part of each global micro-batch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     cut = [own_rows(len(labels), i, world_size, rank) for i, (_, labels) in enumerate(batches)]
     return [(rows[own], labels[own]) for (rows, labels), own in zip(batches, cut, strict=True)]
 
 
 def loader(batches: Sequence[Any]) -> DataLoader[Any]:
-    """Batches as they are."""
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, LossCheck, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CLASSES, IGNORED, Batch, Job, loader, own_batches
+from tests.accumulation.jobs import CLASSES, IGNORED, Batch, Job, cross_entropy_of, loader, own_batches
 from tests.accumulation.test_parity import ByHand
 from tests.lightning_ranks import make_trainer
 
@@ -65,9 +65,7 @@ def test_the_loss_of_a_micro_batch_is_its_own(pool: RankPool) -> None:
         assert [losses[0] for _, losses in of_rank["losses"]] == pytest.approx(last, rel=1e-12)
 
 
-class Plain(Job):
-    """The loss of this rank's rows, or of the rows of all ranks, under Lightning's accumulation."""
-
+class Plain(Job):  # the loss of this rank's rows, or of the rows of all ranks, under Lightning's accumulation
     def __init__(self, objective: str) -> None:
         super().__init__("cross entropy, ignored", window=3)
         self.objective = OBJECTIVES[objective]
@@ -86,40 +84,34 @@ def _with_penalty(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     return _torchs(job, rows, labels) + 0.1 * job.net.head.weight.square().sum()
 
 
-def _globally(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    loss: Tensor = job.loss(job.net.head(job.net(rows)), labels)
-    return loss
+def _elements(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    logits = job.net.head(job.net(rows))
+    return nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
 def _by_hand(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    elements = nn.functional.cross_entropy(job.net.head(job.net(rows)), labels, ignore_index=IGNORED, reduction="sum")
-    return global_mean(elements, (labels != IGNORED).sum())
+    return global_mean(_elements(job, rows, labels), (labels != IGNORED).sum())
 
 
 def _one_of_two(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    logits = job.net.head(job.net(rows))
-    elements = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     counted = (labels != IGNORED).sum()
-    return global_mean(torch.stack([elements, logits.sum()]), torch.stack([counted, counted]))[0]
+    return global_mean(
+        torch.stack([_elements(job, rows, labels), job.net.head(job.net(rows)).sum()]), torch.stack([counted, counted])
+    )[0]
 
 
 def _two_terms(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
     return _torchs(job, rows, labels) + job.net(rows).square().mean()
 
 
-def _by_constant(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    elements = nn.functional.cross_entropy(job.net.head(job.net(rows)), labels, ignore_index=IGNORED, reduction="sum")
-    return elements / 7
-
-
 OBJECTIVES = {
     "torch's": _torchs,
     "torch's and a penalty": _with_penalty,
-    "GlobalBatchLoss": _globally,
+    "GlobalBatchLoss": cross_entropy_of,
     "global_mean": _by_hand,
     "one of two global means": _one_of_two,
     "two divisors": _two_terms,
-    "a constant divisor": _by_constant,
+    "a constant divisor": lambda *batch: _elements(*batch) / 7,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,16 +14,15 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import ConfigurationError, DDPLossStrategy, GlobalBatchLoss, SigLipLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, loader, own_batches
+from tests.accumulation.jobs import CLASSES, DIM, IGNORED, Job, cross_entropy_of, loader, own_batches
 from tests.accumulation.test_parity import ByHand
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 
 Objective = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-class Written(Job):
-    """A net and an objective of the test's own."""
-
+class Written(Job):  # a net and an objective of the test's own
     def __init__(self, name: str) -> None:
         super().__init__("cross entropy, ignored")
         self.objective = OBJECTIVES[name][0]
@@ -34,13 +34,8 @@ class Written(Job):
         return self.objective(self, *batch)
 
 
-def _cross_entropy(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    loss: Tensor = job.loss(job.net.head(job.net(rows)), labels)
-    return loss
-
-
 def _with_penalty(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    return _cross_entropy(job, rows, labels) + 0.1 * job.net.head.weight.square().sum()
+    return cross_entropy_of(job, rows, labels) + 0.1 * job.net.head.weight.square().sum()
 
 
 def _plain(job: Any, rows: Tensor, labels: Tensor) -> Tensor:
@@ -78,16 +73,16 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
         ["SigLipLoss, which reaches", "microbatched"],
     ),
     "two divisors": (
-        lambda *batch: _cross_entropy(*batch) + _norm(*batch),
+        lambda *batch: cross_entropy_of(*batch) + _norm(*batch),
         ["losses with different divisors", "GlobalBatchLoss(CrossEntropyLoss)", "global_mean `norm`", "expect_counts"],
     ),
     "a mean of a mean": (_nested, ["global_mean `outer`", "depends on global_mean `norm`"]),
     "a root of a loss": (
-        lambda *batch: 2 * _cross_entropy(*batch).sqrt(),
+        lambda *batch: 2 * cross_entropy_of(*batch).sqrt(),
         ["a weighted sum of losses", "SqrtBackward0 of GlobalBatchLoss(CrossEntropyLoss)"],
     ),
     "a product of losses": (
-        lambda *batch: _cross_entropy(*batch) * _norm(*batch),
+        lambda *batch: cross_entropy_of(*batch) * _norm(*batch),
         ["a weighted sum of losses", "MulBackward0"],
     ),
     "a number over a loss": (
@@ -98,10 +93,7 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
         lambda job, rows, labels: torch.ones((), dtype=rows.dtype) / _norm(job, rows, labels),
         ["a weighted sum of losses", "DivBackward0"],
     ),
-    "counts that were not so": (
-        _expecting(0, lambda: 5),
-        ["expect_counts of global_mean `norm`", "10 over all ranks"],
-    ),
+    "counts that were not so": (_expecting(0, lambda: 5), ["expect_counts of global_mean `norm`", "10 over all ranks"]),
     "a negative count": (
         _expecting(0, lambda: -1 if dist.get_rank() else 3),
         ["expect_counts", "finite counts, not negative", "-1"],
@@ -111,7 +103,6 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
 
 
 def fit(job: Job, every: int = 2, rows: int = 2, **options: Any) -> None:
-    """Train on windows of micro-batches."""
     strategy = DDPLossStrategy(accumulation="window", find_unused_parameters=isinstance(job, Written))
     trainer = make_trainer(strategy, accumulate_grad_batches=every, **options)
     trainer.fit(job, loader(own_batches(job.global_batches(rows, 2))))
@@ -123,11 +114,7 @@ def fit_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_what_cannot_be_exact(pool: RankPool, name: str) -> None:
-    for error in pool.errors(2, fit_written, name):
-        assert error.is_a("DDPLossError"), error
-        assert not error.timed_out
-        for text in OBJECTIVES[name][1]:
-            assert text in error.message, error.message
+    assert_errors(pool.errors(2, fit_written, name), *OBJECTIVES[name][1])
 
 
 def test_windows_of_one_micro_batch_take_any_loss(pool: RankPool) -> None:
@@ -146,9 +133,7 @@ def fit_uneven() -> None:
 
 
 def test_windows_of_different_lengths(pool: RankPool) -> None:
-    for error in pool.errors(2, fit_uneven):
-        assert error.is_a("RankMismatchError"), error
-        assert not error.timed_out
+    assert_errors(pool.errors(2, fit_uneven), of="RankMismatchError")
 
 
 class StepsInside(ByHand):
@@ -161,36 +146,20 @@ class StepsInside(ByHand):
                 optimizer.step()
 
 
-class Twice(Job):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=3)
-
-
 def fit_and_step_inside() -> None:
     job = StepsInside("cross entropy, ignored", False)
     batches = own_batches(job.global_batches(2, 2))
     make_trainer(DDPLossStrategy(accumulation="window")).fit(job, loader([batches]))
 
 
-def fit_lbfgs() -> None:
-    fit(Twice("cross entropy, ignored"))
+class Twice(Job):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=3)
 
 
-@pytest.mark.parametrize(
-    ("job", "text"), [(fit_and_step_inside, "step of SGD"), (fit_lbfgs, "an optimizer that evaluates each batch once")]
-)
-def test_optimizers_that_do_not_wait(pool: RankPool, job: Any, text: str) -> None:
-    for error in pool.errors(2, job):
-        assert error.is_a("ConfigurationError"), error
-        assert text in error.message, error.message
-        assert not error.timed_out
-
-
-@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
-def test_a_skipped_last_micro_batch_leaves_nothing_uncorrected(pool: RankPool) -> None:
-    # (on several ranks Lightning refuses None itself)
-    for error in pool.errors(1, fit_skipping):
-        assert "inside it" in error.message, error.message
+class KeepsGradients(Job):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Leave what the last step had."""
 
 
 class Skips(Job):
@@ -198,8 +167,27 @@ class Skips(Job):
         return None if index == 1 else super().training_step(batch, index)
 
 
-def fit_skipping() -> None:
-    fit(Skips("cross entropy, ignored"))
+def fit_job(make: Callable[[str], Job], rows: int = 2) -> None:
+    fit(make("cross entropy, ignored"), rows=rows)
+
+
+REFUSED = {
+    "steps inside": (partial(fit_and_step_inside), "step of SGD"),
+    "evaluates twice": (partial(fit_job, Twice), "an optimizer that evaluates each batch once"),
+    "has gradients from before": (partial(fit_job, KeepsGradients, rows=4), "gradients before it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_do_not_wait(pool: RankPool, name: str) -> None:
+    fit_refused, text = REFUSED[name]
+    assert_errors(pool.errors(2, fit_refused), text, of="ConfigurationError")
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_skipped_last_micro_batch_leaves_nothing_uncorrected(pool: RankPool) -> None:
+    # (on several ranks Lightning refuses None itself)
+    assert_errors(pool.errors(1, fit_job, Skips), "inside it")
 
 
 @pytest.mark.parametrize(
@@ -221,21 +209,3 @@ def test_window_and_expect_counts_need_the_option() -> None:
         pass
     with pytest.raises(ConfigurationError, match="accumulation='window'"):
         strategy.expect_counts({"norm": IGNORED})
-
-
-class KeepsGradients(Job):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Leave what the last step had."""
-
-
-def fit_on_left_gradients() -> None:
-    job = KeepsGradients("cross entropy, ignored")
-    trainer = make_trainer(DDPLossStrategy(accumulation="window"), accumulate_grad_batches=2)
-    trainer.fit(job, loader(own_batches(job.global_batches(4, 2))))
-
-
-def test_gradients_from_before_a_window_are_refused(pool: RankPool) -> None:
-    for error in pool.errors(2, fit_on_left_gradients):
-        assert error.is_a("ConfigurationError"), error
-        assert "gradients before it" in error.message, error.message
-        assert not error.timed_out

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
+from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.accumulation.jobs import CASES, Job, own_batches
-from tests.oracle import assert_close
+from tests.accumulation.jobs import CASES, Job, loader, own_batches
+from tests.answers import assert_all_close, assert_errors
+from tests.counting import CountCollectives, StepCollectives
+from tests.lightning_ranks import make_trainer
 
 COUNT = 4  # micro-batches of the window
 
@@ -31,9 +33,7 @@ def mean_over_ranks_(grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return grads
 
 
-class Step(nn.Module):
-    """The encoder and loss of a job as DDP wants them: what runs is `forward`."""
-
+class Step(nn.Module):  # the encoder and loss of a job as DDP wants them: what runs is `forward`
     def __init__(self, case: str) -> None:
         super().__init__()
         self.job = Job(case)
@@ -71,8 +71,7 @@ def gradients_alone(case: str) -> dict[str, Tensor]:
 )
 def test_a_loop_of_ones_own(pool: RankPool, case: str, wrapped: bool) -> None:
     alone = pool.run(1, gradients_alone, case, distributed=False)[0]
-    for found in pool.run(2, gradients, case, wrapped=wrapped):
-        assert_close(found, alone)
+    assert_all_close(pool.run(2, gradients, case, wrapped=wrapped), alone)
 
 
 def two_heads() -> dict[str, Tensor]:
@@ -97,12 +96,7 @@ def two_heads_alone() -> dict[str, Tensor]:
 
 
 def test_a_loss_that_is_called_twice_has_two_divisors(pool: RankPool) -> None:
-    alone = pool.run(1, two_heads_alone, distributed=False)[0]
-    for found in pool.run(2, two_heads):
-        assert_close(found, alone)
-
-
-# ---------------------------------------------------------------------- errors
+    assert_all_close(pool.run(2, two_heads), pool.run(1, two_heads_alone, distributed=False)[0])
 
 
 def mean_of(model: nn.Module) -> Tensor:
@@ -115,55 +109,38 @@ def stepping(model: nn.Linear) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def nested(model: nn.Linear) -> None:
-    with accumulation_window(model):
-        pass
-
-
 def foreign(model: nn.Linear) -> None:
     other = nn.Linear(2, 1)
     global_mean((model(torch.ones(3, 2)) + other(torch.ones(3, 2))).sum(), 3).backward()
 
 
-def other_term(model: nn.Linear) -> None:
-    (mean_of(model) + model.weight.square().mean()).backward()
+ERRORS: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "gradients from before": (lambda model: mean_of(model).backward(), "Call optimizer.zero_grad() before the window"),
+    "a step inside": (stepping, "step of SGD"),
+    "nested": (lambda model: accumulation_window(model).__enter__(), "no window around it"),
+    "another model": (foreign, "hand in the module that holds it"),
+    "another term": (
+        lambda model: (mean_of(model) + model.weight.square().mean()).backward(),
+        "which reaches `weight`",
+    ),
+    "other numbers": (
+        lambda model: [mean_of(model).backward() for _ in range(1 + dist.get_rank())],
+        "accumulation_window",
+    ),
+}
 
 
-def other_numbers(model: nn.Linear) -> None:
-    for _ in range(1 + dist.get_rank()):
-        mean_of(model).backward()
-
-
-def once(model: nn.Linear) -> None:
-    mean_of(model).backward()
-
-
-def in_a_window(loop: Callable[[nn.Linear], None]) -> None:
-    """Run a loop inside a window; before ``once``, a rank has gradients already."""
+def in_a_window(name: str) -> None:
     model = nn.Linear(2, 1)
-    if loop is once and dist.get_rank() == 1:
+    if name == "gradients from before" and dist.get_rank() == 1:
         model(torch.ones(3, 2)).sum().backward()
     with accumulation_window(model):
-        loop(model)
+        ERRORS[name][0](model)
 
 
-@pytest.mark.parametrize(
-    ("loop", "text"),
-    [
-        (once, "Call optimizer.zero_grad() before the window"),
-        (stepping, "step of SGD"),
-        (nested, "no window around it"),
-        (foreign, "hand in the module that holds it"),
-        (other_term, "which reaches `weight`"),
-        (other_numbers, "accumulation_window"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_errors_on_every_rank(pool: RankPool, loop: Any, text: str) -> None:
-    for error in pool.errors(2, in_a_window, loop):
-        assert error.is_a("DDPLossError"), error
-        assert text in error.message, error.message
-        assert not error.timed_out
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
+    assert_errors(pool.errors(2, in_a_window, name), ERRORS[name][1])
 
 
 def fail_inside(model: nn.Module) -> None:
@@ -193,3 +170,56 @@ def test_windows_of_several_backwards_of_one_value() -> None:
         value.backward()
     assert model.bias.grad is not None
     assert float(model.bias.grad) == pytest.approx(2.0)
+
+
+# A window costs no collective per micro-batch beside plain accumulation; in a hand-written loop one when it ends.
+
+COUNTED = [
+    "cross entropy, ignored",
+    "ArcFace, non-zero, regularised",
+    "global_mean",
+    "class shards",
+    "MeanSquaredError",
+]
+WINDOW, COUNT = 3, 9
+
+
+def fit_counted(case: str, accumulation: Any) -> list[int]:
+    """Collectives of each micro-batch of a fit, from its start to its end."""
+    job, counter = Job(case, window=WINDOW), StepCollectives()
+    job.batches = own_batches(job.global_batches(COUNT, WINDOW))
+    strategy = DDPLossStrategy(accumulation=accumulation)
+    trainer = make_trainer(strategy, accumulate_grad_batches=WINDOW, callbacks=[counter])
+    trainer.fit(job, loader(job.batches))
+    return [len(names) for names in counter.steps]
+
+
+@pytest.mark.parametrize("case", COUNTED)
+def test_no_collective_more_than_plain_accumulation(pool: RankPool, case: str) -> None:
+    plain, window = (pool.run(2, fit_counted, case, accumulation) for accumulation in ("mean", "window"))
+    assert len(plain[0]) == COUNT
+    assert window == plain
+
+
+def loop_counted(case: str) -> list[int]:
+    """Collectives of a window without and with ``accumulation_window``."""
+    step = Step(case)
+    model = DistributedDataParallel(step)
+    batches = own_batches(step.job.global_batches(WINDOW, WINDOW))
+    counts = []
+    # the first two show DDP's own set-up
+    for windowed in (False, False, False, True):
+        model.zero_grad()
+        with CountCollectives() as counter:
+            with accumulation_window(model) if windowed else contextlib.nullcontext():
+                for i, batch in enumerate(batches):
+                    with model.no_sync() if i + 1 < WINDOW else contextlib.nullcontext():
+                        model(*batch).backward()
+            counts.append(len(counter.names))
+    return counts[2:]
+
+
+@pytest.mark.parametrize("case", ["cross entropy, ignored", "global_mean"])
+def test_one_more_in_a_hand_written_loop(pool: RankPool, case: str) -> None:
+    for plain, window in pool.run(2, loop_counted, case):
+        assert window == plain + 1

@@ -190,13 +190,11 @@ def fit_in_halves(precision: str) -> dict[str, Any]:
 @pytest.mark.parametrize("blocked", [True, False])
 def test_manual_optimization(pool: RankPool, blocked: bool) -> None:
     for case in ("ArcFace, non-zero, regularised", "cross entropy, sum", "global_mean, two divisors"):
-        alone = pool.run(1, fit_alone, case, 3, 6, distributed=False)[0]
+        (alone,) = pool.run(1, fit_alone, case, 3, 6, distributed=False)
         compare(pool.run(2, fit_by_hand, case, blocked), alone)
 
 
-class ByHand(Job):
-    """Each batch is a window, a list of micro-batches."""
-
+class ByHand(Job):  # each batch is a window, a list of micro-batches
     def __init__(self, case: str, blocked: bool) -> None:
         super().__init__(case)
         self.automatic_optimization = False

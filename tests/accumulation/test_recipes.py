@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.accumulation.jobs import IGNORED
-from tests.oracle import assert_close
+from tests.answers import assert_all_close
 
 RECIPE = re.compile(r"::\n\n((?:    .*\n|\n)+)")
 IMPORT = "from lightning_ddp_losses import accumulation_window, global_mean\n"
@@ -104,9 +104,7 @@ def run_alone(value: Callable[[dict[str, Any]], Tensor]) -> dict[str, Tensor]:
     ("index", "alone"), [(TOKENS, tokens_alone), (BOXES, boxes_alone), (OWN, own_alone)], ids=["tokens", "boxes", "own"]
 )
 def test_a_mean(pool: RankPool, index: int, alone: Callable[[dict[str, Any]], Tensor]) -> None:
-    expected = pool.run(1, run_alone, alone, distributed=False)[0]
-    for found in pool.run(2, run_recipe, index):
-        assert_close(found, expected)
+    assert_all_close(pool.run(2, run_recipe, index), pool.run(1, run_alone, alone, distributed=False)[0])
 
 
 def run_loop() -> dict[str, Tensor]:
@@ -129,9 +127,7 @@ def run_loop() -> dict[str, Tensor]:
 
 
 def test_a_loop_of_ones_own(pool: RankPool) -> None:
-    alone = pool.run(1, run_alone, tokens_alone, distributed=False)[0]
-    for found in pool.run(2, run_loop):
-        assert_close(found, alone)
+    assert_all_close(pool.run(2, run_loop), pool.run(1, run_alone, tokens_alone, distributed=False)[0])
 
 
 def test_every_recipe_is_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, differentiable, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.answers import assert_all_close, assert_errors
 
 NAMES = ("dp", "cp", "tp")
 MESHES = [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 4, 1)]
@@ -85,12 +86,7 @@ def by_hand(shape: tuple[int, ...], reduces: Any, window: int) -> dict[str, Tens
 @pytest.mark.parametrize("reduces", DIVISORS)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_meshes(pool: RankPool, shape: tuple[int, ...], reduces: Any, window: int) -> None:
-    expected = truth(shape[0] * shape[1], window)
-    for found in pool.run(4, by_hand, shape, reduces, window):
-        assert_close(found, expected)
-
-
-# ---------------------------------------------------------------------- read from the model
+    assert_all_close(pool.run(4, by_hand, shape, reduces, window), truth(shape[0] * shape[1], window))
 
 
 def sharded(factor: float | None, *, inner: float | None = None, forced: bool = True) -> nn.Sequential:
@@ -106,23 +102,19 @@ def sharded(factor: float | None, *, inner: float | None = None, forced: bool = 
 
 def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
     net = sharded(factor)
-    place = dist.get_rank()
-    options: Any = {} if window > 1 else {"module": net}
-    if window == 1:
-        global_mean(summed(net, rows_of(0, place)), COUNTS[0][place], **options).sum().backward()
-        return gradients(net)
-    with accumulation_window(net):
+    alone = window == 1
+    options: Any = {"module": net} if alone else {}
+    with contextlib.nullcontext() if alone else accumulation_window(net):
         for i in range(window):
-            rows = rows_of(i, place)
-            global_mean(summed(net, rows), len(rows)).sum().backward()
+            rows = rows_of(i, dist.get_rank())
+            global_mean(summed(net, rows), len(rows), **options).sum().backward()
     return gradients(net)
 
 
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("factor", [None, 1.0, 300.0])
 def test_a_divided_model(pool: RankPool, factor: float | None, window: int) -> None:
-    for found in pool.run(2, from_module, factor, window):
-        assert_close(found, truth(2, window))
+    assert_all_close(pool.run(2, from_module, factor, window), truth(2, window))
 
 
 def beside_a_divided_model(factor: float | None, kind: str) -> dict[str, Tensor]:
@@ -153,8 +145,7 @@ def test_class_weights_beside_a_divided_model(pool: RankPool, factor: float | No
     net, loss = make_net(), class_loss()
     batches = [rows_of(i, place) for i in range(2) for place in range(2)]
     loss(net(torch.cat(batches)), torch.cat([torch.arange(len(rows)) % CLASSES for rows in batches])).backward()
-    for found in pool.run(2, beside_a_divided_model, factor, kind):
-        assert_close(found, {**gradients(net), "weight": loss.W.grad})
+    assert_all_close(pool.run(2, beside_a_divided_model, factor, kind), {**gradients(net), "weight": loss.W.grad})
 
 
 def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
@@ -172,45 +163,12 @@ def test_a_differentiable_metric(pool: RankPool, factor: float | None, window: i
     net = make_net()
     rows = torch.cat([rows_of(i, place) for i in range(window) for place in range(2)])
     (net(rows) - rows[:, :2]).square().mean().backward()
-    for found in pool.run(2, metric_of_a_divided_model, factor, window):
-        assert_close(found, gradients(net))
-
-
-# ---------------------------------------------------------------------- bad input
+    assert_all_close(pool.run(2, metric_of_a_divided_model, factor, window), gradients(net))
 
 
 def own_mean(**options: Any) -> Tensor:
     rows = rows_of(0, dist.get_rank())
     return global_mean(summed(make_net(), rows), len(rows), **options)
-
-
-def torn_factors() -> None:
-    own_mean(module=sharded(1.0, inner=2.0))
-
-
-def torn_factors_in_a_window() -> None:
-    with accumulation_window(sharded(1.0, inner=2.0)):
-        pass
-
-
-def gloo_without_sums() -> None:
-    own_mean(module=sharded(1.0, forced=False))
-
-
-def other_than_the_module() -> None:
-    own_mean(module=sharded(1.0), reduces="mean")
-
-
-def other_than_a_peer() -> None:
-    own_mean(reduces="sum" if dist.get_rank() else "mean")
-
-
-def unknown() -> None:
-    own_mean(reduces="none" if dist.get_rank() else "sum")
-
-
-def negative() -> None:
-    own_mean(reduces=-2.0)
 
 
 def foreign_hook(_: object, bucket: Any) -> Any:
@@ -225,58 +183,60 @@ def hooked() -> None:
     own_mean(module=ddp)
 
 
+def line(**names: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(names.values()), mesh_dim_names=tuple(names))
+
+
 def torn_copies() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = line(dp=1, tp=2)
     own_mean(mesh=mesh["dp"], copies=mesh["tp"])
 
 
-def copies_that_differ_too() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    own_mean(mesh=mesh["dp"], copies=mesh["dp"])
-
-
-def copies_alone() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    own_mean(copies=mesh["dp"])
-
-
-def group_too() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    own_mean(mesh=mesh["dp"], group=dist.group.WORLD)
-
-
 def mesh_of_others() -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
-    net = make_net()
+    mesh, net = line(dp=1, cp=2), make_net()
     fully_shard(net, mesh=mesh["dp"])
     own_mean(mesh=mesh["dp", "cp"], module=net)
 
 
-ERRORS: dict[Callable[[], None], list[str]] = {
-    torn_factors: ["one divisor for all parameters", "`` by 1, `0` by 2", "set_gradient_divide_factor"],
-    torn_factors_in_a_window: ["one divisor for all parameters"],
-    gloo_without_sums: ["set_gradient_divide_factor(1) of ``", "set_force_sum_reduction_for_comms(True)"],
-    other_than_the_module: ["a sum divided by 1 over 2 ranks (set_gradient_divide_factor(1))", "reduces='mean'"],
-    other_than_a_peer: ["gradients end as=a sum divided by 1"],
-    unknown: ["reduces: expected", "'none'"],
-    negative: ["reduces: expected", "-2.0"],
-    hooked: ["foreign_hook of DistributedDataParallel", 'reduces="mean"'],
-    torn_copies: ["the same rows, so the same total and count", "3.0", "0.0"],
-    copies_that_differ_too: ["both with ranks [0, 1]"],
-    copies_alone: ["copies without mesh"],
-    group_too: ["a group, too"],
-    mesh_of_others: ["ranks over which the model is reduced", "got [0, 1]"],
+ERRORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "torn factors": (
+        lambda: own_mean(module=sharded(1.0, inner=2.0)),
+        ["one divisor for all parameters", "`` by 1, `0` by 2", "set_gradient_divide_factor"],
+    ),
+    "torn factors in a window": (
+        lambda: accumulation_window(sharded(1.0, inner=2.0)).__enter__(),
+        ["one divisor for all parameters"],
+    ),
+    "gloo without sums": (
+        lambda: own_mean(module=sharded(1.0, forced=False)),
+        ["set_gradient_divide_factor(1) of ``", "set_force_sum_reduction_for_comms(True)"],
+    ),
+    "other than the module": (
+        lambda: own_mean(module=sharded(1.0), reduces="mean"),
+        ["a sum divided by 1 over 2 ranks (set_gradient_divide_factor(1))", "reduces='mean'"],
+    ),
+    "other than a peer": (
+        lambda: own_mean(reduces="sum" if dist.get_rank() else "mean"),
+        ["gradients end as=a sum divided by 1"],
+    ),
+    "unknown": (lambda: own_mean(reduces="none" if dist.get_rank() else "sum"), ["reduces: expected", "'none'"]),
+    "negative": (lambda: own_mean(reduces=-2.0), ["reduces: expected", "-2.0"]),
+    "hooked": (hooked, ["foreign_hook of DistributedDataParallel", 'reduces="mean"']),
+    "torn copies": (torn_copies, ["the same rows, so the same total and count", "3.0", "0.0"]),
+    "copies that differ too": (
+        lambda: own_mean(mesh=(mesh := line(dp=2))["dp"], copies=mesh["dp"]),
+        ["both with ranks [0, 1]"],
+    ),
+    "copies alone": (lambda: own_mean(copies=line(dp=2)["dp"]), ["copies without mesh"]),
+    "a group too": (lambda: own_mean(mesh=line(dp=2)["dp"], group=dist.group.WORLD), ["a group, too"]),
+    "mesh of others": (mesh_of_others, ["ranks over which the model is reduced", "got [0, 1]"]),
 }
 
 
 def fail(name: str) -> None:
-    next(case for case in ERRORS if case.__name__ == name)()
+    ERRORS[name][0]()
 
 
-@pytest.mark.parametrize("case", ERRORS, ids=lambda case: case.__name__)
-def test_errors_on_every_rank(pool: RankPool, case: Callable[[], None]) -> None:
-    for error in pool.errors(2, fail, case.__name__):
-        assert error.is_a("DDPLossError"), error
-        assert not error.timed_out
-        for text in ERRORS[case]:
-            assert text in error.message, error.message
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
+    assert_errors(pool.errors(2, fail, name), *ERRORS[name][1])

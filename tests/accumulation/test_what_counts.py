@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses import GlobalBatchLoss, accumulation_window, global_mean
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close
+from tests.answers import assert_all_close, assert_errors
 
 ROWS = {
     1: [(5,), (2,), (4,)],
@@ -25,9 +25,7 @@ ROWS = {
 Objective = Callable[["Net", Tensor], Tensor]
 
 
-class Net(nn.Module):
-    """A model with a head and two losses of one class."""
-
+class Net(nn.Module):  # a model with a head and two losses of one class
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -42,7 +40,6 @@ class Net(nn.Module):
 
 
 def all_rows() -> list[Tensor]:
-    """The global micro-batches."""
     generator = torch.Generator().manual_seed(8)
     return [torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64) for sizes in ROWS[2]]
 
@@ -61,7 +58,6 @@ def proportional(sizes: tuple[int, ...], total: int) -> list[int]:
 
 
 def labels_of(rows: Tensor) -> Tensor:
-    """Some rows have none."""
     return torch.where(rows[:, 0] > 0.8, -1, (rows.sum(1).abs() * 10).long() % 3)
 
 
@@ -71,9 +67,6 @@ def mean_square(net: Net, rows: Tensor, name: str = "square") -> Tensor:
 
 def first_loss(net: Net, rows: Tensor) -> Tensor:
     return torch.as_tensor(net.a(net(rows), labels_of(rows)))
-
-
-# ---------------------------------------------------------------------- loops that are exact
 
 
 def plain(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
@@ -140,9 +133,7 @@ def truth_of(value: Callable[[Net, Tensor], Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_order_of_calls(pool: RankPool, world_size: int, loop: str, objective: str) -> None:
-    truth = truth_of(OBJECTIVES[objective][1])
-    for found in pool.run(world_size, gradients, loop, objective):
-        assert_close(found, truth)
+    assert_all_close(pool.run(world_size, gradients, loop, objective), truth_of(OBJECTIVES[objective][1]))
 
 
 def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
@@ -156,9 +147,7 @@ def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers(pool: RankPool, reentrant: bool) -> None:
-    truth = truth_of(OBJECTIVES["global_mean"][1])
-    for found in pool.run(2, with_checkpoints, reentrant):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, with_checkpoints, reentrant), truth_of(OBJECTIVES["global_mean"][1]))
 
 
 def with_shared_parameter() -> dict[str, Tensor]:
@@ -177,12 +166,7 @@ def with_shared_parameter() -> dict[str, Tensor]:
 
 
 def test_a_parameter_of_model_and_loss_is_corrected_once(pool: RankPool) -> None:
-    truth = truth_of(OBJECTIVES["global_mean"][1])
-    for found in pool.run(2, with_shared_parameter):
-        assert_close(found, truth)
-
-
-# ---------------------------------------------------------------------- counts and totals that are given before
+    assert_all_close(pool.run(2, with_shared_parameter), truth_of(OBJECTIVES["global_mean"][1]))
 
 
 def counts_of(objective: str, *, by_path: bool) -> Any:
@@ -209,9 +193,7 @@ def given_counts(objective: str, by_path: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("by_path", [True, False])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_counts_first(pool: RankPool, objective: str, by_path: bool) -> None:
-    truth = truth_of(OBJECTIVES[objective][1])
-    for found in pool.run(2, given_counts, objective, by_path):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, given_counts, objective, by_path), truth_of(OBJECTIVES[objective][1]))
 
 
 def two_losses() -> dict[str, Tensor]:
@@ -231,9 +213,7 @@ def two_losses_alone(net: Net, rows: Tensor) -> Tensor:
 
 
 def test_two_losses_of_one_class(pool: RankPool) -> None:
-    truth = truth_of(two_losses_alone)
-    for found in pool.run(2, two_losses):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, two_losses), truth_of(two_losses_alone))
 
 
 def balance_parts(net: Net, rows: Tensor) -> Tensor:
@@ -266,27 +246,123 @@ def balanced() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_products_of_means_with_totals(pool: RankPool, world_size: int) -> None:
-    truth = truth_of(balance_alone)
-    for found in pool.run(world_size, balanced):
-        assert_close(found, truth)
+    assert_all_close(pool.run(world_size, balanced), truth_of(balance_alone))
 
 
-# ---------------------------------------------------------------------- what cannot be counted
+def hidden_module(net: Net, i: int, rows: Tensor) -> None:
+    """An unknown module in a later micro-batch, whose graph has the form of an earlier one."""
+    head = net.head if i == 0 else nn.Linear(6, 3).double()
+    global_mean(head(net.layers(rows)).square().sum(), len(rows)).backward()
 
 
-def unbalanced(net: Net) -> None:
-    with accumulation_window(net):
-        for rows in own_rows():
-            balance(net, rows).backward()
+def hidden_loss_of_a_loss(net: Net, i: int, rows: Tensor) -> None:
+    inner = mean_square(net, rows) if i else net(rows).square().sum() / 11
+    global_mean(net(rows).sum() + inner * len(rows), len(rows), name="outer").backward()
 
 
-def weighed(net: Net) -> None:
-    with accumulation_window(net):
+def checkpointed_term(net: Net, i: int, rows: Tensor) -> None:
+    hidden = checkpoint(net.layers, rows.requires_grad_(), use_reentrant=True)
+    (hidden.sum() + mean_square(net, rows)).backward()
+
+
+def two_in_proportion(net: Net, i: int, rows: Tensor) -> None:
+    logits, labels = net(rows), labels_of(rows).clamp(min=0)
+    others = labels if i else torch.where(rows[:, 0] > 0, -1, labels)
+    (net.a(logits, labels) + net.b(logits, others)).backward()
+
+
+def square(net: Net, i: int, rows: Tensor) -> None:
+    mean_square(net, rows).backward()
+
+
+def nothing(net: Net, i: int, rows: Tensor) -> None: ...
+
+
+def own_count() -> int:
+    return sum(map(len, own_rows()))
+
+
+ORIGINAL = torch.autograd.backward
+PLACES = [f"GlobalBatchLoss(CrossEntropyLoss) `{name}`: divided" for name in "ab"]
+# what is done with each micro-batch, options of the window, words of the error
+ERRORS: dict[str, tuple[Callable[[Net, int, Tensor], Any], Callable[[], dict[str, Any]], list[str]]] = {
+    "unbalanced": (
+        lambda net, i, rows: balance(net, rows).backward(),
+        dict,
+        ["a weighted sum of losses", "PowBackward0 of", "counts and totals of the whole window"],
+    ),
+    "weighed": (
+        lambda net, i, rows: (mean_square(net, rows) * (1 + i)).backward(),
+        dict,
+        ["with the same weights in every micro-batch", "MulBackward0 of global_mean `square`"],
+    ),
+    "by gradient": (
+        lambda net, i, rows: torch.autograd.grad(mean_square(net, rows), list(net.layers.parameters())),
+        dict,
+        ["torch.autograd.grad", "Call backward()"],
+    ),
+    "hidden module": (hidden_module, dict, ["a parameter of shape (3,)", "hand in the module that holds it"]),
+    "hidden loss of a loss": (
+        hidden_loss_of_a_loss,
+        dict,
+        ["global_mean `outer`", "depends on global_mean `square`"],
+    ),
+    "checkpointed term": (checkpointed_term, dict, ["a re-entrant checkpoint"]),
+    "bypassed": (
+        lambda net, i, rows: ORIGINAL(mean_square(net, rows)),
+        dict,
+        ["another way to back-propagate it"],
+    ),
+    "two losses in proportion": (two_in_proportion, dict, ["losses with different divisors", *PLACES]),
+    "wrong counts": (
+        square,
+        lambda: {"counts": 3},
+        ["count in expect_counts of global_mean `square`", "expected 6 over all ranks", "got 16"],
+    ),
+    "wrong totals": (
+        square,
+        lambda: {"counts": {"square": own_count()}, "totals": {"square": 1.0}},
+        ["total in expect_counts of global_mean `square`", "expected 2 over all ranks"],
+    ),
+    "total alone": (nothing, lambda: {"totals": {"square": 1.0}}, ["total of `square`: expected its count, too"]),
+    "infinite count": (
+        nothing,
+        lambda: {"counts": float("inf") if dist.get_rank() else 3.0},
+        ["finite counts, not negative", "inf"],
+    ),
+    "count that is no number": (
+        nothing,
+        lambda: {"counts": {"a": [3.0, float("nan")]}},
+        ["finite counts, not negative", "nan"],
+    ),
+    "unknown name": (
+        square,
+        lambda: {"counts": {"square": own_count(), "nothing": 4}},
+        ["expect_counts of global_mean `nothing`", "got 0"],
+    ),
+    "unknown module": (square, lambda: {"counts": {nn.BCELoss(): 5}}, ["expect_counts of BCELoss", "got 0"]),
+    "counts of others": (
+        nothing,
+        lambda: {"counts": {"a" if dist.get_rank() else "b": 3}},
+        ["global_mean `a`", "global_mean `b`"],
+    ),
+}
+
+
+def fail(name: str) -> None:
+    net, (step, options, _) = Net(), ERRORS[name]
+    with accumulation_window(net, **options()):
         for i, rows in enumerate(own_rows()):
-            (mean_square(net, rows) * (1 + i)).backward()
+            step(net, i, rows)
 
 
-def weighed_on_one_rank(net: Net) -> None:
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
+    assert_errors(pool.errors(2, fail, name), *ERRORS[name][2])
+
+
+def weighed_on_one_rank() -> None:
+    net = Net()
     for _ in range(2):  # the others learn of it at their next handshake
         net.zero_grad()
         with accumulation_window(net):
@@ -295,131 +371,5 @@ def weighed_on_one_rank(net: Net) -> None:
             (mean_square(net, rows) * (1 + dist.get_rank())).backward()
 
 
-def by_gradient(net: Net) -> None:
-    with accumulation_window(net):
-        for rows in own_rows():
-            torch.autograd.grad(mean_square(net, rows), list(net.layers.parameters()))
-
-
-def hidden_module(net: Net) -> None:
-    """An unknown module in a later micro-batch, whose graph has the form of an earlier one."""
-    other = nn.Linear(6, 3).double()
-    with accumulation_window(net):
-        for i, rows in enumerate(own_rows()):
-            head = net.head if i == 0 else other
-            global_mean(head(net.layers(rows)).square().sum(), len(rows)).backward()
-
-
-def hidden_loss_of_a_loss(net: Net) -> None:
-    with accumulation_window(net):
-        for i, rows in enumerate(own_rows()):
-            inner = mean_square(net, rows) if i else net(rows).square().sum() / 11
-            global_mean(net(rows).sum() + inner * len(rows), len(rows), name="outer").backward()
-
-
-def checkpointed_term(net: Net) -> None:
-    with accumulation_window(net):
-        for rows in own_rows():
-            hidden = checkpoint(net.layers, rows.requires_grad_(), use_reentrant=True)
-            (hidden.sum() + mean_square(net, rows)).backward()
-
-
-def bypassed(net: Net) -> None:
-    with accumulation_window(net):
-        for rows in own_rows():
-            ORIGINAL(mean_square(net, rows))
-
-
-def wrong_counts(net: Net) -> None:
-    with accumulation_window(net, counts=3):
-        for rows in own_rows():
-            mean_square(net, rows).backward()
-
-
-def wrong_totals(net: Net) -> None:
-    number = sum(map(len, own_rows()))
-    with accumulation_window(net, counts={"square": number}, totals={"square": 1.0}):
-        for rows in own_rows():
-            mean_square(net, rows).backward()
-
-
-def total_alone(net: Net) -> None:
-    with accumulation_window(net, totals={"square": 1.0}):
-        pass
-
-
-def infinite_count(net: Net) -> None:
-    with accumulation_window(net, counts=float("inf") if dist.get_rank() else 3.0):
-        pass
-
-
-def counts_of_others(net: Net) -> None:
-    with accumulation_window(net, counts={"a" if dist.get_rank() else "b": 3}):
-        pass
-
-
-def count_that_is_no_number(net: Net) -> None:
-    with accumulation_window(net, counts={"a": [3.0, float("nan")]}):
-        pass
-
-
-def unknown_name(net: Net) -> None:
-    with accumulation_window(net, counts={"square": 2 * len(own_rows()[0]), "nothing": 4}):
-        for _ in range(2):
-            mean_square(net, own_rows()[0]).backward()
-
-
-def unknown_module(net: Net) -> None:
-    with accumulation_window(net, counts={nn.BCELoss(): 5}):
-        plain(net, own_rows(), mean_square)
-
-
-ORIGINAL = torch.autograd.backward
-ERRORS: dict[Callable[[Net], None], list[str]] = {
-    unbalanced: ["a weighted sum of losses", "PowBackward0 of", "counts and totals of the whole window"],
-    weighed_on_one_rank: ["with the same weights in every micro-batch"],
-    weighed: ["with the same weights in every micro-batch", "MulBackward0 of global_mean `square`"],
-    by_gradient: ["torch.autograd.grad", "Call backward()"],
-    hidden_module: ["a parameter of shape (3,)", "hand in the module that holds it"],
-    hidden_loss_of_a_loss: ["global_mean `outer`", "depends on global_mean `square`"],
-    checkpointed_term: ["a re-entrant checkpoint"],
-    bypassed: ["another way to back-propagate it"],
-    wrong_counts: ["count in expect_counts of global_mean `square`", "expected 6 over all ranks", "got 16"],
-    wrong_totals: ["total in expect_counts of global_mean `square`", "expected 2 over all ranks"],
-    total_alone: ["total of `square`: expected its count, too"],
-    infinite_count: ["finite counts, not negative", "inf"],
-    count_that_is_no_number: ["finite counts, not negative", "nan"],
-    unknown_name: ["expect_counts of global_mean `nothing`", "got 0"],
-    unknown_module: ["expect_counts of BCELoss", "got 0"],
-    counts_of_others: ["global_mean `a`", "global_mean `b`"],
-}
-
-
-def fail(name: str) -> None:
-    next(loop for loop in ERRORS if loop.__name__ == name)(Net())
-
-
-@pytest.mark.parametrize("loop", ERRORS, ids=lambda loop: loop.__name__)
-def test_errors_on_every_rank(pool: RankPool, loop: Callable[[Net], None]) -> None:
-    for error in pool.errors(2, fail, loop.__name__):
-        assert error.is_a("DDPLossError"), error
-        assert not error.timed_out
-        for text in ERRORS[loop]:
-            assert text in error.message, error.message
-
-
-def in_proportion() -> None:
-    net = Net()
-    with accumulation_window(net):
-        for i, rows in enumerate(own_rows()):
-            logits = net(rows)
-            labels = labels_of(rows).clamp(min=0)
-            others = labels if i else torch.where(rows[:, 0] > 0, -1, labels)
-            (net.a(logits, labels) + net.b(logits, others)).backward()
-
-
-def test_the_error_of_two_divisors_names_paths(pool: RankPool) -> None:
-    for error in pool.errors(2, in_proportion):
-        assert "losses with different divisors" in error.message
-        assert "GlobalBatchLoss(CrossEntropyLoss) `a`: divided" in error.message
-        assert "GlobalBatchLoss(CrossEntropyLoss) `b`: divided" in error.message
+def test_a_weight_that_changes_on_one_rank_is_an_error_on_all(pool: RankPool) -> None:
+    assert_errors(pool.errors(2, weighed_on_one_rank), "with the same weights in every micro-batch")

@@ -61,9 +61,7 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class Module(LightningModule):
-    """An encoder and a loss; faults override one method."""
-
+class Module(LightningModule):  # an encoder and a loss; faults override one method
     def __init__(self, loss: nn.Module | None = None, *, momentum: float = 0.9) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -93,9 +91,6 @@ class Module(LightningModule):
 def learned(name: str = "ArcFaceLoss", **options: Any) -> nn.Module:
     torch.manual_seed(4)
     return getattr(pml, name)(num_classes=CLASSES, embedding_size=CLASSES, **options)
-
-
-# ---------------------------------------------------------------------- collectives
 
 
 def own_slot(z: Tensor) -> Tensor:
@@ -159,9 +154,7 @@ class InPlaceReduce(Module):
         return total / count
 
 
-class DoubleScaling(Module):
-    """A gather with gradient, and a factor W besides."""
-
+class DoubleScaling(Module):  # a gather with gradient, and a factor W besides
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         whole = self.all_gather(z, sync_grads=True).reshape(-1, z.shape[-1]) if world() > 1 else z
         labels = self.all_gather(y).reshape(-1) if world() > 1 else y
@@ -177,53 +170,35 @@ class MetricAsLoss(Module):
         return self.metric(z, F.one_hot(y, CLASSES).float())
 
 
-# ---------------------------------------------------------------------- losses that are no mean over rows, or by place
-
-
-class SquaredMean(Module):
-    """Compares no rows, and is not linear in their mean."""
-
+class SquaredMean(Module):  # compares no rows, and is not linear in their mean
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         return self.loss(z, y) + z.mean(0).square().sum()
 
 
-class GradientPenalty(Module):
-    """A penalty on the gradient of the batch's mean loss."""
-
+class GradientPenalty(Module):  # a penalty on the gradient of the batch's mean loss
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         loss = self.loss(z, y)
         (gradient,) = torch.autograd.grad(loss, [self.encoder[2].weight], create_graph=True)
         return loss + gradient.square().sum()
 
 
-class HandWrittenContrast(Module):
-    """Compares rows, as a function that no table knows."""
-
+class HandWrittenContrast(Module):  # compares rows, as a function that no table knows
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         logits = z @ z.T - torch.eye(len(z)) * 1e3
         return -(logits.log_softmax(1) * (y[:, None] == y)).mean()
 
 
-class SameNoise(Module):
-    """Noise from a generator that every rank seeds alike."""
-
+class SameNoise(Module):  # noise from a generator that every rank seeds alike
     def inputs(self, x: Tensor) -> Tensor:
         return x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(self.global_step))
 
 
-class ByPlace(Module):
-    """Weights by a row's place in its batch."""
-
+class ByPlace(Module):  # weights by a row's place in its batch
     def inputs(self, x: Tensor) -> Tensor:
         return x * torch.arange(1.0, len(x) + 1)[:, None] / 8
 
 
-# ---------------------------------------------------------------------- layers
-
-
-class Sharded(Module):
-    """A head whose rows are dealt to the ranks: logits of own classes for the rows of all."""
-
+class Sharded(Module):  # a head whose rows are dealt to the ranks: logits of own classes for the rows of all
     def configure_model(self) -> None:
         if hasattr(self, "head"):
             return
@@ -244,9 +219,7 @@ class Sharded(Module):
         return self.head(everyone).square().sum() / len(everyone)
 
 
-class ShardedTwice(Sharded):
-    """Every rank holds the only block: each is a replica of the others."""
-
+class ShardedTwice(Sharded):  # every rank holds the only block: each is a replica of the others
     def part(self, rank: int, world_size: int) -> slice:
         return slice(0, 6)
 
@@ -291,14 +264,9 @@ class Noise(Module):
         return x + 0.3 * torch.randn_like(x)
 
 
-class Permuted(Module):
-    """Mixup: rows are mixed with rows drawn at random, which no mean can replace."""
-
+class Permuted(Module):  # mixup: rows are mixed with rows drawn at random, which no mean can replace
     def inputs(self, x: Tensor) -> Tensor:
         return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
-
-
-# ---------------------------------------------------------------------- parameters
 
 
 class Hidden(Module):
@@ -318,9 +286,7 @@ class Forgotten(Module):
         return list(self.encoder.parameters())
 
 
-class StaleOptimizer(Module):
-    """The optimizer holds a copy of the encoder."""
-
+class StaleOptimizer(Module):  # the optimizer holds a copy of the encoder
     def trained(self) -> list[nn.Parameter]:
         self.copies = [copy.deepcopy(self.encoder)]
         return list(self.copies[0].parameters())
@@ -351,9 +317,7 @@ class Casting(nn.Linear):
         return F.linear(x.double(), self.weight)
 
 
-class ChangedDtype(Module):
-    """A head in a DDP of its own, which loses its hook when the head changes its weight's dtype."""
-
+class ChangedDtype(Module):  # a head in a DDP of its own, which loses its hook when the head changes its weight's dtype
     def __init__(self) -> None:
         super().__init__()
         self.head = Casting(CLASSES, CLASSES, bias=False)
@@ -366,33 +330,25 @@ class ChangedDtype(Module):
         return self.loss(self.called[0](z), y)
 
 
-class CastBack(Module):
-    """A cast there and back, after which no gradient passes where DDP's hooks hang."""
-
+class CastBack(Module):  # a cast there and back, after which no gradient passes where DDP's hooks hang
     def on_train_start(self) -> None:
         self.double()
         self.float()
 
 
-class ClippedInHook(Module):
-    """One rank clips by itself, in the hook before the step."""
-
+class ClippedInHook(Module):  # one rank clips by itself, in the hook before the step
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if rank() == 1:
             nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
-class ClippedByOneRank(Module):
-    """One rank clips by itself, where Lightning clips."""
-
+class ClippedByOneRank(Module):  # one rank clips by itself, where Lightning clips
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if rank() == 1:
             self.clip_gradients(optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="norm")
 
 
-class Nudged(Module):
-    """One rank writes a parameter between two steps."""
-
+class Nudged(Module):  # one rank writes a parameter between two steps
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if rank() == 1 and index == 1:
             with torch.no_grad():
@@ -414,9 +370,7 @@ class FrozenLate(Module):
         self.encoder[0].requires_grad_(False)
 
 
-class RankSeeded(Module):
-    """DDP is told to leave the head alone, and each rank has built its own."""
-
+class RankSeeded(Module):  # DDP is told to leave the head alone, and each rank has built its own
     def configure_model(self) -> None:
         if not hasattr(self, "head"):
             torch.manual_seed(rank())
@@ -485,17 +439,13 @@ class InfiniteOnOneRank(Module):
         return self.loss(z, y) * (float("inf") if rank() == 1 else 1.0)
 
 
-class NotFiniteLater(Module):
-    """From the second step on the gradient is NaN, on ranks as in one process."""
-
+class NotFiniteLater(Module):  # from the second step on the gradient is NaN, on ranks as in one process
     def objective(self, z: Tensor, y: Tensor) -> Tensor:
         loss = self.loss(z, y)
         return loss + (0 * z).sum().sqrt() if self.global_step else loss
 
 
-class RowsOfOthers(Module):
-    """No known pattern: each rank's head works on another part of the features."""
-
+class RowsOfOthers(Module):  # no known pattern: each rank's head works on another part of the features
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), ByRank(), nn.Linear(8, CLASSES))
 
@@ -505,25 +455,18 @@ class ByRank(nn.Module):
         return x.roll(rank(), dims=1) * (1.0 + 0.5 * (world() > 1))
 
 
-# ---------------------------------------------------------------------- data
-
-
 class SameOnAllRanks(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter([tuple(t[i : i + 8] for t in rows().tensors) for i in range(0, ROWS, 8)])
 
 
-class Masked(PerRank):
-    """Even batches; in every second one most targets are ignored."""
-
+class Masked(PerRank):  # even batches; in every second one most targets are ignored
     def __init__(self) -> None:
         super().__init__([8] * 6)
         self.y = torch.where((torch.arange(ROWS) // 8 % 2 == 1) & (torch.arange(ROWS) % 8 > 1), -100, self.y)
 
 
-class NoTargets(PerRank):
-    """Even batches; the first one of rank 1 has no valid target."""
-
+class NoTargets(PerRank):  # even batches; the first one of rank 1 has no valid target
     def __init__(self) -> None:
         super().__init__([4] * 8)
         self.y = torch.where(torch.arange(32) // 4 == 1, -100, self.y)
@@ -533,9 +476,7 @@ Make = Callable[[], LightningModule]
 PMLWrapper = DistributedLossWrapper
 
 
-class TwoLoaders(Module):
-    """A loss on the batch of each loader, where it has one."""
-
+class TwoLoaders(Module):  # a loss on the batch of each loader, where it has one
     def training_step(self, batch: Any, index: int) -> Any:
         batches = batch.values() if isinstance(batch, dict) else batch
         losses = [self.objective(self.encoder(each[0]), each[1]) for each in batches if each is not None]

@@ -28,34 +28,26 @@ def words(report: Any) -> str:
     return " ".join(str(report).split())
 
 
-def test_plain_accumulation_equals_one_process_that_accumulates(tmp_path: Path) -> None:
-    report = run(uneven(UNEVEN), "ddp_losses")
+@pytest.mark.parametrize("is_whole", [False, True], ids=["mean", "window"])
+def test_uneven_counts_equal_one_of_both(tmp_path: Path, is_whole: bool) -> None:
+    report = run(uneven(UNEVEN), DDPLossStrategy(accumulation="window") if is_whole else "ddp_losses")
     assert report.equal, str(report)
     found = report.accumulation
-    assert (found.micro_batches, found.equals_micro_batches, found.equals_whole_window) == (2, True, False)
-    assert found.micro_batches_error < 1e-12
-    assert found.whole_window_error > 1e-2
-    sentence = f"the ranks equal {MICRO}, and differ from {WHOLE} (error {found.whole_window_error:.1e})."
+    assert (found.micro_batches, found.equals_micro_batches, found.equals_whole_window) == (2, not is_whole, is_whole)
+    errors = {MICRO: found.micro_batches_error, WHOLE: found.whole_window_error}
+    same, other = (WHOLE, MICRO) if is_whole else (MICRO, WHOLE)
+    assert errors[same] < 1e-12
+    assert errors[other] > 1e-2
+    sentence = f"the ranks equal {same}, and differ from {other} (error {errors[other]:.1e})."
     assert sentence in words(report)
     # in files too
-    assert json.loads(report.to_json())["accumulation"]["equals_whole_window"] is False
+    assert json.loads(report.to_json())["accumulation"]["equals_whole_window"] is is_whole
     report.to_html(tmp_path / "report.html")
     assert sentence in (tmp_path / "report.html").read_text()
-
-
-def test_a_window_equals_one_process_on_all_its_rows(tmp_path: Path) -> None:
-    report = run(uneven(UNEVEN), DDPLossStrategy(accumulation="window"))
-    assert report.equal, str(report)
-    found = report.accumulation
-    assert (found.micro_batches, found.equals_micro_batches, found.equals_whole_window) == (2, False, True)
-    assert found.whole_window_error < 1e-12
-    assert found.micro_batches_error > 1e-2
-    assert f"the ranks equal {WHOLE}, and differ from {MICRO}" in words(report)
-    report.to_html(tmp_path / "report.html")
-    # micro-batches have no counterpart in one process
-    assert len(report.losses) == 4
-    assert all(loss.one is None and loss.mean is not None for loss in report.losses)
-    assert [note.fault for note in report.notes] == ["F18"], str(report)
+    if is_whole:  # micro-batches have no counterpart in one process
+        assert len(report.losses) == 4
+        assert all(loss.one is None and loss.mean is not None for loss in report.losses)
+        assert [note.fault for note in report.notes] == ["F18"], str(report)
 
 
 @pytest.mark.parametrize("accumulation", ["mean", "window"])

@@ -40,9 +40,7 @@ def audited(module: Any = None, data: Any = None, strategy: str = "ddp", **optio
     return audit(module or Module(), even() if data is None else data, strategy=strategy, **options)
 
 
-class Failing(Module):
-    """Fails in one way, at the second step, on rank 1 or in the one process."""
-
+class Failing(Module):  # fails in one way, at the second step, on rank 1 or in the one process
     def __init__(self, how: str, where: str = "rank") -> None:
         super().__init__()
         self.how, self.where = how, where
@@ -99,9 +97,7 @@ def test_a_process_that_hangs_is_stopped_and_its_stack_is_shown() -> None:
     assert "in fail" in str(caught.value)
 
 
-class Shaped(Dataset[Any]):
-    """Rows whose second dimension, dtype, keys or plain values differ by rank."""
-
+class Shaped(Dataset[Any]):  # rows whose second dimension, dtype, keys or plain values differ by rank
     def __init__(self, what: str) -> None:
         self.what = what
 

@@ -30,9 +30,7 @@ def scaler(scale: float | None = None) -> dict[str, Any]:
     return {"plugins": [RankScaled(scale)]}
 
 
-class RankScaled(MixedPrecision):
-    """fp16 on the CPU; without a scale, each rank's scaler starts with another one."""
-
+class RankScaled(MixedPrecision):  # fp16 on the CPU; without a scale, each rank's scaler starts with another one
     def __init__(self, scale: float | None) -> None:
         super().__init__("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
         self.given = scale

@@ -61,9 +61,7 @@ def test_json_holds_everything(wrong: AuditReport, tmp_path: Path) -> None:
     assert found["losses"][0]["one"] == pytest.approx(found["losses"][0]["mean"] / 2, rel=1e-5)
 
 
-class Balanced(HTMLParser):
-    """Every tag that opens closes."""
-
+class Balanced(HTMLParser):  # every tag that opens closes
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -113,9 +111,7 @@ def test_the_picture_explains_colours_that_are_there(owner: str, told: bool) -> 
 SIZE = 12_000_000  # parameters: 46 MiB
 
 
-class Large(Module):
-    """One large parameter; writes the largest size of its process."""
-
+class Large(Module):  # one large parameter; writes the largest size of its process
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
@@ -16,13 +17,23 @@ from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
-from torch import nn
+from pytorch_metric_learning.losses import ArcFaceLoss
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ddp_losses import ClipLoss, SyncBatchNorm, assert_parity, audit
+from lightning_ddp_losses import (
+    ClipLoss,
+    GlobalBatchLoss,
+    ModelParallelLossStrategy,
+    SyncBatchNorm,
+    assert_parity,
+    audit,
+)
 from lightning_ddp_losses.audit.compare import MULTIPLE
 from tests.audit import modules as m
-from tests.audit.modules import Module, even, learned, rows
+from tests.audit.modules import CLASSES, Module, even, learned, rows
 from tests.processes import run_python
 from tests.slow_parameters import slow_parameters
 
@@ -68,9 +79,7 @@ def test_a_model_from_a_closure_with_batches_of_a_local_class() -> None:
     assert report.losses[0].rows == (8, 8)
 
 
-class Stepping(Module):
-    """Steps behind Lightning's back, with two optimizers, in manual optimisation."""
-
+class Stepping(Module):  # steps behind Lightning's back, with two optimizers, in manual optimisation
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -104,9 +113,7 @@ class CallsDist(Module):
         return torch.nn.functional.cross_entropy(z, y, reduction="sum") / total * dist.get_world_size()
 
 
-class Doubled(Module):
-    """Changes the gradient in its own hook, which runs after the callbacks'."""
-
+class Doubled(Module):  # changes the gradient in its own hook, which runs after the callbacks'
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for parameter in self.parameters():
             parameter.grad *= 1 + m.rank()
@@ -141,9 +148,7 @@ class OwnData(Module):
         return even()
 
 
-class Monitored(Module):
-    """Its scheduler and its callback wait for a validation that an audit does not run."""
-
+class Monitored(Module):  # its scheduler and its callback wait for a validation that an audit does not run
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -268,16 +273,8 @@ class Shifted(Module):
 
 
 # Adam makes whole steps of rounding, so it has each precision; and one of them with another start
-ROUNDED = [
-    ("32-true", torch.optim.SGD, 1),
-    ("32-true", torch.optim.Adam, 1),
-    ("bf16-mixed", torch.optim.Adam, 2),
-]
-ROUNDED_AGAIN = [
-    ("bf16-mixed", torch.optim.SGD, 2),
-    ("32-true", torch.optim.Adam, 2),
-    ("64-true", torch.optim.Adam, 1),
-]
+ROUNDED = [("32-true", torch.optim.SGD, 1), ("32-true", torch.optim.Adam, 1), ("bf16-mixed", torch.optim.Adam, 2)]
+ROUNDED_AGAIN = [("bf16-mixed", torch.optim.SGD, 2), ("32-true", torch.optim.Adam, 2), ("64-true", torch.optim.Adam, 1)]
 
 
 @pytest.mark.parametrize(
@@ -407,9 +404,7 @@ def test_a_script_s_main_with_threads_and_without_a_guard(tmp_path: Path) -> Non
     assert [path for path in tmp_path.iterdir() if not path.name.startswith(".coverage")] == []
 
 
-class Validating(Module):
-    """Has 9 rows to validate on, and draws when their loader is made."""
-
+class Validating(Module):  # has 9 rows to validate on, and draws when their loader is made
     def val_dataloader(self) -> Any:
         torch.rand(3)
         return DataLoader(rows(9), batch_size=4)
@@ -428,3 +423,41 @@ def test_rows_that_validation_counts_twice_are_a_note(strategy: str) -> None:
     options: dict[str, Any] = {"trainer_kwargs": {"limit_val_batches": 0}, "strategy": "ddp"} | GIVEN
     unasked = audit(Validating(), even(), devices=2, steps=1, **options)
     assert "F54" not in [note.fault for note in unasked.notes]
+
+
+# An encoder that `fully_shard` divides is compared whole with one process.
+
+
+class Divided(Module):  # its encoder in parts, where there is a mesh for that
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            fully_shard(self.encoder, mesh=self.device_mesh["data_parallel"])
+
+
+def test_ranks_with_parts_equal_one_process() -> None:
+    module = Divided(GlobalBatchLoss(ArcFaceLoss(CLASSES, CLASSES)))
+    report = audit(module, even(), strategy=ModelParallelLossStrategy(), steps=2)
+    assert report.equal, str(report)
+    assert {row.parameter.split(".")[0] for row in report.rows} == {"encoder", "loss"}
+
+
+class OneAtATime(Divided):  # a rank that has two gathered parameters at the same time fails
+    def configure_model(self) -> None:
+        super().configure_model()
+        gather, alive = DTensor.full_tensor, [0]
+
+        def counted(self: DTensor, **options: Any) -> Tensor:
+            assert not alive[0], "another one is still whole"
+            whole = gather(self, **options)
+            alive[0] += 1
+            weakref.finalize(whole, lambda: alive.__setitem__(0, alive[0] - 1))
+            return whole
+
+        if self.device_mesh is not None:
+            DTensor.full_tensor = counted  # type: ignore[method-assign]
+
+
+def test_no_rank_holds_two_gathered_parameters() -> None:
+    module = OneAtATime(GlobalBatchLoss(ArcFaceLoss(CLASSES, CLASSES)))
+    report = audit(module, even(), strategy=ModelParallelLossStrategy(), steps=1)
+    assert report.equal, str(report)

@@ -29,8 +29,6 @@ from torchmetrics import Metric
 from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler, synced
 from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject, Validated
 
-# ---------------------------------------------------------------------- data that ranks share, miss, or get in the wrong order
-
 
 def dataset(rows: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(2)
@@ -39,9 +37,7 @@ def dataset(rows: int) -> TensorDataset:
     )
 
 
-class Loaded(Subject):
-    """A data set of 24 rows for each rank, divided among them."""
-
+class Loaded(Subject):  # a data set of 24 rows for each rank, divided among them
     @property
     def rows(self) -> int:
         return 24 * dist.get_world_size()
@@ -53,23 +49,17 @@ class Loaded(Subject):
         return None
 
 
-class SameRows(Loaded):
-    """Every rank walks through the whole data set in the same order."""
-
+class SameRows(Loaded):  # every rank walks through the whole data set in the same order
     def sampler(self) -> Any:
         return None if self.sick else DistributedSampler(dataset(self.rows))
 
 
-class SmallBatches(SameRows):
-    """The same with one row at a time: it takes eight to be sure."""
-
+class SmallBatches(SameRows):  # the same with one row at a time: it takes eight to be sure
     def train_dataloader(self) -> Any:
         return DataLoader(dataset(self.rows), batch_size=1, sampler=self.sampler())
 
 
-class Constant(Loaded):
-    """Healthy: one batch over and over, on purpose, proves nothing."""
-
+class Constant(Loaded):  # Healthy: one batch over and over, on purpose, proves nothing
     def train_dataloader(self) -> Any:
         return DataLoader([dataset(4)[:] for _ in range(4)], batch_size=None)
 
@@ -87,23 +77,17 @@ class Stream(IterableDataset[Any]):
             yield features[start : start + 4], labels[start : start + 4]
 
 
-class Undivided(Subject):
-    """An iterable dataset that gives every rank everything."""
-
+class Undivided(Subject):  # an iterable dataset that gives every rank everything
     def train_dataloader(self) -> Any:
         return DataLoader(Stream(6, divided=not self.sick), batch_size=None)
 
 
-class ShortStream(Subject):
-    """An iterable dataset that ends earlier on one rank."""
-
+class ShortStream(Subject):  # an iterable dataset that ends earlier on one rank
     def train_dataloader(self) -> Any:
         return DataLoader(Stream(3 if self.odd else 6, divided=True), batch_size=None)
 
 
-class ShortLoader(Loaded):
-    """Twelve batches on one rank, ten on the other."""
-
+class ShortLoader(Loaded):  # twelve batches on one rank, ten on the other
     def train_dataloader(self) -> Any:
         rank = dist.get_rank()
         first = 40 if self.odd else 48
@@ -112,25 +96,19 @@ class ShortLoader(Loaded):
         return DataLoader(list(zip(data.tensors[0].split(4), data.tensors[1].split(4), strict=True)), batch_size=None)
 
 
-class Replacement(Loaded):
-    """Healthy: rows drawn with replacement, by each rank for itself."""
-
+class Replacement(Loaded):  # Healthy: rows drawn with replacement, by each rank for itself
     def sampler(self) -> Any:
         generator = torch.Generator().manual_seed(dist.get_rank())
         return RandomSampler(dataset(self.rows), replacement=True, num_samples=40, generator=generator)
 
 
-class Unseeded(Loaded):
-    """A random sampler that Lightning cuts by rank, drawn from another seed on each."""
-
+class Unseeded(Loaded):  # a random sampler that Lightning cuts by rank, drawn from another seed on each
     def sampler(self) -> Any:
         generator = torch.Generator().manual_seed(dist.get_rank() if self.sick else 0)
         return SubsetRandomSampler(range(self.rows), generator=generator)
 
 
-class PerClass(Loaded):
-    """Batches with four rows of each class."""
-
+class PerClass(Loaded):  # batches with four rows of each class
     def train_dataloader(self) -> Any:
         data = dataset(self.rows)
         sampler = MPerClassSampler(data.tensors[1], m=4, batch_size=12, length_before_new_iter=self.rows)
@@ -139,9 +117,7 @@ class PerClass(Loaded):
         return DataLoader(data, batch_sampler=GlobalBatchSampler.batches(sampler, 12, drop_last=True, seed=0))
 
 
-class HeldSampler(BatchSampler):
-    """Keeps its sampler under a name that Lightning does not look for."""
-
+class HeldSampler(BatchSampler):  # keeps its sampler under a name that Lightning does not look for
     def __init__(self, inner: Any, name: str) -> None:
         super().__init__(inner, 4, drop_last=True)
         if name != "sampler":
@@ -157,17 +133,13 @@ class HeldSampler(BatchSampler):
         return 6
 
 
-class StaleEpoch(Loaded):
-    """The epoch never reaches the sampler."""
-
+class StaleEpoch(Loaded):  # the epoch never reaches the sampler
     def train_dataloader(self) -> Any:
         inner = DistributedSampler(dataset(self.rows), shuffle=True)
         return DataLoader(dataset(self.rows), batch_sampler=HeldSampler(inner, "inner" if self.sick else "sampler"))
 
 
-class Unpaired(Subject):
-    """A contrastive loss whose rows all have labels of their own."""
-
+class Unpaired(Subject):  # a contrastive loss whose rows all have labels of their own
     def build(self) -> None:
         self.contrast = pml.ContrastiveLoss()
 
@@ -192,9 +164,7 @@ class ForeignGather(Subject):
         return DataLoader(TensorDataset(features, labels), batch_size=4, drop_last=False)
 
 
-class Lonely(Loaded):
-    """Batch norm, and a last batch of one row."""
-
+class Lonely(Loaded):  # batch norm, and a last batch of one row
     @property
     def rows(self) -> int:
         return (21 if self.sick else 22) * dist.get_world_size()
@@ -209,9 +179,7 @@ class Lonely(Loaded):
         return DistributedSampler(dataset(self.rows))
 
 
-class Padded(Loaded):
-    """A held-out set that the ranks do not divide."""
-
+class Padded(Loaded):  # a held-out set that the ranks do not divide
     def sampler(self) -> Any:
         return DistributedSampler(dataset(self.rows))
 
@@ -241,9 +209,7 @@ class PaddedInside(Padded):
         return [exact, DataLoader(rows, batch_size=4, sampler=ours)]
 
 
-class StreamOfWindows(Subject):
-    """An iterable data set of six batches, whose end is known at its last one."""
-
+class StreamOfWindows(Subject):  # an iterable data set of six batches, whose end is known at its last one
     def train_dataloader(self) -> Any:
         return DataLoader(Stream(6, divided=True), batch_size=None)
 
@@ -278,35 +244,24 @@ DATA = [
 HEALTHY = [Constant, Replacement]
 
 
-# ---------------------------------------------------------------------- losses and logged values
-
-
-class NotANumber(Subject):
-    """The loss of one rank is NaN at its third batch."""
-
+class NotANumber(Subject):  # the loss of one rank is NaN at its third batch
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         loss = super().objective(features, labels, index)
         return loss * float("nan") if self.odd and index == 2 else loss
 
 
-class MissingLoss(Subject):
-    """One rank skips a step."""
-
+class MissingLoss(Subject):  # one rank skips a step
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
         return None if self.odd and index == 1 else super().training_step(batch, index)
 
 
-class ZeroFromTheStart(Subject):
-    """One rank's loss selects nothing."""
-
+class ZeroFromTheStart(Subject):  # one rank's loss selects nothing
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         loss = super().objective(features, labels, index)
         return loss * 0 if self.odd else loss
 
 
-class MeanOfMeans(Subject):
-    """Targets that are ignored on one rank only."""
-
+class MeanOfMeans(Subject):  # targets that are ignored on one rank only
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         targets = labels.clone()
         if self.odd:
@@ -327,16 +282,12 @@ class GlobalMean(Subject):
         return nn.functional.cross_entropy(logits, labels[:own], reduction="sum") / number
 
 
-class Watched(Validated):
-    """Early stopping on a value that each rank has for itself."""
-
+class Watched(Validated):  # early stopping on a value that each rank has for itself
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         self.log("val_loss", self.objective(*batch, index), sync_dist=not self.sick, batch_size=4)
 
 
-class OtherKeys(Subject):
-    """Each rank logs under a name of its own."""
-
+class OtherKeys(Subject):  # each rank logs under a name of its own
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
         loss = self.objective(*batch, index)
         name = f"loss_{dist.get_rank()}" if self.sick else "loss"
@@ -344,9 +295,7 @@ class OtherKeys(Subject):
         return loss
 
 
-class OtherValidationKeys(Watched):
-    """The same in validation."""
-
+class OtherValidationKeys(Watched):  # the same in validation
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         name = f"val_loss_{dist.get_rank()}" if self.sick else "val_loss"
         self.log(name, self.objective(*batch, index), sync_dist=True, batch_size=4)
@@ -369,12 +318,7 @@ LOSSES = [
 ]
 
 
-# ---------------------------------------------------------------------- buffers, queues, metric states and devices that go apart
-
-
-class Memory(Subject):
-    """A cross-batch memory: of one rank's rows, or of all ranks'."""
-
+class Memory(Subject):  # a cross-batch memory: of one rank's rows, or of all ranks'
     def build(self) -> None:
         memory = pml.CrossBatchMemory(pml.ContrastiveLoss(), embedding_size=WIDTH, memory_size=64)
         self.contrast: nn.Module = (memory if self.sick else GlobalBatchLoss(memory)).double()
@@ -383,9 +327,7 @@ class Memory(Subject):
         return super().objective(features, labels, index) + self.contrast(self.encoder(features), labels)
 
 
-class OwnFirst(Subject):
-    """Rows of all ranks in a queue, one's own first."""
-
+class OwnFirst(Subject):  # rows of all ranks in a queue, one's own first
     def build(self) -> None:
         self.register_buffer("queue", torch.zeros(64, WIDTH, dtype=torch.float64))
 
@@ -398,17 +340,13 @@ class OwnFirst(Subject):
         return super().objective(features, labels, index)
 
 
-class CenterLoss(nn.Module):
-    """A running sum of the rows seen."""
-
+class CenterLoss(nn.Module):  # a running sum of the rows seen
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(WIDTH, dtype=torch.float64))
 
 
-class RunningSum(Subject):
-    """A loss that keeps a sum of its own rank's rows in a buffer."""
-
+class RunningSum(Subject):  # a loss that keeps a sum of its own rank's rows in a buffer
     def build(self) -> None:
         self.center = CenterLoss()
 
@@ -420,9 +358,7 @@ class RunningSum(Subject):
         return super().objective(features, labels, index)
 
 
-class Normalised(Subject):
-    """Batch norm; the data of one rank lie elsewhere."""
-
+class Normalised(Subject):  # batch norm; the data of one rank lie elsewhere
     def build(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
 
@@ -448,9 +384,7 @@ class Convert(LayerSync):
         return model
 
 
-class HiddenNorm(Subject):
-    """A projector with batch norm, in a list."""
-
+class HiddenNorm(Subject):  # a projector with batch norm, in a list
     def build(self) -> None:
         projector = nn.Sequential(nn.BatchNorm1d(WIDTH, dtype=torch.float64))
         if self.sick:
@@ -459,9 +393,7 @@ class HiddenNorm(Subject):
             self.norm = projector[0]
 
 
-class Collected(Metric):
-    """Keeps what it sees; gathered item by item, or as one."""
-
+class Collected(Metric):  # keeps what it sees; gathered item by item, or as one
     def __init__(self, reduce: str | None) -> None:
         super().__init__()
         self.add_state("values", default=[], dist_reduce_fx=reduce)
@@ -488,25 +420,19 @@ class Collecting(Validated):
         self.collected.reset()
 
 
-class FewerUpdates(Collecting):
-    """One rank updates a metric less often."""
-
+class FewerUpdates(Collecting):  # one rank updates a metric less often
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         if not (self.odd and index == 1):
             super().validation_step(batch, index)
 
 
-class FewerInAList(FewerUpdates):
-    """The same of a metric that is no submodule."""
-
+class FewerInAList(FewerUpdates):  # the same of a metric that is no submodule
     def build(self) -> None:
         self.hidden = [Collected(None)]
         self.__dict__["collected"] = self.hidden[0]
 
 
-class FewerSynced(FewerUpdates):
-    """Healthy: the same of a metric whose one exchange takes any number of updates."""
-
+class FewerSynced(FewerUpdates):  # Healthy: the same of a metric whose one exchange takes any number of updates
     def build(self) -> None:
         self.collected = synced(Collected(None))
 
@@ -515,33 +441,25 @@ class FewerSynced(FewerUpdates):
             self.collected.update(batch[0].mean(0))
 
 
-class OtherDtype(Collecting):
-    """One rank's state has another dtype."""
-
+class OtherDtype(Collecting):  # one rank's state has another dtype
     reduce = "cat"
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         self.collected.update(batch[0].mean(0).float() if self.odd else batch[0].mean(0))
 
 
-class MetricElsewhere(Subject):
-    """A metric in a list, which nobody moves."""
-
+class MetricElsewhere(Subject):  # a metric in a list, which nobody moves
     def build(self) -> None:
         self.metrics = [Collected("cat").to("meta" if self.sick else "cpu")]
 
 
-class Threads(Subject):
-    """nn.DataParallel inside."""
-
+class Threads(Subject):  # nn.DataParallel inside
     def build(self) -> None:
         if self.sick:
             self.threads = nn.DataParallel(nn.Identity())
 
 
-class Scale(nn.Module):
-    """Multiplies by a buffer that differs per rank."""
-
+class Scale(nn.Module):  # multiplies by a buffer that differs per rank
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
@@ -551,9 +469,7 @@ class Scale(nn.Module):
         return x * self.weight * self.by
 
 
-class TwoForwards(Subject):
-    """A DDP of the user's own runs twice before backward, while its buffer is this rank's."""
-
+class TwoForwards(Subject):  # a DDP of the user's own runs twice before backward, while its buffer is this rank's
     def configure_model(self) -> None:
         if "views" not in vars(self):
             self.__dict__["views"] = DistributedDataParallel(Scale())

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import DDPChecks, DDPLossError, RankCheck
+from lightning_ddp_losses import DDPChecks, DDPLossError, GlobalBatchLoss, RankCheck
 from tests.lightning_ranks import make_trainer
 
 ROWS, WIDTH, CLASSES, BATCHES = 4, 4, 3, 4
@@ -44,9 +44,12 @@ def slices(world_size: int, rank: int) -> DataLoader:
 class Subject(LightningModule):
     """An encoder and a head. A case overrides what it breaks, and breaks it only where ``self.sick``."""
 
+    by_hand = False
+
     def __init__(self, sick: bool) -> None:
         super().__init__()
         self.sick = sick
+        self.automatic_optimization = not self.by_hand
         torch.manual_seed(3)
         self.encoder = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
@@ -73,9 +76,15 @@ class Subject(LightningModule):
         return self.sick and dist.get_rank() == dist.get_world_size() - 1
 
 
-class Validated(Subject):
-    """Validates on its training data."""
+class OneLoss(Subject):  # a loss of its own on what the head says: over all ranks, unless it builds another one
+    def build(self) -> None:
+        self.loss: nn.Module = GlobalBatchLoss(nn.CrossEntropyLoss())
 
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.head(self.encoder(features)), labels)
+
+
+class Validated(Subject):  # validates on its training data
     def val_dataloader(self) -> Any:
         return self.train_dataloader()
 
@@ -83,9 +92,7 @@ class Validated(Subject):
         self.objective(*batch, index)
 
 
-class SparseTable(Subject):
-    """With an embedding whose gradient is sparse."""
-
+class SparseTable(Subject):  # with an embedding whose gradient is sparse
     def build(self) -> None:
         self.table = nn.Embedding(CLASSES, WIDTH, sparse=True, dtype=torch.float64)
 
@@ -93,9 +100,7 @@ class SparseTable(Subject):
         return super().objective(features + self.table(labels), labels, index)
 
 
-class ComplexFilter(Subject):
-    """With a complex parameter."""
-
+class ComplexFilter(Subject):  # with a complex parameter
     dtype_of_filter = torch.complex128
 
     def build(self) -> None:
@@ -165,9 +170,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one rank saw of one run."""
-
+class Outcome:  # what one rank saw of one run
     error: str
     text: str
     findings: list[dict[str, Any]]
@@ -203,13 +206,14 @@ def run(case: Case, sick: bool) -> Outcome:
 def fit(
     checks: RankCheck | Sequence[RankCheck] | None = None, subject: Any = None, strategy: str = "ddp", **options: Any
 ) -> DDPChecks:
-    """Train a module with checks, all of them by default; options are those of ``DDPChecks`` or of the trainer."""
+    """Train a module, or a sick one of a class, with checks, all of them by default; options of ``DDPChecks`` or of the trainer."""
     if isinstance(checks, RankCheck):
         checks = [checks]
     own = {name: options.pop(name) for name in ("action", "file", "log_figures", "stall_seconds") if name in options}
     callback = DDPChecks(checks, summary=options.pop("summary", False), **own)
     callbacks = [*options.pop("callbacks", []), callback]
-    make_trainer(strategy, callbacks=callbacks, **options).fit(Subject(False) if subject is None else subject)
+    subject = Subject(False) if subject is None else subject
+    make_trainer(strategy, callbacks=callbacks, **options).fit(subject(True) if isinstance(subject, type) else subject)
     return callback
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks import data_cases, training_cases
-from tests.callbacks.harness import CLASSES, WIDTH, Case, Outcome, Subject, Validated, drawn, run_all
+from tests.callbacks.harness import CLASSES, WIDTH, Case, OneLoss, Outcome, Subject, Validated, drawn, run_all
 from tests.callbacks.training_cases import UNUSED, Half, ZeroStart, scaler
 
 CASES = [*training_cases.CASES, *data_cases.CASES]
@@ -92,12 +93,7 @@ def assert_silent(outcomes: list[Outcome]) -> None:
         assert not [f for f in outcome.findings if f["severity"] != "note"], outcome
 
 
-# ---------------------------------------------------------------------- healthy runs
-
-
-class Uneven(Subject):
-    """Ranks with different numbers of rows, each of which weighs the same."""
-
+class Uneven(Subject):  # ranks with different numbers of rows, each of which weighs the same
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         mean_rows = 2 + 3 * (dist.get_world_size() - 1) / 2
         return nn.functional.cross_entropy(self.head(self.encoder(features)), labels, reduction="sum") / mean_rows
@@ -111,9 +107,7 @@ class Frozen(Subject):
         self.encoder.requires_grad_(False)
 
 
-class Ema(Subject):
-    """A trainable copy that nobody optimises, and a frozen average."""
-
+class Ema(Subject):  # a trainable copy that nobody optimises, and a frozen average
     def build(self) -> None:
         self.average = copy.deepcopy(self.encoder).requires_grad_(False)
         self.spare = copy.deepcopy(self.head)
@@ -127,16 +121,11 @@ class Ema(Subject):
         return torch.optim.SGD([*self.encoder.parameters(), *self.head.parameters()], lr=0.1)
 
 
-class Adversaries(Subject):
-    """Two optimizers in turn, manual, with toggles; one of them every second batch."""
-
-    def __init__(self, sick: bool) -> None:
-        super().__init__(sick)
-        self.automatic_optimization = False
+class Adversaries(Subject):  # two optimizers in turn, manual, with toggles; one of them every second batch
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        first, second = self.optimizers()
-        for number, optimizer in enumerate((first, second)):
+        for number, optimizer in enumerate(self.optimizers()):
             if number and index % 2:
                 continue
             self.toggle_optimizer(optimizer)
@@ -151,9 +140,7 @@ class Adversaries(Subject):
         return [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.encoder, self.head)]
 
 
-class BothInTurn(Adversaries):
-    """Two optimizers for one loss in each batch, without toggles."""
-
+class BothInTurn(Adversaries):  # two optimizers for one loss in each batch, without toggles
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         for optimizer in self.optimizers():
             optimizer.zero_grad()
@@ -161,9 +148,7 @@ class BothInTurn(Adversaries):
             optimizer.step()
 
 
-class GlobalContrast(Subject):
-    """A contrastive loss over all ranks, of one and three rows where it is ragged."""
-
+class GlobalContrast(Subject):  # a contrastive loss over all ranks, of one and three rows where it is ragged
     is_ragged = False
 
     def build(self) -> None:
@@ -180,19 +165,7 @@ class Ragged(GlobalContrast):
     is_ragged = True
 
 
-class WholeWindows(Subject):
-    """A loss over all ranks, which counts its rows."""
-
-    def build(self) -> None:
-        self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.head(self.encoder(features)), labels)
-
-
-class InTurn(Subject):
-    """Two losses that alternate."""
-
+class InTurn(Subject):  # two losses that alternate
     def build(self) -> None:
         torch.manual_seed(0)
         self.losses = nn.ModuleList(pml.ArcFaceLoss(CLASSES, WIDTH).double() for _ in range(2))
@@ -202,9 +175,7 @@ class InTurn(Subject):
         return self.losses[index % 2](self.encoder(features), labels)
 
 
-class Scheduled(Validated):
-    """A warm-up from zero, two epochs with validation, a plateau on a synchronised value."""
-
+class Scheduled(Validated):  # a warm-up from zero, two epochs with validation, a plateau on a synchronised value
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
         warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
@@ -214,9 +185,7 @@ class Scheduled(Validated):
         self.log("val_loss", self.objective(*batch, index), sync_dist=True)
 
 
-class Overflows(Half):
-    """Gradients that overflow on every rank at once: the scaler skips the step everywhere."""
-
+class Overflows(Half):  # gradients that overflow on every rank at once: the scaler skips the step everywhere
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return super().objective(features, labels, index) * (1e38 if index == 1 else 1.0)
 
@@ -240,26 +209,13 @@ class OwnReduction(Subject):
         dist.all_reduce(self.own.grad)
 
 
-class Average(WeightAveraging):
-    def __init__(self) -> None:
-        super().__init__(use_buffers=False)
+def averages(sick: bool) -> list[WeightAveraging]:
+    return [WeightAveraging(use_buffers=False)]
 
 
-def averages(sick: bool) -> list[Average]:
-    return [Average()]
-
-
-def static() -> DDPStrategy:
-    return DDPStrategy(static_graph=True)
-
-
-def windows() -> DDPLossStrategy:
-    return DDPLossStrategy(accumulation="window", process_group_backend="gloo")
-
-
-def views() -> DDPStrategy:
-    return DDPStrategy(gradient_as_bucket_view=True, find_unused_parameters=True)
-
+static = partial(DDPStrategy, static_graph=True)
+windows = partial(DDPLossStrategy, accumulation="window", process_group_backend="gloo")
+views = partial(DDPStrategy, gradient_as_bucket_view=True, find_unused_parameters=True)
 
 CLIP = {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2}
 FP16 = {"plugins": scaler}
@@ -275,7 +231,7 @@ HEALTHY = [
     ),
     Case(Half, "", "", options={"precision": "bf16-mixed", "gradient_clip_val": 0.01}),
     Case(Subject, "", "", options={"accumulate_grad_batches": 4, "max_epochs": 2}),
-    Case(WholeWindows, "", "", options={"accumulate_grad_batches": 3, "max_epochs": 2}, strategy=windows),
+    Case(OneLoss, "", "", options={"accumulate_grad_batches": 3, "max_epochs": 2}, strategy=windows),
     Case(Subject, "", "", options={"accumulate_grad_batches": 3, "max_steps": 1, "max_epochs": -1}),
     Case(Subject, "", "", options={"max_steps": 3, "max_epochs": -1}),
     Case(GlobalContrast, "", "", options={"accumulate_grad_batches": 2}, strategy="ddp_losses"),

@@ -16,27 +16,13 @@ from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.harness import Case, Subject, fit, run
 from tests.callbacks.training_cases import CLIP, Clipped, Created, Halved, InAList, OwnBackward, Rates, only
 
+REDUCED, UNREDUCED = "It was reduced", "not reduced"
 # what breaks, who looks, and what must and must not be said
 SAID: dict[str, tuple[Any, type[RankCheck], str, str]] = {
-    "clipped on one rank": (
-        Clipped,
-        GradientFlowCheck,
-        "reduced, and equal on all ranks before the step",
-        "not reduced",
-    ),
-    "a backward after the reduction": (
-        OwnBackward,
-        GradientFlowCheck,
-        "It was reduced; some ranks changed it",
-        "not reduced",
-    ),
-    "nobody saw the gradient before": (
-        Clipped,
-        ParameterSyncCheck,
-        "It was not reduced, or some ranks changed it",
-        "It was reduced",
-    ),
-    "a hook that is gone": (Halved, GradientFlowCheck, "took DDP's hook away", "It was reduced"),
+    "clipped on one rank": (Clipped, GradientFlowCheck, "reduced, and equal on all ranks before the step", UNREDUCED),
+    "a backward after the reduction": (OwnBackward, GradientFlowCheck, f"{REDUCED}; some ranks changed it", UNREDUCED),
+    "nobody saw it before": (Clipped, ParameterSyncCheck, "It was not reduced, or some ranks changed it", REDUCED),
+    "a hook that is gone": (Halved, GradientFlowCheck, "took DDP's hook away", REDUCED),
 }
 
 
@@ -49,9 +35,7 @@ def test_a_gradient_is_called_unreduced_only_where_it_was_seen(pool: RankPool, n
     assert texts[0] == texts[1]
 
 
-class TwoFaults(InAList):
-    """A head in a list, and another one in no optimizer."""
-
+class TwoFaults(InAList):  # a head in a list, and another one in no optimizer
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.encoder.parameters(), *self.heads[0].parameters()], lr=0.1)
 
@@ -107,9 +91,7 @@ def test_the_cause_comes_before_what_it_brings() -> None:
     assert [lead for _, lead in late] == [cause]
 
 
-class NoTargets(Subject):
-    """One rank's first micro-batch has no valid target: a mean over nothing."""
-
+class NoTargets(Subject):  # one rank's first micro-batch has no valid target: a mean over nothing
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         targets = labels.clone()
         if self.odd and index == 0:

@@ -22,9 +22,7 @@ NUMBER = re.compile(r"[\d.]+")
 NAMES = ["forked_epoch", "train", "val/dataloader_idx_0", "val/dataloader_idx_1"]
 
 
-class EarlyReader(Callback):
-    """Asks for metrics before the checks see the end of an epoch, as a progress bar does."""
-
+class EarlyReader(Callback):  # asks for metrics before the checks see the end of an epoch, as a progress bar does
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         assert trainer.callback_metrics
 

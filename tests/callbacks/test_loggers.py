@@ -30,9 +30,7 @@ from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Recorder, Subject, 
 Sent = dict[int, dict[str, float]]  # by step
 
 
-class Logs(Subject):
-    """Logs its loss where users do."""
-
+class Logs(Subject):  # logs its loss where users do
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
         loss = super().training_step(batch, index)
         self.log("train_loss", loss, prog_bar=True, sync_dist=True)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import os
 import re
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 import pytorch_metric_learning.losses as pml
 import torch
 import torch.distributed as dist
+import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import lightning_ddp_losses
 from lightning_ddp_losses import (
     BatchCheck,
     ClipLoss,
@@ -30,10 +35,13 @@ from lightning_ddp_losses import (
     OptimizerCheck,
 )
 from lightning_ddp_losses.callbacks import device_check
+from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.callbacks.findings import place_of
+from lightning_ddp_losses.cli import CellsDataModule, LossCLI
 from lightning_ddp_losses.testing import RankPool
 from tests.callbacks.data_cases import Lonely, Memory, MissingLoss
 from tests.callbacks.harness import Recorder, Subject, drawn, fit
+from tests.cli.shipped_configs import smaller
 from tests.lightning_ranks import make_trainer
 
 Found = list[tuple[str, str, str]]
@@ -48,9 +56,7 @@ def found_in(subject: Callable[[bool], Any], sick: bool = False, strategy: str =
     return listed(fit(None, subject(sick), strategy, action="log", file=False, **options))
 
 
-class Contrast(Subject):
-    """A contrastive loss of this rank's rows, and dropout."""
-
+class Contrast(Subject):  # a contrastive loss of this rank's rows, and dropout
     def build(self) -> None:
         self.contrast = pml.SupConLoss()
         self.dropout = nn.Dropout(0.1)
@@ -69,9 +75,7 @@ def test_notes_of_a_healthy_run(pool: RankPool) -> None:
         assert all(text.endswith(f"More: ddp-losses explain {fault}") for fault, text in texts.items())
 
 
-class Graphs(Subject):
-    """Two graphs of eight nodes in a batch, or edges alone."""
-
+class Graphs(Subject):  # two graphs of eight nodes in a batch, or edges alone
     def training_step(self, batch: Any, index: int) -> Tensor:
         nodes, edges, *_ = batch
         return nn.functional.cross_entropy(self.head(self.encoder(nodes)), edges[0, : len(nodes)])
@@ -100,9 +104,7 @@ def test_graphs_are_counted_and_not_their_nodes(pool: RankPool) -> None:
     assert pool.run(2, rows_of, Graphs, True) == [[], []], "no number is better than a wrong one"
 
 
-class LogsAlone(Subject):
-    """Logs its loss and its learning rate, without ``sync_dist`` where it is sick."""
-
+class LogsAlone(Subject):  # logs its loss and its learning rate, without ``sync_dist`` where it is sick
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         loss = self.objective(*batch, index)
         self.log("train_loss", loss, sync_dist=not self.sick)
@@ -124,9 +126,7 @@ def test_values_of_one_rank_are_named_if_they_differ(pool: RankPool, world_size:
     assert not of(pool.run(2, found_in, LogsAlone, False)[0], "F56")
 
 
-class GlobalContrast(Contrast):
-    """The same over all ranks: nothing to note of negatives."""
-
+class GlobalContrast(Contrast):  # the same over all ranks: nothing to note of negatives
     def build(self) -> None:
         super().build()
         self.contrast = GlobalBatchLoss(self.contrast)
@@ -165,9 +165,7 @@ def test_a_module_with_reductions_of_its_own_is_no_metric(pool: RankPool) -> Non
     assert "CHECK" not in {fault for fault, *_ in pool.run(2, found_in, OwnReductions)[0]}
 
 
-class GlobalTowers(Subject):
-    """Two towers whose rows are compared over all ranks."""
-
+class GlobalTowers(Subject):  # two towers whose rows are compared over all ranks
     def build(self) -> None:
         self.contrast = ClipLoss()
 
@@ -250,9 +248,7 @@ def warned_where() -> list[tuple[str, str]]:
     return [(w.filename, str(w.message)) for w in caught if "F31" in str(w.message)]
 
 
-class Zero(Subject):
-    """A loss of nothing, which is a warning."""
-
+class Zero(Subject):  # a loss of nothing, which is a warning
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return 0 * super().objective(features, labels, index)
 
@@ -293,9 +289,6 @@ def test_what_comes_before_the_first_step_has_no_number() -> None:
     assert place_of("before backward", 0) == "before backward of step 0"
 
 
-# ---------------------------------------------------------------------- checkpoints
-
-
 class Saves(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -303,10 +296,6 @@ class Saves(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             trainer.save_checkpoint(self.path)
-
-
-def save(subject: Any, sick: bool, path: str) -> Found:
-    return found_in(subject, sick, callbacks=[Saves(path)])
 
 
 def resume(subject: Any, sick: bool, path: str) -> Found:
@@ -319,9 +308,7 @@ def of(found: Found, fault: str) -> list[str]:
     return [text for name, _, text in found if name == fault]
 
 
-class Grows(Memory):
-    """Reads the same rows whatever the number of ranks."""
-
+class Grows(Memory):  # reads the same rows whatever the number of ranks
     def train_dataloader(self) -> Any:
         rows = 4 if self.sick else 12 // dist.get_world_size()
         return drawn(rows)
@@ -331,15 +318,12 @@ class Grows(Memory):
 @pytest.mark.parametrize("sick", [False, True])
 def test_loading(pool: RankPool, tmp_path: Path, sick: bool) -> None:
     path = str(tmp_path / "a.ckpt")
-    pool.run(2, save, Grows, sick, path)
+    pool.run(2, found_in, Grows, sick, callbacks=[Saves(path)])
     for found in pool.run(3, resume, Grows, sick, path):
         assert bool(of(found, "F76")) == sick
         assert bool(of(found, "F65")) == sick
     again = pool.run(2, resume, Grows, sick, path)
     assert not of(again[0], "F76")
-
-
-# ---------------------------------------------------------------------- devices
 
 
 def on_devices(names: tuple[str, ...], visible: int) -> Found:
@@ -375,3 +359,53 @@ def test_the_use_of_every_rank_is_told(pool: RankPool) -> None:
     for rank, (_, _, anonymous) in enumerate(used):
         assert figures[f"rank_{rank}_peak_bytes"] == pytest.approx(anonymous, rel=0.1)
         assert re.fullmatch(rf"rank {rank}: 4 batches, \d+\.\d s, 0\.\d\d GiB", remarks[rank])
+
+
+# Every config of ours runs without an error or a warning of a check, and one config names every option there is.
+
+CONFIGS = sorted((Path(lightning_ddp_losses.__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def run(path: str, shared_folder: str) -> Found:
+    """Train two epochs of a few steps on the ranks of the pool, with the checks of the config."""
+    given = yaml.safe_load(Path(path).read_text())["trainer"]
+    # Lightning 2.6 uses jsonargparse in ways that its next major version changes; Python hides this from users
+    quiet = mock.patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off")
+    with quiet, tempfile.TemporaryDirectory() as folder:
+        options = ["--config", path, *smaller(Path(path)), "--trainer.devices", "1", "--trainer.strategy", "auto"]
+        cli = LossCLI(args=[*options, "--trainer.logger.init_args.save_dir", folder], run=False)
+    # warnings of checks are errors here, as all warnings are
+    (checks,) = (c for c in cli.trainer.callbacks if isinstance(c, DDPChecks))  # type: ignore[attr-defined]
+    accumulate = given.get("accumulate_grad_batches", 1)
+    limits = {"limit_train_batches": 6, "limit_val_batches": 1, "max_epochs": 2, "accumulate_grad_batches": accumulate}
+    strategy = given["strategy"]
+    if not isinstance(strategy, str):
+        kind = getattr(lightning_ddp_losses, strategy["class_path"].rpartition(".")[2])
+        strategy = kind(**strategy["init_args"])
+    if isinstance(cli.datamodule, CellsDataModule):  # the file that ranks share
+        cli.datamodule.path = Path(shared_folder, cli.datamodule.path.name)
+    trainer = make_trainer(strategy, callbacks=[checks], **limits, use_distributed_sampler=True)
+    trainer.fit(cli.model, cli.datamodule)
+    return listed(checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_of_ours_is_healthy(pool: RankPool, path: Path, tmp_path: Path) -> None:
+    for found in pool.run(2, run, str(path), str(tmp_path)):
+        assert [entry for entry in found if entry[1] != "note"] == []
+
+
+def test_one_config_names_every_check_and_every_option_at_its_default() -> None:
+    path = next(path for path in CONFIGS if path.stem == "checks_all")
+    (callback,) = yaml.safe_load(path.read_text())["trainer"]["callbacks"]
+    options: dict[str, Any] = callback["init_args"]
+    assert set(options) == set(inspect.signature(DDPChecks).parameters)
+    checks = {entry["class_path"].rpartition(".")[2]: entry.get("init_args", {}) for entry in options["checks"]}
+    assert list(checks) == [check.__name__ for check in DEFAULT_CHECKS]
+    for check in DEFAULT_CHECKS:
+        defaults = {name: p.default for name, p in inspect.signature(check).parameters.items()}
+        assert checks[check.__name__].items() <= defaults.items()
+        assert set(defaults) - set(checks[check.__name__]) <= {"action", "every_n_steps"}
+        # LightningCLI checks types by them
+        assert set(get_type_hints(check.__init__)) == {*defaults, "return"}

@@ -44,15 +44,11 @@ def every_subclass(kind: type[Kind]) -> list[type[Kind]]:
     return found
 
 
-class SparseGradient(SparseTable, Kind):
-    """The gradient is a sparse tensor."""
-
+class SparseGradient(SparseTable, Kind):  # the gradient is a sparse tensor
     odd_one = "table.weight"
 
 
-class SparseBag(SparseGradient):
-    """A sparse gradient of a bag, and another optimizer for it."""
-
+class SparseBag(SparseGradient):  # a sparse gradient of a bag, and another optimizer for it
     def build(self) -> None:
         self.table = nn.EmbeddingBag(CLASSES, WIDTH, sparse=True, dtype=torch.float64)  # type: ignore[assignment]
 
@@ -64,9 +60,7 @@ class Complex(ComplexFilter, Kind):
     odd_one = "filter"
 
 
-class ComplexHalf(Complex):
-    """Half the precision, and a conjugated view in the graph."""
-
+class ComplexHalf(Complex):  # half the precision, and a conjugated view in the graph
     dtype_of_filter = torch.complex64
 
     def filtered(self, features: Tensor) -> Tensor:
@@ -114,9 +108,7 @@ class MemoryLoss(nn.Module):
     """Its buffers are compared, by the name of its class."""
 
 
-class QuantisedParameter(Kind):
-    """A frozen parameter that is quantised itself."""
-
+class QuantisedParameter(Kind):  # a frozen parameter that is quantised itself
     def build(self) -> None:
         codes = torch.quantize_per_tensor(torch.randn(WIDTH), 0.1, 0, torch.quint8)
         self.codes = nn.Parameter(codes, requires_grad=False)
@@ -126,9 +118,7 @@ class QuantisedParameter(Kind):
         return super().objective(features + self.codes.dequantize().double(), labels, index)
 
 
-class Lazy(Kind):
-    """A layer that nobody has called yet, and that DDP leaves alone (it refuses one)."""
-
+class Lazy(Kind):  # a layer that nobody has called yet, and that DDP leaves alone (it refuses one)
     def build(self) -> None:
         self.later = nn.LazyLinear(CLASSES)
         self.norm = nn.LazyBatchNorm1d()
@@ -161,9 +151,7 @@ class Orthogonal(Kind):
         self.encoder = parametrizations.orthogonal(self.encoder)
 
 
-class Tied(Kind):
-    """One weight under two names, and one module under two."""
-
+class Tied(Kind):  # one weight under two names, and one module under two
     odd_one = "encoder.weight"
 
     def build(self) -> None:
@@ -175,9 +163,7 @@ class Tied(Kind):
         return super().objective(self.mirror(features), labels, index)
 
 
-class Odd(Kind):
-    """Empty, 0-dim and transposed parameters, and an expanded buffer."""
-
+class Odd(Kind):  # empty, 0-dim and transposed parameters, and an expanded buffer
     odd_one = "turned"
 
     def build(self) -> None:
@@ -219,9 +205,7 @@ class SparseBuffer(Kind):
         return super().objective((self.memory.adjacency @ features.t()).t(), labels, index)
 
 
-class LazyBuffer(Kind):
-    """A buffer of a loss that nobody has initialised yet."""
-
+class LazyBuffer(Kind):  # a buffer of a loss that nobody has initialised yet
     def build(self) -> None:
         self.memory = MemoryLoss()
 

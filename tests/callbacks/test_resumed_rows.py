@@ -42,9 +42,7 @@ class Killed(Exception):
     pass
 
 
-class Kill(Callback):
-    """Saves after so many batches, and ends the run."""
-
+class Kill(Callback):  # saves after so many batches, and ends the run
     def __init__(self, batches: int, path: str) -> None:
         self.batches, self.path = batches, path
 
@@ -54,31 +52,30 @@ class Kill(Callback):
             raise Killed
 
 
-def local_batch() -> int:
-    return G // dist.get_world_size()
+def own(sampler: Any, **options: Any) -> DataLoader:
+    """This rank's rows."""
+    return DataLoader(DATA, batch_size=G // dist.get_world_size(), sampler=sampler, **options)
+
+
+def ours(kind: Any, **options: Any) -> DataLoader:
+    return DataLoader(DATA, batch_sampler=GlobalBatchSampler.batches(kind(DATA), G, seed=3), **options)
 
 
 def drawn_with_replacement() -> DataLoader:
     torch.seed()  # other rows in every run
-    return DataLoader(DATA, batch_size=local_batch(), sampler=RandomSampler(DATA, replacement=True, num_samples=60))
+    return own(RandomSampler(DATA, replacement=True, num_samples=60))
 
 
 LOADERS: dict[str, Callable[[], DataLoader]] = {
-    "in order": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False)),
-    "shuffled": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA)),
-    "ours": lambda: DataLoader(DATA, batch_sampler=GlobalBatchSampler.batches(RandomSampler(DATA), G, seed=3)),
-    "ours in order": lambda: DataLoader(
-        DATA, batch_sampler=GlobalBatchSampler.batches(SequentialSampler(DATA), G, seed=3)
-    ),
+    "in order": lambda: own(DistributedSampler(DATA, shuffle=False)),
+    "shuffled": lambda: own(DistributedSampler(DATA)),
+    "ours": lambda: ours(RandomSampler),
+    "ours in order": lambda: ours(SequentialSampler),
     "replacement": drawn_with_replacement,
-    "workers": lambda: DataLoader(DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA), num_workers=1),
+    "workers": lambda: own(DistributedSampler(DATA), num_workers=1),
     "rows": lambda: DataLoader(DATA, batch_size=None, sampler=DistributedSampler(DATA)),
-    "workers in order": lambda: DataLoader(
-        DATA, batch_size=local_batch(), sampler=DistributedSampler(DATA, shuffle=False), num_workers=1
-    ),
-    "ours, workers": lambda: DataLoader(
-        DATA, batch_sampler=GlobalBatchSampler.batches(RandomSampler(DATA), G, seed=3), num_workers=1
-    ),
+    "workers in order": lambda: own(DistributedSampler(DATA, shuffle=False), num_workers=1),
+    "ours, workers": lambda: ours(RandomSampler, num_workers=1),
     "one batch": lambda: DataLoader([[DATA.tensors[0][:3]] for _ in range(20)], batch_size=None),
 }
 
@@ -118,9 +115,7 @@ def test_rows_that_come_twice_after_a_resume(
             assert f"after the resume, batch {batches % 20} of epoch {batches // 20}, is the first one" in found[0]
 
 
-class Ids(Line):
-    """Remembers the rows of each epoch."""
-
+class Ids(Line):  # remembers the rows of each epoch
     def __init__(self) -> None:
         super().__init__()
         self.rows: dict[int, list[float]] = {}

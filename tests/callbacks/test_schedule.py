@@ -21,6 +21,7 @@ from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.replicas import split_by_bytes
 from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.callbacks.harness import Subject, fit
 from tests.callbacks.training_cases import Nudged
 
@@ -88,15 +89,10 @@ def test_a_step_is_judged_before_its_checkpoint_is_written(pool: RankPool, tmp_p
         assert names == ["step=1.ckpt", "step=2.ckpt"]
 
 
-# ---------------------------------------------------------------------- a part of the parameters in each step
-
-
 SIZE = (1 << 20) + 5
 
 
-class Big(Subject):
-    """A parameter of four parts; one rank changes its last element before the second step."""
-
+class Big(Subject):  # a parameter of four parts; one rank changes its last element before the second step
     def build(self) -> None:
         self.big = nn.Parameter(torch.zeros(SIZE))
 
@@ -107,10 +103,6 @@ class Big(Subject):
         if self.odd and self.trainer.global_step == 1:
             with torch.no_grad():
                 self.big[-1] += 0.25
-
-
-def fit_big(options: dict[str, int]) -> None:
-    fit(ParameterSyncCheck(**options), Big(True), max_epochs=3)
 
 
 @pytest.mark.parametrize(
@@ -124,10 +116,8 @@ def fit_big(options: dict[str, int]) -> None:
     ids=str,
 )
 def test_a_change_is_found_when_its_part_comes(pool: RankPool, options: dict[str, int], step: str) -> None:
-    errors = pool.errors(2, fit_big, options)
-    for error in errors:
-        assert "`big` (rank 1), max difference 0.25" in error.message
-        assert step in error.message, error.message
+    errors = pool.errors(2, fit, ParameterSyncCheck(**options), Big, max_epochs=3)
+    assert_errors(errors, "`big` (rank 1), max difference 0.25", step)
 
 
 def test_parts_are_the_whole() -> None:

@@ -24,9 +24,7 @@ from tests.lightning_ranks import make_trainer
 PLACES = ["training_step", "on_before_optimizer_step", "on_train_batch_end", "on_validation_batch_end"]
 
 
-class Fails(Subject):
-    """The last rank fails at one place of its second step."""
-
+class Fails(Subject):  # the last rank fails at one place of its second step
     def __init__(self, place: str) -> None:
         super().__init__(True)
         self.place = place
@@ -82,9 +80,7 @@ def test_peers_learn_of_a_failure(pool: RankPool, place: str, strategy: str) -> 
         assert not errors[0].timed_out
 
 
-class InALoss(Fails):
-    """The peer waits in a loss over all ranks, whose connection breaks."""
-
+class InALoss(Fails):  # the peer waits in a loss over all ranks, whose connection breaks
     def build(self) -> None:
         self.pairs = GlobalBatchLoss(pml.SupConLoss())
 
@@ -108,9 +104,7 @@ def test_a_connection_that_breaks_in_a_loss_is_the_failure_behind_it(pool: RankP
     assert "rank 1 failed, last seen at training_step of step 1:" in str(failure.value)
 
 
-class Stands(Subject):
-    """The last rank stands still in its second batch until the first has said so."""
-
+class Stands(Subject):  # the last rank stands still in its second batch until the first has said so
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         if self.odd and index == 1:
             store = compat.default_store()
@@ -149,9 +143,7 @@ def test_a_rank_that_stands_still_is_named(pool: RankPool) -> None:
     assert said[1] == []
 
 
-class AllFail(Subject):
-    """Every rank meets the same error of the user's."""
-
+class AllFail(Subject):  # every rank meets the same error of the user's
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         raise ZeroDivisionError("everywhere")
 

@@ -26,14 +26,10 @@ from lightning_ddp_losses import (
 )
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
-from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, ComplexFilter, SparseTable, Subject
-
-# ---------------------------------------------------------------------- parameters that go apart
+from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, ComplexFilter, OneLoss, SparseTable, Subject
 
 
-class Order(Subject):
-    """Two layers of one shape, registered in another order on one rank."""
-
+class Order(Subject):  # two layers of one shape, registered in another order on one rank
     def build(self) -> None:
         for name in ("b", "a") if self.odd else ("a", "b"):
             self.add_module(name, nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
@@ -42,18 +38,14 @@ class Order(Subject):
         return super().objective(self.b(self.a(features)), labels, index)
 
 
-class Seeds(Subject):
-    """Values drawn from the rank's own seed, and DDP told not to synchronise them."""
-
+class Seeds(Subject):  # values drawn from the rank's own seed, and DDP told not to synchronise them
     def build(self) -> None:
         if self.sick:
             torch.manual_seed(dist.get_rank())
             self.head = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
 
 
-class Nudged(Subject):
-    """One rank changes one weight by one unit in the last place, before its third step."""
-
+class Nudged(Subject):  # one rank changes one weight by one unit in the last place, before its third step
     def on_train_batch_start(self, batch: object, index: int) -> None:
         if self.odd and index == 2:
             with torch.no_grad():
@@ -64,9 +56,7 @@ class Nudged(Subject):
 LAST = BATCHES - 1
 
 
-class InTheLastStep(Subject):
-    """One rank changes a parameter after its last step."""
-
+class InTheLastStep(Subject):  # one rank changes a parameter after its last step
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         if self.odd and args[1] == LAST:
@@ -74,9 +64,7 @@ class InTheLastStep(Subject):
                 self.head.weight[0, 0] += 1e-6
 
 
-class QueueInTheLastStep(InTheLastStep):
-    """The same of a buffer."""
-
+class QueueInTheLastStep(InTheLastStep):  # the same of a buffer
     def build(self) -> None:
         self.register_buffer("queue", torch.zeros(4, 2, dtype=torch.float64))
 
@@ -86,17 +74,13 @@ class QueueInTheLastStep(InTheLastStep):
             self.queue[0, 0] = 1.0
 
 
-class GradientInTheLastStep(Subject):
-    """The same of a gradient."""
-
+class GradientInTheLastStep(Subject):  # the same of a gradient
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.odd and self.trainer.global_step == LAST:
             self.encoder.weight.grad *= 2
 
 
-class Created(Subject):
-    """A second head that appears in the first training step."""
-
+class Created(Subject):  # a second head that appears in the first training step
     def build(self) -> None:
         self.extra: nn.Module | None = None if self.sick else nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
 
@@ -108,9 +92,7 @@ class Created(Subject):
         return super().objective(features, labels, index) + nn.functional.cross_entropy(self.extra(features), labels)
 
 
-class Replaced(Subject):
-    """A weight that another object takes the place of, after the first step."""
-
+class Replaced(Subject):  # a weight that another object takes the place of, after the first step
     def on_train_batch_start(self, batch: object, index: int) -> None:
         if self.sick and index == 1:
             self.head.weight = nn.Parameter(self.head.weight.detach().clone())
@@ -131,26 +113,20 @@ class Halved(Subject):
         return self.loss(embeddings.bfloat16() if self.sick else embeddings, labels)
 
 
-class CastBack(Subject):
-    """A cast there and back after the wrap: nothing looks different, and DDP's hooks are gone."""
-
+class CastBack(Subject):  # a cast there and back after the wrap: nothing looks different, and DDP's hooks are gone
     def on_train_start(self) -> None:
         if self.sick:
             self.float()
             self.double()
 
 
-class Clipped(Subject):
-    """One rank clips by itself."""
-
+class Clipped(Subject):  # one rank clips by itself
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.odd:
             nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
 
-class Unfrozen(Subject):
-    """An encoder that is frozen when DDP is built, and trains from the second step on."""
-
+class Unfrozen(Subject):  # an encoder that is frozen when DDP is built, and trains from the second step on
     def build(self) -> None:
         self.encoder.requires_grad_(not self.sick)
 
@@ -159,20 +135,14 @@ class Unfrozen(Subject):
             self.encoder.requires_grad_(True)
 
 
-class OwnBackward(Subject):
-    """A backward of the user's own in a hook: nobody reduces it."""
-
+class OwnBackward(Subject):  # a backward of the user's own in a hook: nobody reduces it
     def on_after_backward(self) -> None:
         if self.sick:
             (self.encoder.weight.sum() * (1.0 + self.global_rank)).backward()
 
 
-class Manual(Subject):
-    """Manual optimisation with ``loss.backward()``."""
-
-    def __init__(self, sick: bool) -> None:
-        super().__init__(sick)
-        self.automatic_optimization = False
+class Manual(Subject):  # manual optimisation with ``loss.backward()``
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         optimizer: Any = self.optimizers()
@@ -182,9 +152,7 @@ class Manual(Subject):
         optimizer.step()
 
 
-class Shards(Subject):
-    """Class shards that overlap."""
-
+class Shards(Subject):  # class shards that overlap
     def build(self) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         self.shard = nn.Parameter(torch.zeros(2, WIDTH, dtype=torch.float64))
@@ -239,9 +207,6 @@ PARAMETERS = [
 ]
 
 
-# ---------------------------------------------------------------------- gradients that are missing, not finite, or zero
-
-
 class ZeroLoss(Subject):
     """No positive pair on one rank: the loss is zero times the embeddings, and the head is not in its graph."""
 
@@ -251,9 +216,7 @@ class ZeroLoss(Subject):
         return super().objective(features, labels, index)
 
 
-class Branch(Subject):
-    """One of two heads, chosen by rank."""
-
+class Branch(Subject):  # one of two heads, chosen by rank
     def build(self) -> None:
         self.other = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
 
@@ -264,17 +227,13 @@ class Branch(Subject):
         return super().objective(features, labels, index) + unused
 
 
-class Unused(Subject):
-    """A head that no rank's loss uses."""
-
+class Unused(Subject):  # a head that no rank's loss uses
     def build(self) -> None:
         if self.sick:
             self.other = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
 
 
-class Infinite(Subject):
-    """A finite loss whose gradient is not: the root of zero, on one rank."""
-
+class Infinite(Subject):  # a finite loss whose gradient is not: the root of zero, on one rank
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         loss = super().objective(features, labels, index)
         if self.odd and index == 1:
@@ -282,9 +241,7 @@ class Infinite(Subject):
         return loss
 
 
-class Cut(Subject):
-    """Embeddings times zero: the encoder learns nothing."""
-
+class Cut(Subject):  # embeddings times zero: the encoder learns nothing
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
         return nn.functional.cross_entropy(self.head(embeddings * (0 if self.sick else 1)), labels)
@@ -306,20 +263,13 @@ FLOW = [
 ]
 
 
-# ---------------------------------------------------------------------- optimizers
-
-
-class Forgotten(Subject):
-    """The head trains and is in no optimizer."""
-
+class Forgotten(Subject):  # the head trains and is in no optimizer
     def configure_optimizers(self) -> Any:
         trained = self.encoder.parameters() if self.sick else self.parameters()
         return torch.optim.SGD(trained, lr=0.1)
 
 
-class InAList(Subject):
-    """A second head in a plain list; in the healthy form in an nn.ModuleList."""
-
+class InAList(Subject):  # a second head in a plain list; in the healthy form in an nn.ModuleList
     def build(self) -> None:
         heads = [nn.Linear(WIDTH, CLASSES, dtype=torch.float64)]
         self.heads = heads if self.sick else nn.ModuleList(heads)
@@ -332,26 +282,20 @@ class InAList(Subject):
         return torch.optim.SGD(held, lr=0.1)
 
 
-class Shared(Subject):
-    """Memory that spawned ranks share."""
-
+class Shared(Subject):  # memory that spawned ranks share
     def setup(self, stage: str) -> None:
         if self.sick:
             self.trainer.strategy._start_method = "spawn"
             self.head.share_memory()
 
 
-class Rates(Subject):
-    """A schedule that one rank runs differently."""
-
+class Rates(Subject):  # a schedule that one rank runs differently
     def on_train_batch_start(self, batch: object, index: int) -> None:
         if self.odd and index == 1:
             self.trainer.optimizers[0].param_groups[0]["lr"] = 0.025
 
 
-class Half(Subject):
-    """float16 with a scaler."""
-
+class Half(Subject):  # float16 with a scaler
     def build(self) -> None:
         self.float()
 
@@ -359,9 +303,7 @@ class Half(Subject):
         return super().objective(features.float(), labels, index)
 
 
-class Scaled(Half):
-    """The same; where sick, a parameter that nobody reduces overflows on one rank."""
-
+class Scaled(Half):  # the same; where sick, a parameter that nobody reduces overflows on one rank
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         loss = super().objective(features, labels, index)
         if not self.sick:
@@ -372,9 +314,7 @@ class Scaled(Half):
         return loss + (self.own * (1e38 if self.odd and index == 2 else 0.0)).sum()
 
 
-class Skips(Subject):
-    """A hook that leaves a step out on one rank."""
-
+class Skips(Subject):  # a hook that leaves a step out on one rank
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
         if self.sick and self.odd and index == 2:
             closure()
@@ -382,9 +322,7 @@ class Skips(Subject):
             super().optimizer_step(epoch, index, optimizer, closure)
 
 
-class Idle(Subject):
-    """An optimizer whose step does nothing."""
-
+class Idle(Subject):  # an optimizer whose step does nothing
     def configure_optimizers(self) -> Any:
         class Still(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
@@ -393,25 +331,19 @@ class Idle(Subject):
         return (Still if self.sick else torch.optim.SGD)(self.parameters(), lr=0.1)
 
 
-class Saving(Subject):
-    """Saves a checkpoint after its second batch."""
-
+class Saving(Subject):  # saves a checkpoint after its second batch
     def on_train_batch_end(self, outputs: object, batch: object, index: int) -> None:
         if index == 1:
             self.trainer.save_checkpoint("unsaved.ckpt")
 
 
-class Unsaved(Saving):
-    """A state_dict without the head."""
-
+class Unsaved(Saving):  # a state_dict without the head
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
         return {k: v for k, v in state.items() if "head" not in k} if self.sick else state
 
 
-class SavedWrapped(Saving):
-    """A wrapped loss as an attribute."""
-
+class SavedWrapped(Saving):  # a wrapped loss as an attribute
     def build(self) -> None:
         if self.sick:
             self.wrapped = nn.DataParallel(nn.Identity())
@@ -439,9 +371,6 @@ OPTIMIZERS = [
 ]
 
 
-# ---------------------------------------------------------------------- gradients off by W or 1/W
-
-
 def contrast(embeddings: Tensor, labels: Tensor) -> Tensor:
     """Smooth, and a loss of all rows together."""
     similar = torch.nn.functional.normalize(embeddings) @ torch.nn.functional.normalize(embeddings).T
@@ -456,9 +385,7 @@ def cut_gather(rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-class Gathered(Subject):
-    """A contrastive loss of all ranks' rows, gathered without gradients where sick."""
-
+class Gathered(Subject):  # a contrastive loss of all ranks' rows, gathered without gradients where sick
     def gather(self, rows: Tensor) -> Tensor:
         return cut_gather(rows) if self.sick else all_gather_with_grad(rows)
 
@@ -466,9 +393,7 @@ class Gathered(Subject):
         return contrast(self.gather(self.head(self.encoder(features))), cut_gather(labels))
 
 
-class ComplexGathered(ComplexFilter, Gathered):
-    """The same below a complex parameter of half the precision."""
-
+class ComplexGathered(ComplexFilter, Gathered):  # the same below a complex parameter of half the precision
     dtype_of_filter = torch.complex64
 
 
@@ -476,16 +401,12 @@ class SparselyGathered(SparseTable, Gathered):
     """The same below an embedding whose gradient is sparse."""
 
 
-class Repaired(Gathered):
-    """Healthy in both forms: the gather cuts the graph, and the factor W mends the encoder."""
-
+class Repaired(Gathered):  # Healthy in both forms: the gather cuts the graph, and the factor W mends the encoder
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return super().objective(features, labels, index) * dist.get_world_size()
 
 
-class InPlace(Subject):
-    """A sum over ranks in place."""
-
+class InPlace(Subject):  # a sum over ranks in place
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         mean = self.head(self.encoder(features)).mean(0)
         if self.sick:
@@ -496,9 +417,7 @@ class InPlace(Subject):
         return (total - 1).square().sum()
 
 
-class Wrapped(Subject):
-    """A learnable loss in pytorch-metric-learning's wrapper; in the healthy form in ours."""
-
+class Wrapped(Subject):  # a learnable loss in pytorch-metric-learning's wrapper; in the healthy form in ours
     def build(self) -> None:
         torch.manual_seed(2)
         loss = pml.CosFaceLoss(CLASSES, WIDTH).double()
@@ -509,19 +428,12 @@ class Wrapped(Subject):
         return self.loss(self.encoder(features), labels)
 
 
-class WrappedPlain(Subject):
-    """Healthy: a loss without parameters in the same wrapper."""
-
+class WrappedPlain(OneLoss):  # Healthy: a loss without parameters in the same wrapper
     def build(self) -> None:
         self.loss = DistributedLossWrapper(pml.NTXentLoss())
 
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.head(self.encoder(features)), labels)
 
-
-class MetricLoss(Subject):
-    """A torchmetrics metric that is synchronised on each step, as a loss."""
-
+class MetricLoss(Subject):  # a torchmetrics metric that is synchronised on each step, as a loss
     def build(self) -> None:
         self.metric = torchmetrics.MeanSquaredError(dist_sync_on_step=self.sick).double()
 
@@ -542,23 +454,18 @@ class Twice(Subject):
         return total
 
 
-class StopGradient(Subject):
-    """Healthy: half of the derivative is stopped on purpose."""
-
+class StopGradient(Subject):  # Healthy: half of the derivative is stopped on purpose
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         first, second = self.head(self.encoder(features)), self.head(self.encoder(features + 0.1))
         return (first * first.detach()).mean() + (first - second.detach()).square().mean()
 
 
-class Remembered(Subject):
+class Remembered(OneLoss):
     """Healthy: a memory that holds this batch, without its gradient: half of the derivative, which is 1/W for two ranks."""
 
     def build(self) -> None:
         memory = pml.CrossBatchMemory(pml.ContrastiveLoss(neg_margin=3.0), embedding_size=CLASSES, memory_size=24)
         self.loss = GlobalBatchLoss(memory.double())
-
-    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        return self.loss(self.head(self.encoder(features)), labels)
 
 
 class HalfGathered(Gathered):
@@ -592,9 +499,7 @@ class OwnSlice(BesideProxies):
         return nn.functional.cross_entropy(rows @ self.gather(rows).T, targets) + rows.square().mean()
 
 
-class OneBuffer(BesideProxies):
-    """The gather into one tensor, where own rows are written back."""
-
+class OneBuffer(BesideProxies):  # the gather into one tensor, where own rows are written back
     def gather(self, rows: Tensor) -> Tensor:
         if not self.sick:
             return torch.distributed._functional_collectives.all_gather_single_autograd(rows, 0, dist.group.WORLD)
@@ -605,9 +510,7 @@ class OneBuffer(BesideProxies):
         return gathered
 
 
-class InPlaceBeside(InPlace):
-    """A sum over ranks in place, beside a term that is right."""
-
+class InPlaceBeside(InPlace):  # a sum over ranks in place, beside a term that is right
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         right = nn.functional.cross_entropy(self.head(self.encoder(features)), labels)
         return super().objective(features, labels, index) + right
@@ -649,9 +552,7 @@ class MomentumKeys(Subject):
         return nn.functional.cross_entropy(self.encoder(features) @ torch.cat(keys).T, targets)
 
 
-class Dropping(Subject):
-    """Healthy: dropout, batch norm, random noise."""
-
+class Dropping(Subject):  # Healthy: dropout, batch norm, random noise
     def build(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
         self.drop = nn.Dropout(0.3)

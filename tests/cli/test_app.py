@@ -211,9 +211,6 @@ def test_a_mistake_in_the_file_is_told(
     assert expected in message(capsys, *command("fit", config))
 
 
-# ---------------------------------------------------------------------- the audit
-
-
 @pytest.mark.slow
 def test_the_config_that_fit_takes_is_equal_and_leaves_its_report(tmp_path: Path) -> None:
     line = ["-m", "lightning_ddp_losses", "audit", "--config", str(ARCFACE), "--audit.steps", "2"]

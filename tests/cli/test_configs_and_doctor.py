@@ -40,9 +40,6 @@ def text_of(shown: Console) -> str:
     return shown.file.getvalue()
 
 
-# ---------------------------------------------------------------------- configs
-
-
 def test_all_configs_are_listed_with_what_they_train() -> None:
     shown = console()
     assert configs.run_configs([], shown) == 0
@@ -102,9 +99,6 @@ def test_a_config_by_its_name_trains(capsys: pytest.CaptureFixture[str]) -> None
     assert saved["trainer"]["max_steps"] == 1
 
 
-# ---------------------------------------------------------------------- the package
-
-
 def test_the_wheel_holds_configs_and_pages() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert '[tool.hatch.build.targets.wheel.force-include]\nconfigs = "lightning_ddp_losses/configs"' in project
@@ -116,9 +110,6 @@ def test_the_wheel_holds_configs_and_pages() -> None:
 
 def test_the_help_names_what_does_not_train() -> None:
     assert all(f"`ddp-losses {command}`" in MORE_COMMANDS for command in COMMANDS)
-
-
-# ---------------------------------------------------------------------- doctor
 
 
 def test_the_doctor_finds_two_ranks_equal_to_one_process() -> None:

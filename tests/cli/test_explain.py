@@ -195,9 +195,6 @@ def test_diagnoses_end_with_the_command_that_explains_them(tmp_path: Path) -> No
     assert (tmp_path / "report.html").read_text().count("ddp-losses explain F24") == 1
 
 
-# ---------------------------------------------------------------------- the HTML manual
-
-
 def test_every_topic_has_a_page_with_a_stable_address() -> None:
     texts = build.page_texts()
     assert all(f"manual.faults.{fault}" in texts for fault in FAULTS)
@@ -253,9 +250,6 @@ def test_the_package_names_every_place_of_a_public_name() -> None:
     assert all(f"``{place}``" in lightning_ddp_losses.__doc__ for place in manual.PLACES[1:])
 
 
-# ---------------------------------------------------------------------- readers, hosts, symptoms
-
-
 @pytest.mark.parametrize("name", manual.readers())
 def test_a_reader_has_the_call_its_cost_recipes_and_faults(name: str) -> None:
     page = manual.readers()[name]
@@ -288,9 +282,6 @@ def test_hosts_and_peers_need_no_further_word() -> None:
     for name, text in manual.recipes().items():
         assert find_page([name]) == find_page(["migrate", name]) == text
     assert {*manual.HOSTS} < {*manual.recipes()}
-
-
-# ---------------------------------------------------------------------- errors and findings
 
 
 @pytest.mark.parametrize("fault", FAULTS)

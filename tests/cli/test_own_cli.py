@@ -22,9 +22,7 @@ from lightning_ddp_losses.errors import ConfigurationError
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-class Mine(LightningModule):
-    """Has names of its own for what it measures, among them those of our modules."""
-
+class Mine(LightningModule):  # has names of its own for what it measures, among them those of our modules
     def __init__(self, width: int = 2, loss: str = "square") -> None:
         super().__init__()
         self.layer = torch.nn.Linear(3, width)
@@ -39,9 +37,7 @@ class Mine(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class MyData(LightningDataModule):
-    """Has a method that ours have too, with other arguments."""
-
+class MyData(LightningDataModule):  # has a method that ours have too, with other arguments
     def __init__(self, batch_size: int = 2) -> None:
         super().__init__()
         self.batch_size = batch_size
@@ -77,9 +73,7 @@ def test_the_config_of_a_users_own_cli_trains_and_is_audited(capsys: pytest.Capt
     assert "Equal: 2 ranks under ddp_losses, 2 steps" in capsys.readouterr().out
 
 
-class Stronger(Callback):
-    """Makes gradients stronger on ranks, so that an audit which forgets it is equal."""
-
+class Stronger(Callback):  # makes gradients stronger on ranks, so that an audit which forgets it is equal
     def __init__(self, factor: float = 2.0) -> None:
         self.factor = factor
 
@@ -116,11 +110,7 @@ def make_trainer(devices: int = 1, callbacks: list[Callback] | None = None) -> T
 
 @pytest.mark.parametrize(
     ("options", "made"),
-    [
-        ({}, Trainer),
-        ({"trainer_class": MyTrainer}, MyTrainer),
-        ({"trainer_class": make_trainer}, Trainer),
-    ],
+    [({}, Trainer), ({"trainer_class": MyTrainer}, MyTrainer), ({"trainer_class": make_trainer}, Trainer)],
     ids=["Trainer", "a subclass", "a function"],
 )
 def test_the_trainer_is_the_one_that_was_asked_for(options: dict[str, Any], made: type[Trainer]) -> None:
@@ -138,9 +128,7 @@ def test_arguments_by_position_are_those_of_lightning() -> None:
         assert (each.trainer.max_epochs, each.config["seed_everything"], each.save_config_callback) == (3, 7, None)
 
 
-class Sized(torch.nn.Module):
-    """A loss whose number of classes may be left out."""
-
+class Sized(torch.nn.Module):  # a loss whose number of classes may be left out
     def __init__(self, num_classes=None) -> None:  # type: ignore[no-untyped-def]
         super().__init__()
 

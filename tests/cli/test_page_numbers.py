@@ -13,7 +13,6 @@ from tests.processes import ROOT
 
 
 def recorded(benchmark: str, **fields: Any) -> dict[str, Any]:
-    """The one row of a benchmark with these fields."""
     (row,) = [row for row in records.read(benchmark) if fields.items() <= row.items()]
     return row
 

@@ -32,6 +32,7 @@ from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.cli.manual import find_page
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import assert_close
 
@@ -44,12 +45,8 @@ Grads = dict[str, Tensor]
 
 
 def code_of(page: str, section: str, language: str = "python") -> list[str]:
-    """The blocks of a section."""
     _, _, rest = manual.recipes()[page].partition(f"\n## {section}\n")
     return [code for found, code in BLOCK.findall(rest.split("\n## ")[0]) if found == language]
-
-
-# ---------------------------------------------------------------------- what the recipes take for granted
 
 
 def encoder(width: int = DIM, *, norm: bool = False) -> nn.Sequential:
@@ -138,9 +135,6 @@ def token_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
         tokens[valid:] = -100
         found.append((torch.randn(6, FEATURES, generator=generator), tokens))
     return found
-
-
-# ---------------------------------------------------------------------- one process
 
 
 def arcface(given: Names) -> tuple[Tensor, nn.Module]:
@@ -251,7 +245,6 @@ def routed(given: Names) -> tuple[Tensor, None]:
 
 
 def micro_batches(rows: Names, model: nn.Module) -> Names:
-    """Two, of different sizes."""
     return {**simple(rows, model), "micro_batches": [rows["images"][:1], rows["images"][1:]]}
 
 
@@ -264,16 +257,12 @@ def with_teacher(rows: Names, model: nn.Module) -> Names:
 
 
 def distilled(given: Names) -> tuple[Tensor, None]:
-    """Of each row, and of each label."""
     student, taught = given["model"](given["images"]) / 2.0, given["teacher"](given["images"]) / 2.0
     ratio = taught.log_softmax(1) - student.log_softmax(1)
     divergence = (taught.softmax(1) * ratio).sum(1).mean()
     valid = given["labels"] != 0
     wanted = (2.0 * student).log_softmax(1)[valid, given["labels"][valid]]
     return 4.0 * divergence - 0.5 * wanted.mean(), None
-
-
-# ---------------------------------------------------------------------- peers that are not installed, by their formulas
 
 
 class GatherSum(torch.autograd.Function):
@@ -340,9 +329,7 @@ class Lightly(nn.Module):
         return cross_entropy(logits, partner)
 
 
-class Ranking(nn.Module):
-    """In-batch negatives of this rank."""
-
+class Ranking(nn.Module):  # in-batch negatives of this rank
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -351,9 +338,7 @@ class Ranking(nn.Module):
         return ranking({"model": self.model, "queries": columns[0], "answers": columns[1]})[0]
 
 
-class PartialFC(nn.Module):
-    """Logits of own classes for the rows of all ranks; the others' logits come without a graph."""
-
+class PartialFC(nn.Module):  # logits of own classes for the rows of all ranks; the others' logits come without a graph
     def __init__(self, margin: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
         super().__init__()
         self.margin, self.weight = margin, nn.Parameter(class_weight().chunk(2)[dist.get_rank()].clone())
@@ -389,9 +374,6 @@ PEERS: Mapping[str, Mapping[str, Any]] = {
     "sentence_transformers.losses": {"MultipleNegativesRankingLoss": Ranking},
     "partial_fc_v2": {"PartialFC_V2": PartialFC},
 }
-
-
-# ---------------------------------------------------------------------- run
 
 
 @contextmanager
@@ -520,8 +502,7 @@ def test_ours_has_the_gradient_of_one_process(pool: RankPool, name: str) -> None
     (code,) = code_of(recipe.page or name, recipe.section)
     expected = pool.run(1, run_alone, recipe.prepare, recipe.alone, recipe.options, distributed=False)[0]
     code = code.replace(*recipe.change_ours) if recipe.change_ours[0] else code
-    for found in pool.run(2, run_code, code, recipe.prepare, recipe.cuts, recipe.options):
-        assert_close(found, expected)
+    assert_all_close(pool.run(2, run_code, code, recipe.prepare, recipe.cuts, recipe.options), expected)
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.theirs])
@@ -552,8 +533,7 @@ def test_tokens_weigh_what_the_page_says(pool: RankPool) -> None:
     (code,) = code_of("token_means", THEIRS)
     weighted = partial(token_mean, of_means=True)
     expected = pool.run(1, run_alone, token_rows, weighted, {}, distributed=False)[0]
-    for found in pool.run(2, run_code, code, token_rows, EVEN, {}):
-        assert_close(found, expected)
+    assert_all_close(pool.run(2, run_code, code, token_rows, EVEN, {}), expected)
 
 
 def test_batch_norm_of_torch_needs_a_gpu(pool: RankPool) -> None:
@@ -573,9 +553,6 @@ def test_data_parallel_has_the_gradient_of_one_process() -> None:
         exec(code, given)
         given["value"].backward()
         assert_close(grads_of(given, raw), expected)
-
-
-# ---------------------------------------------------------------------- a head divided over the ranks
 
 
 def divided(code: str, cuts: tuple[int, ...], weight_name: str) -> tuple[Grads, Tensor]:
@@ -611,9 +588,6 @@ def test_a_divided_head_has_the_gradient_of_a_whole_one(pool: RankPool, section:
     (code,) = code_of("insightface", section)
     for found, weight in pool.run(2, divided, code, cuts, ""):
         assert_close(found, whole_head(weight))
-
-
-# ---------------------------------------------------------------------- all pages
 
 
 def test_every_page_has_a_test_or_starts_something() -> None:

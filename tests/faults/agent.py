@@ -14,7 +14,6 @@ from tests.faults import workers
 
 
 def main() -> None:
-    """Run the agent until its workers are done."""
     parser = argparse.ArgumentParser()
     parser.add_argument("worker", choices=["groups"])
     parser.add_argument("--folder", required=True)

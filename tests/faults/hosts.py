@@ -22,9 +22,7 @@ HOLD = "echo ready; exec sleep infinity"
 
 
 @dataclass(frozen=True)
-class Host:
-    """A network namespace, and the process that keeps it."""
-
+class Host:  # a network namespace, and the process that keeps it
     holder: int
     address: str
     interface: str

@@ -105,9 +105,7 @@ def test_every_rank_ends_and_a_relaunch_goes_on(
     assert_same_end(states(tmp_path, world_size), undisturbed[world_size])
 
 
-class Kills(Job):
-    """Nothing in it is divided; rank 1 is killed in its third step."""
-
+class Kills(Job):  # nothing in it is divided; rank 1 is killed in its third step
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor | None:
         if self.global_rank == 1 and self.global_step == 2:
             kill()

@@ -27,9 +27,7 @@ SECONDS = 240
 FAST_AGENT = "timeout=60,read_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
 
 
-class Loopback(Host):
-    """This machine itself, where there are no namespaces."""
-
+class Loopback(Host):  # this machine itself, where there are no namespaces
     def within(self, *command: str) -> list[str]:
         return list(command)
 
@@ -51,17 +49,8 @@ def torchrun(port: int, address: str, node: int, *script: str, ranks: int = 2, r
     """The arguments of python that start the agent of one of two nodes, which meet at an address of the first."""
     # an agent knows its own host by name, and these have none
     configuration = f"is_host={int(node == 0)},{FAST_AGENT}"
-    options = [
-        "--nnodes",
-        "2",
-        "--nproc-per-node",
-        str(ranks),
-        "--max-restarts",
-        str(restarts),
-        "--rdzv-id",
-        "two-hosts",
-    ]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-conf", configuration]
+    options = ["--nnodes=2", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--rdzv-id=two-hosts"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}", f"--rdzv-conf={configuration}"]
     return ["-m", "torch.distributed.run", *options, *meeting, "--monitor-interval", "0.1", *script]
 
 
@@ -140,9 +129,6 @@ def until(path: Path, agents: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-# ---------------------------------------------------------------------- the same training
-
-
 def fit_digits(nodes: int, devices: int, folder: Path) -> list[str]:
     options = {
         "num_nodes": nodes,
@@ -158,6 +144,15 @@ def fit_digits(nodes: int, devices: int, folder: Path) -> list[str]:
     given = [f"--trainer.{name}={value}" for name, value in options.items()]
     config = str(ROOT / "configs" / "digits_arcface.yaml")
     return ["-m", "lightning_ddp_losses", "fit", "--config", config, *given]
+
+
+def script_and_folders(folder: Path) -> tuple[str, Path, Path]:
+    """The script of the training, and where it runs undisturbed and disturbed."""
+    script, undisturbed, disturbed = folder / "train.py", folder / "undisturbed", folder / "disturbed"
+    script.write_text(TRAINING)
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    return script, undisturbed, disturbed
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -236,17 +231,13 @@ if trainer.global_rank == 0:
 
 @pytest.mark.skipif(bool(permitted()), reason=f"did not run: a cable that is pulled ({permitted()})")
 def test_a_cable_that_is_pulled_ends_every_rank_and_a_relaunch_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING)
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
+    script, undisturbed, folder = script_and_folders(tmp_path)
     marker = f"TEST_OF={uuid.uuid4()}"
     environment = dict([marker.split("=")])
-    for path in (undisturbed, folder):
-        path.mkdir()
     with two_hosts() as pair:
-        assert end(start_nodes(pair, undisturbed, str(script), str(undisturbed), "whole")) == [0, 0], told(undisturbed)
+        assert end(start_nodes(pair, undisturbed, script, str(undisturbed), "whole")) == [0, 0], told(undisturbed)
         # 1. the cable is pulled while all ranks are in step 3, and stays so until they wait for each other
-        agents = start_nodes(pair, folder, str(script), str(folder), "pulled", **environment)
+        agents = start_nodes(pair, folder, script, str(folder), "pulled", **environment)
         for rank in range(4):
             until(folder / f"reached-{rank}", agents)
         pair[1].cable("down")
@@ -257,7 +248,7 @@ def test_a_cable_that_is_pulled_ends_every_rank_and_a_relaunch_goes_on(tmp_path:
         assert not processes_with(marker)
         # 3. plugged in again, the same command goes on where the last checkpoint is
         pair[1].cable("up")
-        assert end(start_nodes(pair, folder, str(script), str(folder), "whole")) == [0, 0], told(folder)
+        assert end(start_nodes(pair, folder, script, str(folder), "whole")) == [0, 0], told(folder)
     said = told(folder)
     # 4. each node has named a rank of the other one: the silent ones, or the one that ended first, as the hosts share this machine
     for output, of_other in zip(said[:2], (r"rank [23] \(", r"rank [01] \("), strict=True):
@@ -269,16 +260,12 @@ def test_a_cable_that_is_pulled_ends_every_rank_and_a_relaunch_goes_on(tmp_path:
 
 
 def test_an_agent_that_is_killed_with_its_rank_is_replaced_and_training_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TRAINING)
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "disturbed"
-    for path in (undisturbed, folder):
-        path.mkdir()
+    script, undisturbed, folder = script_and_folders(tmp_path)
     local = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run_python(*local, str(script), str(undisturbed), "whole", seconds=SECONDS)
+    done = run_python(*local, script, str(undisturbed), "whole", seconds=SECONDS)
     assert done.returncode == 0, done.stderr[-4000:]
     with hosts() as pair:
-        port, command = free_port(), (str(script), str(folder), "whole")
+        port, command = free_port(), (script, str(folder), "whole")
 
         def start(node: int) -> subprocess.Popen[bytes]:
             return start_node(pair, node, port, folder, *command, ranks=1, restarts=3, NODE=str(node))

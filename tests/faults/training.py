@@ -25,6 +25,7 @@ from tests.lightning_ranks import QUIET
 
 ROWS, G, DIM, CLASSES, EPOCHS = 30, 6, 4, 5, 2
 STEPS = EPOCHS * ROWS // G
+ON = ("use_distributed_sampler", "enable_checkpointing")
 GROUP_SECONDS = 4.0  # where a rank is to stall; else ranks wait as long as a busy machine may need
 
 
@@ -81,12 +82,7 @@ class Everything(LightningModule):
         pairs = self.pairs(embeddings, others)
         if self.strikes("killed in backward"):
             embeddings.register_hook(lambda grad: kill())
-        return (
-            pairs
-            + self.proxies(embeddings, labels)
-            + self.classes(embeddings, labels)
-            + self.memory(embeddings, labels)
-        )
+        return pairs + sum(loss(embeddings, labels) for loss in (self.proxies, self.classes, self.memory))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
@@ -96,9 +92,7 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class ArmedRing(raw_collectives.Ring):
-    """Its rank dies when it passes something on."""
-
+class ArmedRing(raw_collectives.Ring):  # its rank dies when it passes something on
     armed = False
 
     def send(self, tensor: Tensor, rows: int) -> Any:
@@ -107,9 +101,7 @@ class ArmedRing(raw_collectives.Ring):
         return super().send(tensor, rows)
 
 
-class Saves(Callback):
-    """Saves after so many steps, to one name, and leaves a mark when training begins."""
-
+class Saves(Callback):  # saves after so many steps, to one name, and leaves a mark when training begins
     def __init__(self, every: int) -> None:
         self.every = every
 
@@ -142,12 +134,7 @@ def fit(strike: Strike, folder: Path, steps: int = STEPS, every: int = 1) -> Non
     seconds = GROUP_SECONDS if strike.kind == "stalls" and not any(folder.glob("struck-*")) else 60.0
     strategy = DDPLossStrategy(use_global_sampler=True, timeout=timedelta(seconds=seconds))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    options = QUIET | {
-        "max_epochs": -1,
-        "max_steps": steps,
-        "use_distributed_sampler": True,
-        "enable_checkpointing": True,
-    }
+    options = QUIET | {"max_epochs": -1, "max_steps": steps} | dict.fromkeys(ON, True)
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,

@@ -18,12 +18,10 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def attempts_of_this_node() -> int:
-    """How often the agent of this node says that it has restarted."""
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def start_world() -> None:
-    """Start the world as the strategy does."""
     rendezvous.start_world(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,16 @@ from lightning.fabric import Fabric
 from pytorch_metric_learning.losses import ArcFaceLoss, ProxyAnchorLoss
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, accumulation_window, global_mean
+from lightning_ddp_losses import (
+    ClassShardedLoss,
+    ConfigurationError,
+    GlobalBatchLoss,
+    accumulation_window,
+    global_mean,
+)
+from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import RankEnvironment
 from tests.oracle import Encoder, Task, assert_close, batches, cuts
 
@@ -21,9 +30,7 @@ TASK = Task(steps=6)
 RATE, CLIP, RESUMED_AT = 0.3, 0.2, 4
 
 
-class Both(nn.Module):
-    """An encoder and its loss."""
-
+class Both(nn.Module):  # an encoder and its loss
     def __init__(self, encoder: nn.Module, loss: nn.Module) -> None:
         super().__init__()
         self.encoder, self.loss = encoder, loss
@@ -51,9 +58,8 @@ def fabric_of(strategy: Any = "ddp_losses") -> Fabric:
 
 def named(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Parameters by the names of an encoder and a plain loss."""
-    return {
-        name.replace("loss.loss.", "loss."): value.clone() for name, value in state.items() if "num_batches" not in name
-    }
+    kept = {name: value.clone() for name, value in state.items() if "num_batches" not in name}
+    return {name.replace("loss.loss.", "loss."): value for name, value in kept.items()}
 
 
 def train_ranks(
@@ -120,8 +126,7 @@ def test_one_process(
     pool: RankPool, tmp_path: Path, world_size: int, kind: str, place: str, clip: bool, accumulate: int
 ) -> None:
     truth = train_alone(kind, clip, accumulate)
-    for found in pool.run(world_size, train_ranks, kind, place, clip, accumulate):
-        assert_close(found, truth)
+    assert_all_close(pool.run(world_size, train_ranks, kind, place, clip, accumulate), truth)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -143,9 +148,6 @@ def test_a_run_goes_on(pool: RankPool, tmp_path: Path, kind: str, place: str) ->
     # plain names, and whole weights: one process reads the file of the middle
     in_the_middle = torch.load(tmp_path / "saved", weights_only=True)["model"]
     Both(*encoder_and_loss(kind, on_ranks=False)).load_state_dict(named(in_the_middle))
-
-
-# ---------------------------------------------------------------------- accumulation windows
 
 
 def train_window() -> dict[str, Tensor]:
@@ -170,11 +172,7 @@ def test_accumulation_window(pool: RankPool) -> None:
             total, rows = total + encoder(features[part][step:]).square().sum(), rows + len(features[part][step:])
     (total / rows).backward()
     truth = {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
-    for found in pool.run(2, train_window):
-        assert_close(found, truth)
-
-
-# ---------------------------------------------------------------------- bad input
+    assert_all_close(pool.run(2, train_window), truth)
 
 
 def call_on_one_rank() -> None:
@@ -186,21 +184,8 @@ def call_on_one_rank() -> None:
     fabric.backward(learnable(embeddings, labels) if dist.get_rank() == 0 else embeddings.sum())
 
 
-def test_a_loss_on_some_ranks_only(pool: RankPool) -> None:
-    for error in pool.errors(2, call_on_one_rank):
-        assert error.type == "LossCallError"
-        assert "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none" in error.message
-
-
 def set_up_differently() -> None:
-    fabric = fabric_of()
-    fabric.setup_module(nn.Linear(3, 2 + dist.get_rank()))
-
-
-def test_modules_that_differ(pool: RankPool) -> None:
-    for error in pool.errors(2, set_up_differently):
-        assert error.type == "RankMismatchError"
-        assert "the same names, shapes and dtypes" in error.message
+    fabric_of().setup_module(nn.Linear(3, 2 + dist.get_rank()))
 
 
 def clip_another_norm() -> None:
@@ -211,18 +196,19 @@ def clip_another_norm() -> None:
     fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=1.0)
 
 
-def test_another_norm_of_divided_classes(pool: RankPool) -> None:
-    for error in pool.errors(2, clip_another_norm):
-        assert error.type == "ConfigurationError"
-        assert (
-            "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0"
-            in error.message
-        )
+NORM = "clip_gradients(norm_type=...) over classes that are divided over the ranks: expected 2.0, got 1.0"
+REFUSED: list[tuple[Callable[[], None], str, str]] = [
+    (call_on_one_rank, "LossCallError", "ArcFaceLoss `module_1` ran on some ranks only: expected every rank or none"),
+    (set_up_differently, "RankMismatchError", "the same names, shapes and dtypes"),
+    (clip_another_norm, "ConfigurationError", NORM),
+]
+
+
+@pytest.mark.parametrize(("job", "error", "words"), REFUSED, ids=[job.__name__ for job, *_ in REFUSED])
+def test_errors_on_every_rank(pool: RankPool, job: Callable[[], None], error: str, words: str) -> None:
+    assert_errors(pool.errors(2, job), words, of=error)
 
 
 def test_unknown_options() -> None:
-    from lightning_ddp_losses import ConfigurationError
-    from lightning_ddp_losses.integrations.fabric import FabricDDPLossStrategy
-
     with pytest.raises(ConfigurationError, match="Did you mean find_unused_parameters"):
         FabricDDPLossStrategy(find_unused_parameter=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,15 +16,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss, integrations
+from lightning_ddp_losses.integrations.hf_trainer import hf_loss
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.oracle import assert_close
 
+QUIET: dict[str, Any] = {"use_cpu": True, "ddp_backend": "gloo", "num_train_epochs": 1, "logging_steps": 1}
+QUIET |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
 FEATURES, CLASSES, LENGTH, STEPS, RATE, CLIP = 4, 6, 3, 3, 0.3, 0.4
 
 
-class Tagger(nn.Module):
-    """A class for each token; in float64."""
-
+class Tagger(nn.Module):  # a class for each token; in float64
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -43,9 +47,7 @@ def batch(number: int) -> dict[str, Tensor]:
     return {"inputs": torch.randn(rows, LENGTH, FEATURES, generator=generator, dtype=torch.float64), "labels": labels}
 
 
-class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Each item is a batch."""
-
+class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):  # each item is a batch
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -58,6 +60,11 @@ class Batches(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 def token_sum(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return cross_entropy(outputs["logits"].flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def token_mean(model: nn.Module, window: list[dict[str, Tensor]]) -> Tensor:
+    total = sum(token_sum(model(each["inputs"]), each["labels"]) for each in window)
+    return total / sum(int((each["labels"] != -100).sum()) for each in window)
 
 
 def valid(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -85,21 +92,14 @@ def ranks_of_accelerate() -> Iterator[None]:
 def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] | None = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    options = {"use_cpu": True, "ddp_backend": "gloo", **options}
     arguments = TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
         gradient_accumulation_steps=accumulate,
-        num_train_epochs=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
         max_grad_norm=CLIP,
         remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        **options,
+        **QUIET | options,
     )
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), RATE)
@@ -125,14 +125,19 @@ def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] 
 def on_ranks(
     folder: str, accumulate: int, average: bool, with_count: bool
 ) -> tuple[dict[str, Tensor], list[float], float]:
-    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
-
     with ranks_of_accelerate():
         loss = hf_loss(token_sum, valid) if with_count else hf_loss(token_sum)
         trainer = trainer_of(folder, loss, accumulate, average_tokens_across_devices=average)
         trainer.train()
         logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         return trainer.model.state_dict(), logged, trainer.evaluate()["eval_loss"]
+
+
+def step_alone(model: nn.Module, optimizer: torch.optim.Optimizer, value: Tensor) -> None:
+    optimizer.zero_grad()
+    value.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
 
 
 def alone(world_size: int, accumulate: int) -> tuple[dict[str, Tensor], list[float], float]:
@@ -143,19 +148,14 @@ def alone(world_size: int, accumulate: int) -> tuple[dict[str, Tensor], list[flo
     values = []
     for start in range(0, number, accumulate * world_size):
         window = [batch(index) for index in range(start, min(start + accumulate * world_size, number))]
-        total = sum(token_sum(model(each["inputs"]), each["labels"]) for each in window)
-        value = total / sum(int((each["labels"] != -100).sum()) for each in window)
-        optimizer.zero_grad()
-        value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        value = token_mean(model, window)
+        step_alone(model, optimizer, value)
         values.append(value.item())
     # evaluation: the mean over batches of ranks together, in the order of the Trainer
     evaluated = []
     for start in range(0, 4, world_size):
         together = [batch(index) for index in range(start, start + world_size)]
-        total = sum(token_sum(model(each["inputs"]), each["labels"]) for each in together)
-        evaluated.append((total / sum(int((each["labels"] != -100).sum()) for each in together)).item())
+        evaluated.append(token_mean(model, together).item())
     return model.state_dict(), values, sum(evaluated) / len(evaluated)
 
 
@@ -171,11 +171,7 @@ def test_one_process(pool: RankPool, tmp_path: Path, accumulate: int, average: b
         assert eval_loss == pytest.approx(evaluated, rel=1e-5)
 
 
-# ---------------------------------------------------------------------- losses over all ranks
-
-
 def contrast(logits: Tensor, labels: Tensor) -> Tensor:
-    """A loss that compares rows: of each with all others."""
     rows = logits.flatten(1)
     return cross_entropy(rows @ rows.T, torch.arange(len(rows)))
 
@@ -186,9 +182,6 @@ class Contrast(nn.Module):
 
 
 def global_on_ranks(folder: str, accumulate: int) -> dict[str, Tensor]:
-    from lightning_ddp_losses import GlobalBatchLoss
-    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
-
     over_all_ranks = GlobalBatchLoss(Contrast())
     with ranks_of_accelerate():
         loss = hf_loss(lambda outputs, labels: over_all_ranks(outputs["logits"], labels))
@@ -202,27 +195,17 @@ def test_a_loss_over_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for step in range(STEPS):
         both = [batch(2 * step), batch(2 * step + 1)]
-        optimizer.zero_grad()
-        contrast(torch.cat([model(each["inputs"])["logits"] for each in both]), both[0]["labels"]).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-    for state in pool.run(2, global_on_ranks, str(tmp_path), 1):
-        assert_close(state, model.state_dict())
+        logits = torch.cat([model(each["inputs"])["logits"] for each in both])
+        step_alone(model, optimizer, contrast(logits, both[0]["labels"]))
+    assert_all_close(pool.run(2, global_on_ranks, str(tmp_path), 1), model.state_dict())
 
 
 def test_rows_are_not_compared_under_accumulation(pool: RankPool, tmp_path: Path) -> None:
-    for error in pool.errors(2, global_on_ranks, str(tmp_path), 4):
-        assert error.type == "ConfigurationError"
-        assert "gradient_accumulation_steps=4: expected 1, got a loss that compares the rows" in error.message
-        assert "microbatched" in error.message
-
-
-# ---------------------------------------------------------------------- bad input
+    words = ("gradient_accumulation_steps=4: expected 1, got a loss that compares the rows", "microbatched")
+    assert_errors(pool.errors(2, global_on_ranks, str(tmp_path), 4), *words, of="ConfigurationError")
 
 
 def wrongly(folder: str, how: str) -> None:
-    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
-
     with ranks_of_accelerate():
         loss = hf_loss(token_sum, valid if how == "count" else None)
         accumulate = 4 if how in ("count", "factor") else 1
@@ -241,48 +224,29 @@ def wrongly(folder: str, how: str) -> None:
     ],
 )
 def test_refusals(pool: RankPool, tmp_path: Path, how: str, expected: str) -> None:
-    for error in pool.errors(2, wrongly, str(tmp_path), how):
-        assert error.type == "ConfigurationError"
-        assert expected in error.message
+    assert_errors(pool.errors(2, wrongly, str(tmp_path), how), expected, of="ConfigurationError")
 
 
 def test_a_mean_is_no_sum() -> None:
-    from lightning_ddp_losses import ConfigurationError
-    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
-
     with pytest.raises(ConfigurationError, match="expected reduction='sum', got reduction='mean'"):
         hf_loss(nn.CrossEntropyLoss())
 
 
 def test_parameters_that_nobody_trains(tmp_path: Path) -> None:
-    from lightning_ddp_losses import ConfigurationError
-    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
-
     loss = hf_loss(nn.Linear(2, 2))
-    with pytest.raises(
-        ConfigurationError, match="expected trainable parameters that the model holds, got weight, bias"
-    ):
+    words = "expected trainable parameters that the model holds, got weight, bias"
+    with pytest.raises(ConfigurationError, match=words):
         loss.on_train_begin(None, None, None, model=Tagger())
 
 
 def test_another_release_is_a_warning() -> None:
-    from lightning_ddp_losses import integrations
-
-    with (
-        mock.patch.object(integrations, "version", return_value="4.40.1"),
-        pytest.warns(
-            UserWarning, match=r"transformers 4.40.1 is not among the tested releases \(5.23.\*, 5.24.\*\). Look."
-        ),
-    ):
+    words = r"transformers 4.40.1 is not among the tested releases \(5.23.\*, 5.24.\*\). Look."
+    with mock.patch.object(integrations, "version", return_value="4.40.1"), pytest.warns(UserWarning, match=words):
         integrations.warn_untested("transformers", "Look.")
 
 
 def test_evaluation_without_a_number_of_items() -> None:
     """As releases before 5 call it, with the options of one rank."""
-    from types import SimpleNamespace
-
-    from lightning_ddp_losses.integrations.hf_trainer import hf_loss
-
     loss, each = hf_loss(token_sum), batch(3)
     loss.on_init_end(SimpleNamespace(gradient_accumulation_steps=4, average_tokens_across_devices=True), None, None)
     outputs = Tagger()(each["inputs"])

@@ -14,11 +14,10 @@ from torch.nn.functional import cosine_similarity
 
 from lightning_ddp_losses.cli import manual
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.cli.test_recipes import EVEN, OURS, THEIRS, UNEVEN, code_of, encoder, global_rows, in_float64
-from tests.integrations.test_hf_trainer import Tagger, batch, ranks_of_accelerate, token_sum, trainer_of
+from tests.integrations.test_hf_trainer import Tagger, batch, ranks_of_accelerate, token_mean, token_sum, trainer_of
 from tests.oracle import assert_close
-
-# ---------------------------------------------------------------------- accelerate
 
 
 def alone() -> dict[str, Tensor]:
@@ -33,7 +32,6 @@ def alone() -> dict[str, Tensor]:
 
 
 def step_of(model: nn.Module, loss: nn.Module) -> dict[str, Tensor]:
-    """Parameters after a step of 0.1."""
     found = {f"model.{name}": p for name, p in model.named_parameters()}
     found |= {f"loss.{name.split('.')[-1]}": p for name, p in loss.named_parameters()}
     return {name: p.detach() - 0.1 * p.grad if p.grad is not None else p.detach() for name, p in found.items()}
@@ -55,9 +53,7 @@ def with_accelerate(section: str, cuts: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def test_accelerate(pool: RankPool) -> None:
-    truth = alone()
-    for found in pool.run(2, with_accelerate, OURS, UNEVEN):
-        assert_close(found, truth)
+    assert_all_close(pool.run(2, with_accelerate, OURS, UNEVEN), alone())
 
 
 def test_accelerate_before(pool: RankPool) -> None:
@@ -72,7 +68,8 @@ def test_accelerate_before(pool: RankPool) -> None:
     assert cosine_similarity(found["loss"], loss.W.grad.flatten(), dim=0) < 0.999
 
 
-# ---------------------------------------------------------------------- Hugging Face's Trainer
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def with_trainer(folder: str, section: str, accumulate: int) -> tuple[Tensor, float]:
@@ -84,24 +81,21 @@ def with_trainer(folder: str, section: str, accumulate: int) -> tuple[Tensor, fl
         callbacks = [loss] if section == OURS else []
         trainer = trainer_of(folder, loss, accumulate, callbacks=callbacks, max_steps=1)
         trainer.args.max_grad_norm = 0.0
-        before = torch.cat([p.detach().flatten() for p in Tagger().parameters()])
+        before = flat(Tagger())
         trainer.train()
-        return before - torch.cat(
-            [p.detach().flatten() for p in trainer.model.parameters()]
-        ), trainer.state.log_history[0]["loss"]
+        return before - flat(trainer.model), trainer.state.log_history[0]["loss"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_hf_trainer(pool: RankPool, tmp_path: Path, accumulate: int) -> None:
     model = Tagger()
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    before = flat(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
     window = [batch(index) for index in range(2 * accumulate)]
-    total = sum(token_sum(model(each["inputs"]), each["labels"]) for each in window)
-    value = total / sum(int((each["labels"] != -100).sum()) for each in window)
+    value = token_mean(model, window)
     value.backward()
     optimizer.step()
-    truth = before - torch.cat([p.detach().flatten() for p in model.parameters()])
+    truth = before - flat(model)
     for found, logged in pool.run(2, with_trainer, str(tmp_path), OURS, accumulate):
         assert_close({"step": found}, {"step": truth})
         assert logged == pytest.approx(value.item(), rel=1e-5)

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.testing import RankFailure, RankPool
+from tests.answers import assert_errors
 from tests.integrations.encoders import DIM, columns, sentence_model
-from tests.integrations.test_hf_trainer import ranks_of_accelerate
+from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
 from tests.oracle import assert_close
 
 ROWS = [(6, 6), (6, 10), (0, 7), (3, 0, 5)]
@@ -153,9 +154,6 @@ def test_evaluation(pool: RankPool, encoder_path: str) -> None:
         assert_close({"value": found}, {"value": truth})
 
 
-# ---------------------------------------------------------------------- bad input
-
-
 def with_other_options(path: str, case: str) -> None:
     _, loss = build(path, case, ours=True, matryoshka=False)
     if case == "guided":
@@ -167,9 +165,11 @@ def with_other_options(path: str, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["ranking", "ranking, all directions", "cached, 3", "guided"])
 def test_options_that_differ(pool: RankPool, encoder_path: str, case: str) -> None:
-    for error in pool.errors(2, with_other_options, encoder_path, case):
-        assert error.type == "RankMismatchError"
-        assert ("margin" if case == "guided" else "scale': 21.0") in error.message
+    assert_errors(
+        pool.errors(2, with_other_options, encoder_path, case),
+        "margin" if case == "guided" else "scale': 21.0",
+        of="RankMismatchError",
+    )
 
 
 def with_one_column_on_a_rank(path: str, case: str) -> None:
@@ -192,12 +192,9 @@ def weighed_differently(path: str) -> None:
 
 
 def test_coefficients_that_differ(pool: RankPool, encoder_path: str) -> None:
-    for error in pool.errors(2, weighed_differently, encoder_path):
-        assert error.type == "RankMismatchError"
-        assert "coefficient of the last backward" in error.message
-
-
-# ---------------------------------------------------------------------- in place of theirs
+    assert_errors(
+        pool.errors(2, weighed_differently, encoder_path), "coefficient of the last backward", of="RankMismatchError"
+    )
 
 
 @pytest.mark.parametrize("disabled", [False, True])
@@ -209,9 +206,6 @@ def test_patch(monkeypatch: pytest.MonkeyPatch, disabled: bool) -> None:
     monkeypatch.setenv("LIGHTNING_DDP_LOSSES_DISABLE", "1" if disabled else "0")
     assert ours.patch_sentence_transformers() == ([] if disabled else names)
     assert all((getattr(theirs, name) is getattr(ours, name)) != disabled for name in names)
-
-
-# ---------------------------------------------------------------------- what the page says of theirs
 
 
 def theirs_on_ranks(path: str, rows: tuple[int, ...], gather: bool) -> Tensor:
@@ -241,9 +235,6 @@ def test_theirs_is_what_the_page_says(pool: RankPool, encoder_path: str) -> None
         pool.run(2, theirs_on_ranks, encoder_path, (6, 10), True)
 
 
-# ---------------------------------------------------------------------- in their trainer
-
-
 def with_their_trainer(
     path: str, folder: str, case: str, rows: int, ours: bool
 ) -> tuple[dict[str, Tensor], list[float]]:
@@ -255,17 +246,7 @@ def with_their_trainer(
     with ranks_of_accelerate():
         model, loss = build(path, case, ours=ours, matryoshka=False)
         arguments = SentenceTransformerTrainingArguments(
-            output_dir=folder,
-            use_cpu=True,
-            ddp_backend="gloo",
-            per_device_train_batch_size=rows,
-            num_train_epochs=1,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            max_grad_norm=0.0,
-            dataloader_pin_memory=False,
+            output_dir=folder, per_device_train_batch_size=rows, max_grad_norm=0.0, **QUIET
         )
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)

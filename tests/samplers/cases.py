@@ -14,16 +14,12 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSam
 from torch.utils.data import SubsetRandomSampler as Subset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
-__all__ = ["CASES", "ROWS", "SEED", "Case", "ShufflesItself", "one_process"]
-
 ROWS = 52
 SEED = 11
 LABELS = torch.arange(ROWS) % 6
 
 
-class ByLength(Sampler[list[int]]):
-    """Batches of different sizes, drawn by Python's generator and one of its own."""
-
+class ByLength(Sampler[list[int]]):  # batches of different sizes, drawn by Python's generator and one of its own
     def __init__(self) -> None:
         self.own = np.random.RandomState(3)
 
@@ -60,9 +56,7 @@ class Keys(Sampler[tuple[str, int]]):
         return ROWS
 
 
-class ByEpoch(Sampler[int]):
-    """Its order follows `set_epoch` alone."""
-
+class ByEpoch(Sampler[int]):  # its order follows `set_epoch` alone
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,9 +94,7 @@ class ShufflesItself(Sampler[int]):
 
 
 @dataclass(frozen=True)
-class Case:
-    """A sampler, and the batch size where it yields indices."""
-
+class Case:  # a sampler, and the batch size where it yields indices
     make: Callable[[], Any]
     size: int | None = None
     drop_last: bool = False

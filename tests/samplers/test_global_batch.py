@@ -30,6 +30,7 @@ from torch.utils.data import (
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler, global_draw
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.counting import CountCollectives
 from tests.samplers.cases import CASES, LABELS, ROWS, SEED, Case, one_process
 
@@ -39,9 +40,8 @@ Epochs = list[list[list[Any]]]
 def build(case: Case, form: str, world_size: int, **options: Any) -> Any:
     """The batches of this rank, as a DataLoader would ask for them."""
     if form == "batches":
-        return GlobalBatchSampler.batches(
-            case.make(), case.size, **({"drop_last": True} if case.drop_last else {}), **options
-        )
+        given = {"drop_last": True} if case.drop_last else {}
+        return GlobalBatchSampler.batches(case.make(), case.size, **given, **options)
     size, rest = divmod(case.size or 0, world_size)
     assert not rest
     sampler = GlobalBatchSampler(case.make(), size, drop_last=case.drop_last, **options)
@@ -61,20 +61,12 @@ def deal(name: str, form: str, epochs: int = 2) -> tuple[Epochs, list[int], bool
     for _ in range(epochs):
         lengths.append(len(sampler))
         drawn.append([list(batch) for batch in sampler])
-    return drawn, lengths, same(before, streams())
+    return drawn, lengths, before == streams()
 
 
 def streams() -> list[Any]:
-    return [
-        torch.get_rng_state().tolist(),
-        np.random.get_state()[1].tolist(),
-        np.random.get_state()[2],
-        random.getstate(),
-    ]
-
-
-def same(before: list[Any], after: list[Any]) -> bool:
-    return all(a == b for a, b in zip(before, after, strict=True))
+    _, numbers, place, *_ = np.random.get_state()
+    return [torch.get_rng_state().tolist(), numbers.tolist(), place, random.getstate()]
 
 
 def together(ranks: list[Epochs]) -> Epochs:
@@ -310,80 +302,79 @@ def test_bad_input(name: str) -> None:
         build_it()
 
 
-def undivided(ask: str) -> None:
-    sampler = GlobalBatchSampler(MPerClassSampler(LABELS, 4, 16, length_before_new_iter=48), 5)
-    len(sampler) if ask == "len" else list(sampler)
+def undivided() -> Any:
+    return GlobalBatchSampler(MPerClassSampler(LABELS, 4, 16, length_before_new_iter=48), 5)
 
 
-def too_small(ask: str) -> None:
-    sampler = GlobalBatchSampler.batches(range(50), 12)
-    len(sampler) if ask == "len" else list(sampler)
-
-
-def too_small_among_batches(ask: str) -> None:
-    list(GlobalBatchSampler.batches([[0, 1, 2], [3, 4]]))
-
-
-def other_labels(ask: str) -> None:
+def other_labels() -> Any:
     labels = LABELS.roll(dist.get_rank() // 2)
-    list(GlobalBatchSampler.batches(MPerClassSampler(labels, 4, 12, length_before_new_iter=48), 12))
+    return GlobalBatchSampler.batches(MPerClassSampler(labels, 4, 12, length_before_new_iter=48), 12)
 
 
-def other_length(ask: str) -> None:
-    list(GlobalBatchSampler.batches(range(48 + 12 * (dist.get_rank() == 1)), 12))
-
-
-def other_epoch(ask: str) -> None:
-    sampler = GlobalBatchSampler.batches(range(48), 12)
+def other_epoch() -> Any:
+    sampler: Any = GlobalBatchSampler.batches(range(48), 12)
     sampler.set_epoch(dist.get_rank())
-    list(sampler)
+    return sampler
 
 
-def fails_on_one(ask: str) -> None:
-    list(GlobalBatchSampler.batches(["a"] * 6 if dist.get_rank() != 1 else [["a"]] * 6, 3))
+def too_small() -> Any:
+    return GlobalBatchSampler.batches(range(50), 12)
 
 
-ON_RANKS: dict[str, tuple[Callable[[str], None], str, str, list[str]]] = {
+def rows_on_one_rank() -> Any:
+    return GlobalBatchSampler.batches([["a"]] * 6 if dist.get_rank() == 1 else ["a"] * 6, 3)
+
+
+def other_length() -> Any:
+    return GlobalBatchSampler.batches(range(48 + 12 * (dist.get_rank() == 1)), 12)
+
+
+SIXTEEN = "expected 15 (3 ranks * local_batch_size 5), got 16"
+# what is asked of which sampler, the error and its words
+ON_RANKS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], str, list[str]]] = {
     "16 rows for 3 ranks, at len": (
+        len,
         undivided,
-        "len",
         "ConfigurationError",
-        ["expected 15 (3 ranks * local_batch_size 5), got 16", "GlobalBatchSampler.batches(sampler, 16)", "unevenly"],
+        [SIXTEEN, "GlobalBatchSampler.batches(sampler, 16)", "unevenly"],
     ),
-    "16 rows for 3 ranks": (
-        undivided,
-        "iter",
-        "ConfigurationError",
-        ["expected 15 (3 ranks * local_batch_size 5), got 16"],
-    ),
-    "2 rows left for 3 ranks, at len": (
-        too_small,
-        "len",
+    "16 rows for 3 ranks": (list, undivided, "ConfigurationError", [SIXTEEN]),
+    "2 rows left, at len": (len, too_small, "InputError", ["batch 4: expected at least one", "drop_last=True"]),
+    "2 rows left for 3 ranks": (list, too_small, "InputError", ["batch 4: expected at least one", "got 2"]),
+    "a small batch": (
+        list,
+        lambda: GlobalBatchSampler.batches([[0, 1, 2], [3, 4]]),
         "InputError",
-        ["batch 4: expected at least one", "drop_last=True"],
+        ["batch 1: expected at least one", "got 2"],
     ),
-    "2 rows left for 3 ranks": (too_small, "iter", "InputError", ["batch 4: expected at least one", "got 2"]),
-    "a small batch": (too_small_among_batches, "", "InputError", ["batch 1: expected at least one", "got 2"]),
     "other labels": (
+        list,
         other_labels,
-        "",
         "RankMismatchError",
         ["GlobalBatchSampler(MPerClassSampler) drew in epoch 0", "rank 2: digest", "same labels"],
     ),
-    "other length": (other_length, "", "RankMismatchError", ["GlobalBatchSampler(range): length", "rank 1: length=60"]),
-    "other epoch": (other_epoch, "", "RankMismatchError", ["epoch", "rank 2: epoch=2"]),
-    "one rank fails": (fails_on_one, "", "InputError", ["expected indices, got batches", "rank 1 of 3"]),
+    "other length": (
+        list,
+        other_length,
+        "RankMismatchError",
+        ["GlobalBatchSampler(range): length", "rank 1: length=60"],
+    ),
+    "other epoch": (list, other_epoch, "RankMismatchError", ["epoch", "rank 2: epoch=2"]),
+    "one rank fails": (list, rows_on_one_rank, "InputError", ["expected indices, got batches", "rank 1 of 3"]),
 }
+
+
+def asked(name: str) -> None:
+    ask, make, *_ = ON_RANKS[name]
+    ask(make())
 
 
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_every_rank_gets_the_error(pool: RankPool, name: str) -> None:
-    fn, ask, error, texts = ON_RANKS[name]
-    errors = pool.errors(3, fn, ask)
-    assert [e.type for e in errors] == [error] * 3
+    _, _, error, texts = ON_RANKS[name]
+    errors = pool.errors(3, asked, name)
     assert len({e.message for e in errors}) == 1
-    for text in texts:
-        assert text in errors[0].message
+    assert_errors(errors, *texts, of=error)
 
 
 @pytest.mark.parametrize("name", ["m per class", "triplets", "hierarchical", "shuffles itself"])

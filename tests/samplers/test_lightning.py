@@ -68,9 +68,7 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class Writer(BasePredictionWriter):
-    """Keeps the indices that Lightning believes each prediction to be of."""
-
+class Writer(BasePredictionWriter):  # keeps the indices that Lightning believes each prediction to be of
     indices: Any = None
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, batch_indices: Any) -> None:
@@ -139,9 +137,7 @@ class MyBatches(BatchSampler):
     """A batch sampler of the user's own, of the kind that Lightning builds anew."""
 
 
-class Listening(DDPLossStrategy):
-    """Writes down what is told about each loader."""
-
+class Listening(DDPLossStrategy):  # writes down what is told about each loader
     def __init__(self) -> None:
         super().__init__()
         self.told: list[str] = []
@@ -224,9 +220,6 @@ def test_a_loader_that_makes_other_batches_is_refused(options: tuple[Any, ...], 
 @pytest.mark.parametrize("loader", [loader_of(3), loader_of(3, True, True), loader_of(3, False, True), [1, 2]])
 def test_a_loader_that_makes_the_same_batches_is_not(loader: object) -> None:
     refuse_other_batches(loader)
-
-
-# ---------------------------------------------------------------------- resumed without the strategy
 
 
 class Shuffled(Recorder):

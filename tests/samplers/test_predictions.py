@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,10 +16,20 @@ from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchSampler, InputError, gather_predictions
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 
 ROWS = 11
@@ -83,9 +94,7 @@ def accuracy(rows: Tensor, labels: Tensor) -> dict[str, float]:
     return calculator.get_accuracy(rows, labels)
 
 
-class Backwards(BatchSampler):
-    """Batches of two, of the user's own, from the end."""
-
+class Backwards(BatchSampler):  # batches of two, of the user's own, from the end
     def __iter__(self) -> Any:
         return iter(list(super().__iter__())[::-1])
 
@@ -173,9 +182,6 @@ def test_validation_over_all_rows(pool: RankPool, name: str, strategy: str) -> N
         assert scores == [truth] * 4  # before training, after it, on its own, and in a test
 
 
-# ---------------------------------------------------------------------- what cannot be joined
-
-
 WRONG: dict[str, tuple[Callable[[int], Callable[[Tensor, Tensor], Any]], tuple[str, ...]]] = {
     # what each rank's predict_step returns, words of the message
     "a number per batch": (lambda r: lambda x, y: x.mean(0, keepdim=True), ("batch 0", "expected 2 rows", "got 1")),
@@ -250,9 +256,11 @@ def predict_differently(**options: Any) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"dst": 0}])
 def test_ranks_that_draw_differently(pool: RankPool, options: dict[str, Any]) -> None:
-    for error in pool.errors(3, predict_differently, **options):
-        assert "rows of loader 0: expected each on one rank, cut from one order" in error.message
-        assert "that came to several ranks, and" in error.message
+    assert_errors(
+        pool.errors(3, predict_differently, **options),
+        "rows of loader 0: expected each on one rank, cut from one order",
+        "that came to several ranks, and",
+    )
     # under our strategy they draw one order
     for found in pool.run(3, predict, "shuffled", strategy="ddp_losses"):
         assert_same(found, ROWS)
@@ -263,14 +271,101 @@ def keep_on_another() -> None:
 
 
 def test_an_order_that_nobody_knows_and_a_rank_that_is_not_there(pool: RankPool) -> None:
-    for error in pool.errors(2, validate_shuffled):
-        assert "RandomSampler" in error.message
-        assert "trainer.predict" in error.message
-    for error in pool.errors(2, keep_on_another):
-        assert "a rank from 0 to 1, or None, got 2" in error.message
+    assert_errors(pool.errors(2, validate_shuffled), "RandomSampler", "trainer.predict")
+    assert_errors(pool.errors(2, keep_on_another), "a rank from 0 to 1, or None, got 2")
 
 
 def test_where_the_ranks_are_gone_the_error_names_the_writer() -> None:
     trainer: Any = SimpleNamespace(world_size=2, strategy=object())
     with pytest.raises(ConfigurationError, match="BasePredictionWriter"):
         gather_predictions(trainer, [])
+
+
+# Evaluation samplers deal each row once, as many batches to every rank, in the order of one process.
+
+
+@pytest.fixture
+def deal(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The batches of each of some ranks."""
+
+    def on_ranks(W: int, source: Any, *args: Any, epoch: int = 0, **options: Any) -> list[list[list[int]]]:
+        dealt, totals = [], set()
+        monkeypatch.setattr(process_groups, "world_size", lambda group=None: W)
+        for rank in range(W):
+            monkeypatch.setattr(process_groups, "rank", lambda group=None, rank=rank: rank)
+            torch.manual_seed(rank)
+            sampler = EvaluationSampler(source, *args, **options)
+            sampler.set_epoch(epoch)
+            loader = EvaluationBatches(sampler)
+            dealt.append(list(loader))
+            assert len(loader) == len(dealt[-1]) == sampler.counts[rank]
+            assert list(sampler) == list(itertools.chain.from_iterable(dealt[-1]))
+            assert len(sampler) == sampler.num_samples == len(list(sampler))
+            totals.add(sampler.total_size)
+        assert totals == {sum(len(batch) for batches in dealt for batch in batches)}
+        return dealt
+
+    return on_ranks
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 5])
+def test_every_row_once_and_as_many_batches(deal: Any, B: int) -> None:
+    for W, N in itertools.product((1, 2, 3, 4, 7), range(1, 47)):
+        dealt = deal(W, SequentialSampler(range(N)), B)
+        counts = [len(batches) for batches in dealt]
+        assert sorted(itertools.chain(*itertools.chain(*dealt))) == list(range(N))
+        # one batch of the ranks together after another is the order of one process
+        steps = itertools.zip_longest(*dealt, fillvalue=[])
+        assert list(itertools.chain(*itertools.chain(*steps))) == list(range(N))
+        if N >= W and B > 1:
+            assert len(set(counts)) == 1, (W, N)
+        assert max(counts) - min(counts) <= 1
+        # rows as even as they come: one less in a batch, and any number in the last
+        for batches in zip(*dealt, strict=False):
+            sizes = list(map(len, batches))
+            assert max(sizes) - min(sizes) <= 1
+            assert max(sizes) <= B
+        for batches in dealt:
+            assert all(len(batch) == B for batch in batches[:-2])
+            assert all(len(batch) >= B - 1 for batch in batches[:-1])
+
+
+def test_drop_last_keeps_full_global_batches(deal: Any) -> None:
+    for W, N in itertools.product((1, 2, 3), range(1, 30)):
+        dealt = deal(W, SequentialSampler(range(N)), 4, drop_last=True)
+        rows = sorted(itertools.chain(*itertools.chain(*dealt)))
+        assert rows == list(range(N // (4 * W) * 4 * W))
+        assert all(len(batch) == 4 for batches in dealt for batch in batches)
+
+
+@pytest.mark.parametrize("make", [RandomSampler, SubsetRandomSampler])
+def test_random_orders_are_those_of_all_ranks(deal: Any, make: Any) -> None:
+    orders = []
+    for epoch in (0, 0, 1):
+        dealt = deal(3, make(range(20)), 2, epoch=epoch)
+        rows = list(itertools.chain(*itertools.chain(*itertools.zip_longest(*dealt, fillvalue=[]))))
+        assert sorted(rows) == list(range(20))
+        orders.append(rows)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != list(range(20))
+
+
+def test_a_random_order_takes_no_random_numbers_of_others(deal: Any) -> None:
+    before = torch.get_rng_state()
+    list(EvaluationSampler(RandomSampler(range(20)), 2))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Lies:  # draws a row less than it says
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+def test_a_length_that_lies_or_is_missing(deal: Any) -> None:
+    with pytest.raises(InputError, match=r"Lies drew for an evaluation: expected 5, .*, got 4"):
+        deal(2, Lies(), 2)
+    with pytest.raises(ConfigurationError, match="generator in an evaluation"):
+        deal(2, (row for row in range(3)), 2)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.samplers.cases import CASES, ROWS, SEED, one_process
 from tests.samplers.test_global_batch import build, together
 
@@ -159,9 +160,7 @@ def loaded_by_one() -> None:
 
 
 def test_ranks_at_different_places_are_told(pool: RankPool) -> None:
-    for error in pool.errors(2, loaded_by_one):
-        assert error.type == "RankMismatchError"
-        assert "rows trained on" in error.message
+    assert_errors(pool.errors(2, loaded_by_one), "rows trained on", of="RankMismatchError")
 
 
 def test_what_is_no_state_at_all() -> None:

@@ -13,6 +13,7 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import LocalBatches, Permutation
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.counting import CountCollectives
 from tests.samplers.test_global_batch import together
 
@@ -73,9 +74,11 @@ def load_place_in_another_order() -> None:
 
 
 def test_a_place_in_another_kind_of_order_is_refused(pool: RankPool) -> None:
-    for error in pool.errors(2, load_place_in_another_order):
-        assert error.type == "InputError"
-        assert "sampler: expected ShuffledOrder, as saved, got Permutation" in error.message
+    assert_errors(
+        pool.errors(2, load_place_in_another_order),
+        "sampler: expected ShuffledOrder, as saved, got Permutation",
+        of="InputError",
+    )
 
 
 def leg(batches: int, state: dict[str, Any] | None) -> tuple[list[Any], dict[str, Any], int]:
@@ -123,14 +126,10 @@ def test_bad_input(pool: RankPool) -> None:
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             GlobalBatchSampler.shuffled(**({"length": 9, "global_batch_size": 3, "seed": 1} | options))  # type: ignore[arg-type]
     sampler: Any = GlobalBatchSampler.shuffled(9, 3, seed=1)
-    for change, text in [
-        ({"length": 8}, "expected 8, as saved, got 9"),
-        ({"sampler": "RandomSampler"}, "Permutation"),
-    ]:
+    for change, text in [({"length": 8}, "expected 8, as saved, got 9"), ({"sampler": "RandomSampler"}, "Permutation")]:
         with pytest.raises(InputError, match=text):
             sampler.load_state_dict(sampler.state_dict() | change)
     sampler.load_state_dict(sampler.state_dict() | {"rows": 4})
     with pytest.raises(InputError, match="got row 4"):
         list(sampler)
-    for error in pool.errors(2, other_seed):
-        assert "seed" in error.message
+    assert_errors(pool.errors(2, other_seed), "seed")

@@ -39,9 +39,7 @@ HOW = ("model", "step", "loss")  # what is compiled; a step is forward and backw
 Objective = Callable[["Model", Tensor, Tensor], Tensor]
 
 
-class Model(nn.Module):
-    """An encoder, and a loss over all ranks behind it."""
-
+class Model(nn.Module):  # an encoder, and a loss over all ranks behind it
     def __init__(self, objective: Objective, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -73,7 +71,6 @@ def towers(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
 
 
 def accumulated(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """A metric by its update and compute."""
     model.loss.reset()
     model.loss.update(embeddings, embeddings.flip(1).cos())
     return model.loss.compute() + embeddings.mean()  # type: ignore[no-any-return]
@@ -87,17 +84,14 @@ def several_accumulated(model: Model, embeddings: Tensor, labels: Tensor) -> Ten
 
 
 def mined(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """The tuples of a miner over all ranks."""
     return model.loss(embeddings, labels, model.miner(embeddings, labels))  # type: ignore[no-any-return]
 
 
 def in_pieces(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """An encoder that runs in pieces."""
     return model.loss(model.pieces(embeddings), labels)  # type: ignore[no-any-return]
 
 
 def collectives(model: Model, embeddings: Tensor, labels: Tensor) -> Tensor:
-    """The differentiable collectives by hand."""
     everywhere = all_gather_with_grad(embeddings)
     kept = reduce_scatter_with_grad(everywhere.sin(), rows=len(embeddings))
     return all_reduce_with_grad(kept.square().sum())
@@ -140,29 +134,20 @@ def rows_of(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def step(name: str, how: str) -> dict[str, Tensor]:
-    """Two steps of one case."""
     process_groups.close()  # so that the first call makes our groups
     torch.compiler.reset()
     model = Model(*CASES[name]).double()
     rows, labels = rows_of(dist.get_rank())
 
+    call = torch.compile(model, backend="eager") if how == "model" else model
+
     def whole_step(rows: Tensor, labels: Tensor) -> Tensor:
-        value = model(rows, labels)
+        value = call(rows, labels)
         value.backward()
         return value.detach()
 
-    run: Callable[..., Any] = whole_step
-    if how == "model":
-        model_call = torch.compile(model, backend="eager")
-
-        def run(rows: Tensor, labels: Tensor) -> Tensor:
-            value = model_call(rows, labels)
-            value.backward()
-            return value.detach()
-
-    elif how == "step":
-        run = torch.compile(whole_step, backend="eager")
-    elif how == "loss":
+    run: Callable[..., Any] = torch.compile(whole_step, backend="eager") if how == "step" else whole_step
+    if how == "loss":
         model.loss.compile(backend="eager")  # type: ignore[no-untyped-call]
     values = [run(rows, labels), run(rows.flip(1), labels)]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -71,14 +71,7 @@ bf16-true   GAN-order       1      no     unused    no        validating  model 
 """
 
 # of the least precise level in a cell; where two round in turn, both count
-ROUNDING = {
-    "float64": 1e-9,
-    "32-true": 1e-4,
-    "16-mixed": 0.1,
-    "bf16-mixed": 0.2,
-    "bf16-true": 0.3,
-    "fp16": 0.1,
-}
+ROUNDING = {"float64": 1e-9, "32-true": 1e-4, "16-mixed": 0.1, "bf16-mixed": 0.2, "bf16-true": 0.3, "fp16": 0.1}
 
 # what cannot be, and who says so: by Lightning's error, or by ours on every rank with these words
 SEARCH = ("frozen inside training_step", "find_unused_parameters=True")

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.strategies.ddp_setup import WholeStateLauncher
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches
 from tests.processes import run_python
@@ -90,7 +91,6 @@ def run_script(folder: Path, method: str) -> tuple[dict[str, dict[str, torch.Ten
 
 
 def plain_again(state: dict[str, torch.Tensor], loss: str, optimizer: str) -> Plain:
-    """The plain loss in a given state."""
     module = Plain(loss, optimizer)
     module.load_state_dict(state)
     return module
@@ -121,7 +121,7 @@ def wholes_on(receivers: list[int], strategy: dict[str, Any]) -> dict[str, torch
     """Train; this rank's state as the first ranks of several nodes get it."""
     module = Sharded("SubCenterArcFaceLoss", "adam")
     trainer = make_trainer(DDPLossStrategy(**strategy))
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     state = trainer.strategy.whole_module_state(receivers)
     assert state["loss.W"].is_meta == (dist.get_rank() not in receivers)
     return None if state["loss.W"].is_meta else state
@@ -132,8 +132,7 @@ def test_the_first_rank_of_each_node_gets_the_whole(pool: RankPool, strategy: di
     expected = fit_alone(lambda: Plain("SubCenterArcFaceLoss", "adam"))
     first, second, third = pool.run(3, wholes_on, [0, 2], strategy)
     assert second is None
-    for state in (first, third):
-        assert_close(state, expected)
+    assert_all_close((first, third), expected)
 
 
 def test_every_start_method_has_the_launcher() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
@@ -25,8 +24,6 @@ from lightning_ddp_losses import (
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder
 from tests.strategies.jobs import TASK, Job, fit_alone, loader, make_loss
-
-__all__ = ["KINDS", "PlainClip", "Towers", "alone", "fit_sharded_model", "make_job", "whole_state"]
 
 
 def shard(module: LightningModule, *encoders: nn.Module) -> None:
@@ -77,9 +74,7 @@ class Towers(Job):
         return super().configure_optimizers()
 
 
-class NaiveClip(nn.Module):
-    """The contrastive loss of two towers with a learnable temperature, written down."""
-
+class NaiveClip(nn.Module):  # the contrastive loss of two towers with a learnable temperature, written down
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(1 / 0.07, dtype=torch.float64).log())
@@ -92,9 +87,7 @@ class NaiveClip(nn.Module):
         return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
 
 
-class NaiveSigLip(nn.Module):
-    """The sigmoid loss of two towers with a learnable temperature and bias, written down."""
-
+class NaiveSigLip(nn.Module):  # the sigmoid loss of two towers with a learnable temperature and bias, written down
     def __init__(self) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(10.0, dtype=torch.float64).log())
@@ -107,9 +100,7 @@ class NaiveSigLip(nn.Module):
         return -nn.functional.logsigmoid(is_pair * logits).sum() / len(logits)
 
 
-class PlainClip(Towers):
-    """Two towers and a temperature."""
-
+class PlainClip(Towers):  # two towers and a temperature
     kind = "clip"
 
     def build(self, loss: str) -> None:
@@ -160,10 +151,16 @@ def whole_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def step_alone(optimizer: torch.optim.Optimizer, value: Tensor) -> None:
+    optimizer.zero_grad()
+    value.backward()
+    optimizer.step()
+
+
 def fit_sharded_model(
-    kind: str,
+    kind: str | Callable[[], Job],
     optimizer: str = "sgd",
-    strategy: dict[str, Any] | None = None,
+    strategy: dict[str, Any] | str | None = None,
     *,
     even: bool = True,
     ddp: bool = False,
@@ -173,12 +170,13 @@ def fit_sharded_model(
     **options: Any,
 ) -> dict[str, Tensor]:
     """Train on all ranks of the pool; returns the whole state, of a class shard this rank's part."""
-    module = make_job(kind, optimizer)
+    module: Any = make_job(kind, optimizer) if isinstance(kind, str) else kind()
     if prepare is not None:
         prepare(module)
-    made = DDPLossStrategy(**(strategy or {})) if ddp else ModelParallelLossStrategy(**(strategy or {}))
-    trainer = make_trainer(made, **options)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even), ckpt_path=load)
+    if not isinstance(strategy, str):
+        strategy = (DDPLossStrategy if ddp else ModelParallelLossStrategy)(**(strategy or {}))
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(module, loader(even=even), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
     assert ddp or any(isinstance(p, DTensor) for p in module.encoder.parameters()), "nothing was divided"

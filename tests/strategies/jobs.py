@@ -20,21 +20,9 @@ from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import QUIET, make_trainer
-from tests.oracle import Encoder, Task, assert_close, batches, cuts
-
-__all__ = [
-    "OPTIMIZERS",
-    "TASK",
-    "Job",
-    "Saves",
-    "assert_as_alone",
-    "fit",
-    "fit_alone",
-    "loader",
-    "make_loss",
-    "strategy_of",
-]
+from tests.oracle import Encoder, Task, batches, cuts
 
 TASK = Task()
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -55,11 +43,14 @@ def make_loss(name: str = "ArcFaceLoss", seed: int = 0) -> nn.Module:
 
 
 class Job(LightningModule):
-    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`."""
+    """An encoder and one learnable loss in float64; jobs differ in `build` and `objective`, or step by hand."""
+
+    by_hand = False
 
     def __init__(self, loss: str = "ArcFaceLoss", optimizer: str = "sgd") -> None:
         super().__init__()
         self.optimizer = optimizer
+        self.automatic_optimization = not self.by_hand
         torch.manual_seed(1)
         self.encoder = Encoder(TASK).double()
         self.build(loss)
@@ -80,9 +71,7 @@ class Job(LightningModule):
         return OPTIMIZERS[self.optimizer](self.optimised())
 
 
-class Saves(Callback):
-    """Saves at the end of the fit, inside it; None: nothing."""
-
+class Saves(Callback):  # saves at the end of the fit, inside it; None: nothing
     def __init__(self, path: str | None) -> None:
         self.path = path
 
@@ -91,9 +80,12 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def loader(world_size: int, rank: int, *, even: bool = True, task: Task = TASK) -> DataLoader:
-    """This rank's slice of each global batch."""
-    part = cuts(task.rows, world_size, even=even)[rank]
+def loader(
+    world_size: int | None = None, rank: int | None = None, *, even: bool = True, task: Task = TASK
+) -> DataLoader:
+    """The slice of each global batch that a rank gets, this one by default."""
+    world_size = dist.get_world_size() if world_size is None else world_size
+    part = cuts(task.rows, world_size, even=even)[dist.get_rank() if rank is None else rank]
     return DataLoader([(features[part], labels[part]) for features, labels in batches(task)], batch_size=None)
 
 
@@ -102,22 +94,31 @@ def strategy_of(strategy: Strategy) -> DDPLossStrategy | str:
 
 
 def fit(
-    make: Make, strategy: Strategy | None = None, *, even: bool = True, task: Task = TASK, **options: Any
+    make: Make,
+    strategy: Strategy | None = None,
+    *,
+    even: bool = True,
+    task: Task = TASK,
+    ckpt_path: str | None = None,
+    save: str | None = None,
+    **options: Any,
 ) -> dict[str, Tensor]:
     """Train on all ranks of the pool; returns the module's state."""
-    module = make()
     trainer = make_trainer(strategy_of(strategy or {}), **options)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=even, task=task))
-    return dict(module.state_dict())
+    return _state_after(trainer, make(), loader(even=even, task=task), ckpt_path, save)
 
 
 def fit_alone(
     make: Make, *, task: Task = TASK, ckpt_path: str | None = None, save: str | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """Train in this process on the whole batches under plain Lightning; returns the module's state."""
-    module = make()
-    trainer = trainer_alone(**options)
-    trainer.fit(module, loader(1, 0, task=task), ckpt_path=ckpt_path)
+    return _state_after(trainer_alone(**options), make(), loader(1, 0, task=task), ckpt_path, save)
+
+
+def _state_after(
+    trainer: Trainer, module: Job, data: DataLoader, ckpt_path: str | None, save: str | None
+) -> dict[str, Tensor]:
+    trainer.fit(module, data, ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
     return dict(module.state_dict())
@@ -150,8 +151,7 @@ def assert_as_alone(
     if not even:
         options["even"] = False
     for world_size in worlds:
-        for state in pool.run(world_size, run, make, strategy or {}, **options):
-            assert_close(state, expected)
+        assert_all_close(pool.run(world_size, run, make, strategy or {}, **options), expected)
 
 
 def trainer_alone(**options: Any) -> Trainer:

@@ -27,8 +27,6 @@ from tests.lightning_ranks import make_trainer
 from tests.oracle import Encoder, batches, cuts
 from tests.strategies.jobs import TASK, make_loss, trainer_alone
 
-__all__ = ["Cell", "Modes", "fit_alone", "fit_on_ranks", "whole"]
-
 Cell = Mapping[str, str]
 EPOCHS = 3
 CLIP = {"norm": 5.0, "value": 0.5}
@@ -141,9 +139,7 @@ class Modes(LightningModule):
         return optimizers if len(optimizers) > 1 else optimizers[0]
 
 
-class Validating(Modes):
-    """Where there are batches of validation."""
-
+class Validating(Modes):  # where there are batches of validation
     def validation_step(self, batch: Any, index: int) -> None:
         assert self.of_losses(batch, index).isfinite()
 
@@ -198,7 +194,6 @@ def strategy_of(cell: Cell) -> DDPLossStrategy:
 
 
 def run(module: Modes, trainer: Any, world_size: int, rank: int) -> dict[str, Tensor]:
-    """Fit as often as the cell says."""
     cell = module.cell
     data = loader_of(cell, world_size, rank)
     validation = loader_of(cell, world_size, rank) if cell["fits"] == "validating" else None
@@ -215,7 +210,6 @@ def fit_alone(cell: Cell) -> dict[str, Tensor]:
 
 
 def fit_on_ranks(cell: Cell) -> dict[str, Tensor]:
-    """Train on all ranks of the pool; returns this rank's state."""
     module = module_of(cell, ours=True)
     trainer = make_trainer(strategy_of(cell), **trainer_options(cell, ours=True))
     if cell["compiled"] != "no":

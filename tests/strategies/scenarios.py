@@ -22,9 +22,7 @@ class Alternating(TwoLosses):
         return (self.first, self.second)[index % 2](self.encoder(features), labels)
 
 
-class RarelyCalled(TwoLosses):
-    """The second loss runs at one batch only, which may be one that does not synchronise."""
-
+class RarelyCalled(TwoLosses):  # the second loss runs at one batch only, which may be one that does not synchronise
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
         return self.first(embeddings, labels) + (self.second(embeddings, labels) if index == 1 else 0)
@@ -35,9 +33,7 @@ class NeverCalled(TwoLosses):
         return self.first(self.encoder(features), labels)
 
 
-class NoLossAtAll(TwoLosses):
-    """Steps without any loss between steps with losses."""
-
+class NoLossAtAll(TwoLosses):  # steps without any loss between steps with losses
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
         return embeddings.square().mean() if index in (0, 3) else self.first(embeddings, labels)
@@ -95,9 +91,7 @@ class OneModuleTwoNames(Job):
         return self.again[0](self.encoder(features), labels)
 
 
-class WeightUsedDirectly(Job):
-    """The loss's weight takes part outside of the loss's forward too."""
-
+class WeightUsedDirectly(Job):  # the loss's weight takes part outside of the loss's forward too
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
         logits = embeddings @ self.loss.W if index else self.loss.get_logits(embeddings)
@@ -119,9 +113,7 @@ class PartlyFrozen(Job):
         self.encoder[0].requires_grad_(False)
 
 
-class UnfrozenLater(TwoLosses):
-    """A loss and a layer are unfrozen after the wrap."""
-
+class UnfrozenLater(TwoLosses):  # a loss and a layer are unfrozen after the wrap
     def build(self, loss: str) -> None:
         super().build(loss)
         self.second.requires_grad_(False)
@@ -154,9 +146,7 @@ class EncoderFrozenLater(Job):
         self.encoder.requires_grad_(index not in (2, 3))
 
 
-class Replaced(Job):
-    """The weight is another parameter from batch 2 on."""
-
+class Replaced(Job):  # the weight is another parameter from batch 2 on
     def on_train_batch_start(self, batch: Any, index: int) -> None:
         if index == 2:
             old, self.loss.W = self.loss.W, nn.Parameter(2 * self.loss.W.detach())
@@ -194,9 +184,7 @@ class NestedLosses(Job):
         return self.heads["b"][index % 2](embeddings, labels)
 
 
-class BigWeight(Job):
-    """A weight of over 1 MiB."""
-
+class BigWeight(Job):  # a weight of over 1 MiB
     def build(self, loss: str) -> None:
         torch.manual_seed(7)
         self.loss = CosFaceLoss(40_000, TASK.dim).double()
@@ -224,9 +212,7 @@ class CompiledInPlace(Job):
         self.loss.compile(backend="eager")
 
 
-class Unreduced(LightningModule):
-    """Nothing that DDP could reduce: no encoder at all, the loss's weight is all there is."""
-
+class Unreduced(LightningModule):  # nothing that DDP could reduce: no encoder at all, the loss's weight is all there is
     def __init__(self) -> None:
         super().__init__()
         self.loss = make_loss()

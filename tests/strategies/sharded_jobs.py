@@ -5,34 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses import ClassShardedLoss
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import Job, loader, make_loss, strategy_of
 
-__all__ = ["Plain", "Sharded", "fit_sharded", "whole_state"]
 
-
-class Plain(Job):
-    """The plain loss."""
-
+class Plain(Job):  # the plain loss
     def build(self, loss: str) -> None:
         self.loss = make_loss(loss)
 
 
-class Sharded(Job):
-    """Its weight sharded over the ranks."""
-
+class Sharded(Job):  # its weight sharded over the ranks
     def build(self, loss: str) -> None:
         self.loss = ClassShardedLoss(make_loss(loss))
 
 
-def whole_state(results: list[dict[str, Tensor]], weight: str = "loss.W", dim: int = 1) -> dict[str, Tensor]:
-    """The ranks' states as one: equal but for the blocks of the weight."""
+def whole_state(results: list[dict[str, Tensor]], weight: str | None = "loss.W", dim: int = 1) -> dict[str, Tensor]:
+    """The ranks' states as one: equal but for the blocks of the weight, if one is divided."""
     state = dict(results[0])
-    state[weight] = torch.cat([result[weight] for result in results], dim)
+    if weight is not None:
+        state[weight] = torch.cat([result[weight] for result in results], dim)
     for result in results[1:]:
         assert all(torch.equal(result[name], state[name]) for name in state if name != weight)
     return state
@@ -65,7 +59,7 @@ def fit_sharded(
     """
     module = make(loss, optimizer)
     trainer = make_trainer(strategy_of(strategy or {}), **options)
-    data = loader(dist.get_world_size(), dist.get_rank(), even=even)
+    data = loader(even=even)
     trainer.fit(module, data, None if then is None else data, ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_ddp_losses import ClassShardedLoss
@@ -22,9 +21,7 @@ from tests.strategies.sharded_jobs import Plain, fit_sharded, whole_state
 KEY = "_adopted_losses.losses_0.W"
 
 
-class InAList(Job):
-    """The loss is sharded before the strategy sees it."""
-
+class InAList(Job):  # the loss is sharded before the strategy sees it
     distributed = True
 
     def build(self, loss: str) -> None:
@@ -45,9 +42,7 @@ class InAList(Job):
         return list(known.values())
 
 
-class NotYet(InAList):
-    """Made before the ranks exist, as a script makes its module."""
-
+class NotYet(InAList):  # made before the ranks exist, as a script makes its module
     distributed = False
 
 
@@ -95,9 +90,7 @@ def test_its_checkpoint_goes_on_at_any_size(
         assert_close(whole_state(found), expected)
 
 
-class Sampled(InAList):
-    """Half the classes in each step: the optimizer must be told."""
-
+class Sampled(InAList):  # half the classes in each step: the optimizer must be told
     def build(self, loss: str) -> None:
         self.losses = [ClassShardedLoss(make_loss(loss), sample_rate=0.5)]
 
@@ -116,7 +109,7 @@ def test_sampled_classes_in_a_list_train_as_registered_ones(pool: RankPool) -> N
 
 def fit_twice() -> dict[str, Tensor]:
     """A fit, an evaluation, and another fit of the same module with a strategy and optimizers of its own."""
-    module, data = InAList("ArcFaceLoss", "adam"), loader(dist.get_world_size(), dist.get_rank())
+    module, data = InAList("ArcFaceLoss", "adam"), loader()
     for _ in range(2):
         trainer = make_trainer(strategy_of({"adopt": True}))
         trainer.fit(module, data)

@@ -49,7 +49,6 @@ class Fails(Callback):
 
 
 def fail_in_step(module: Job) -> None:
-    """Let the training step of rank 1 raise."""
     objective = module.objective
 
     def fails(features: Tensor, labels: Tensor, index: int) -> Tensor | None:
@@ -73,7 +72,6 @@ def trainer_of(module: Job, **options: Any) -> Trainer:
 
 
 def go_on(job: str, path: str) -> dict[str, Tensor]:
-    """Train to the end from what was saved."""
     module = JOBS[job]()
     trainer_of(module).fit(module, rows(dist.get_world_size()), ckpt_path=path)
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}

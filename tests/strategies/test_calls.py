@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
 from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankError, RankPool
+from tests.answers import assert_all_close
+from tests.counting import CountCollectives
 from tests.oracle import assert_close, batches, cuts
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
 from tests.strategies.scenarios import NeverCalled, TwoLosses
@@ -28,9 +33,7 @@ def assert_same_error(errors: list[RankError], *words: str) -> None:
     assert not any(error.timed_out for error in errors), told
 
 
-class SkipsALoss(TwoLosses):
-    """From batch `at` on, the ranks in `ranks` do not call the second loss."""
-
+class SkipsALoss(TwoLosses):  # from batch `at` on, the ranks in `ranks` do not call the second loss
     at, ranks, skipped = 0, (1,), "second"
     names: tuple[str, ...] = ("first", "second")
 
@@ -65,9 +68,7 @@ def test_a_rank_that_skips_all_losses(pool: RankPool) -> None:
     assert_same_error(pool.errors(3, fit, partial(SkipsALoss, 1, (1,), "both")), "first", "second", "rank 1")
 
 
-class FailsInBackward(Job):
-    """The gradient of rank 1's loss cannot be computed on the second batch."""
-
+class FailsInBackward(Job):  # the gradient of rank 1's loss cannot be computed on the second batch
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         value: Tensor = self.loss(self.encoder(features), labels)
         if index == 1 and self.global_rank == 1:
@@ -87,9 +88,7 @@ def test_a_rank_that_fails_inside_backward(pool: RankPool, world_size: int) -> N
     assert not any(error.timed_out for error in errors)
 
 
-class SkipsAGlobalLoss(SkipsALoss):
-    """... whose losses meet in forward and in backward."""
-
+class SkipsAGlobalLoss(SkipsALoss):  # ... whose losses meet in forward and in backward
     names = ("first", "second", "third")
 
     def build(self, loss: str) -> None:
@@ -124,9 +123,7 @@ class EverySecondBatchOnRank1(TwoLosses):
 
 
 def test_the_next_fit_works_after_an_error(pool: RankPool) -> None:
-    expected = fit_alone(Job)
-    for state in pool.run(2, fail_then_fit):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fail_then_fit), fit_alone(Job))
 
 
 def fail_then_fit() -> dict[str, Tensor]:
@@ -202,3 +199,70 @@ def test_a_zero_loss_keeps_its_parameters_in_the_graph(pool: RankPool, world_siz
     assert {bool((labels >= 4).any()) for labels in slices} == {True, False}
     make = partial(ZeroOnSomeRanks, kind)
     assert_as_alone(pool, make, worlds=(world_size,))
+
+
+# Checks whose bytes travel in the handshake of each synchronising backward.
+
+
+class Riders(Callback):  # two riders: one sends rows of any length, one raises on all ranks when told to
+    def __init__(self, length: int = 3, fail_at: int | None = None) -> None:
+        self.length, self.fail_at = length, fail_at
+        self.rode: list[bool] = []
+        self.seen: list[list[bytes]] = []
+        self.step_gradients: list[bool] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy: Any = trainer.strategy
+        own = bytes([dist.get_rank()]) * (self.length + dist.get_rank())
+
+        def judge(rows: list[bytes]) -> None:
+            self.step_gradients.append(pl_module.encoder[0].weight.grad is not None)
+            if self.fail_at == len(self.seen):
+                raise LossCallError("told to", collective=True)
+            self.seen.append(rows)
+
+        self.rode = [
+            strategy.attach_payload(lambda: own, judge),
+            strategy.attach_payload(lambda: b"", lambda rows: None),
+        ]
+
+
+def ride(strategy: dict[str, Any], length: int, **options: Any) -> tuple[list[bool], list[list[bytes]], list[bool]]:
+    riders = Riders(length, options.pop("fail_at", None))
+    fit(Job, strategy, callbacks=[riders], **options)
+    return riders.rode, riders.seen, riders.step_gradients
+
+
+@pytest.mark.parametrize("length", [3, 5000])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_rides_reaches_every_rank_before_the_encoder_has_a_gradient(
+    pool: RankPool, length: int, accumulate: int
+) -> None:
+    for world_size in (1, 2, 3):
+        rows = [bytes([rank]) * (length + rank) for rank in range(world_size)]
+        for rode, seen, gradients in pool.run(
+            world_size, ride, {}, length, accumulate_grad_batches=accumulate, limit_train_batches=4
+        ):
+            assert rode == [True, True]
+            assert seen == [rows] * (4 // accumulate)
+            assert gradients[0] is (accumulate > 1)
+
+
+def test_without_the_frame_nothing_rides(pool: RankPool) -> None:
+    for strategy in ({"check_calls": False}, {"losses": []}):
+        for rode, seen, _ in pool.run(2, ride, strategy, 3):
+            assert (rode, seen) == ([False, False], [])
+
+
+def test_what_a_judge_raises_ends_all_ranks_in_backward(pool: RankPool) -> None:
+    assert_same_error(pool.errors(3, ride, {}, 3, fail_at=1), "told to")
+
+
+def gathers(riding: bool) -> int:
+    with CountCollectives() as count:
+        fit(Job, callbacks=[Riders()] * riding)
+    return sum("allgather" in name for name in count.names)
+
+
+def test_a_ride_costs_no_collective(pool: RankPool) -> None:
+    assert pool.run(2, gathers, True) == pool.run(2, gathers, False)

@@ -33,9 +33,7 @@ LIMIT = 200 << 10
 SHARDED = {"sharded_checkpoints": True}
 
 
-class Large(Job):
-    """Its checkpoint is larger than the limit."""
-
+class Large(Job):  # its checkpoint is larger than the limit
     def build(self, loss: str) -> None:
         super().build(loss)
         self.register_buffer("filler", torch.ones(LIMIT // 4))
@@ -47,9 +45,6 @@ class LargeShards(Large, Sharded):
 
 def train(make: Callable[..., Job], *, epochs: int = 1, **options: Any) -> dict[str, Tensor]:
     return fit_sharded(make=make, max_epochs=epochs, **options)
-
-
-# ---------------------------------------------------------------------- what cannot be read
 
 
 def flip(path: Path) -> None:
@@ -90,9 +85,13 @@ def test_a_damaged_file_is_the_same_error_on_every_rank(
     path.write_bytes(saved)
     spoil, word = DAMAGE[damage]
     spoil(path)
-    errors = pool.errors(2, load_own, [str(path)] * 2)
+    assert_cannot_be_loaded(pool, path, Job, word)
+
+
+def assert_cannot_be_loaded(pool: RankPool, path: Path, make: Callable[..., Job], *words: str) -> None:
+    errors = pool.errors(2, train, make, load=str(path), epochs=2)
     assert errors[0].type == "InputError"
-    assert_same_error(errors, f"checkpoint {path}", word)
+    assert_same_error(errors, f"checkpoint {path}", *words)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
@@ -121,12 +120,7 @@ def test_files_of_different_steps_or_weights_are_refused(pool: RankPool, tmp_pat
     assert_same_error(errors, "loading a checkpoint", "content", "rank 0", "rank 1", "rank 2")
 
 
-# ---------------------------------------------------------------------- what belongs to another module
-
-
-class Cosine(Job):
-    """Another loss of the same shape."""
-
+class Cosine(Job):  # another loss of the same shape
     def build(self, loss: str) -> None:
         super().build("CosFaceLoss")
 
@@ -164,9 +158,7 @@ def test_a_checkpoint_of_another_module_is_the_same_error_on_every_rank(
     path = tmp_path / "good.ckpt"
     path.write_bytes(saved)
     make, words = OTHERS[other]
-    errors = pool.errors(2, train, make, load=str(path), epochs=2)
-    assert errors[0].type == "InputError"
-    assert_same_error(errors, f"checkpoint {path}", *words)
+    assert_cannot_be_loaded(pool, path, make, *words)
 
 
 def test_a_loss_and_what_divides_its_classes_are_one_loss(pool: RankPool, tmp_path: Path, saved: bytes) -> None:
@@ -175,14 +167,11 @@ def test_a_loss_and_what_divides_its_classes_are_one_loss(pool: RankPool, tmp_pa
     pool.run(2, train, Sharded, load=str(path), epochs=2)
 
 
-# ---------------------------------------------------------------------- a full disk
-
-
 def save_on_full_disk(make: Callable[[], Job], path: str, full: tuple[int, ...], **strategy: Any) -> None:
     """Save; then train on and save to the same name while these ranks may write no large file."""
     module = make()
     trainer = make_trainer(DDPLossStrategy(**strategy), max_epochs=1)
-    data = loader(dist.get_world_size(), dist.get_rank())
+    data = loader()
     trainer.fit(module, data)
     trainer.save_checkpoint(path)
     trainer.fit_loop.max_epochs = 2
@@ -214,9 +203,6 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_last_checkpoint_stays(
     # it goes on from there as from one that was saved in peace
     states = [pool.run(2, train, make, load=str(file), epochs=2, strategy=strategy)[0] for file in (path, good)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-# ---------------------------------------------------------------------- one file
 
 
 def test_a_file_that_fails_half_way_leaves_the_former_one(tmp_path: Path) -> None:
@@ -290,7 +276,7 @@ def save_and_die(path: str, index: bool) -> None:
     """Save, double the weight, and lose rank 0 while it replaces the file that names the new blocks, or the index for torch alone."""
     module, strategy = Sharded(), DDPLossStrategy(sharded_checkpoints=True)
     trainer = make_trainer(strategy, max_epochs=1)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     trainer.save_checkpoint(path)
     module.loss.weight.data.mul_(2)
 
@@ -319,5 +305,4 @@ def test_a_killed_save_of_a_folder_leaves_one_of_both_checkpoints(pool: RankPool
 def test_a_folder_without_its_main_file_is_refused_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "rest.ckpt").write_bytes(b"")
-    errors = pool.errors(2, load_own, [str(tmp_path / "folder")] * 2)
-    assert_same_error(errors, f"checkpoint {tmp_path / 'folder'}", "expected a whole file", "directory")
+    assert_cannot_be_loaded(pool, tmp_path / "folder", Job, "expected a whole file", "directory")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.strategies.jobs import Job, Saves, fit_alone, loader, strategy_of, trainer_alone
+from tests.strategies.jobs import Job, Saves, fit, fit_alone, loader, strategy_of
 from tests.strategies.test_hidden import Hidden
 
 ALONE = "one process"
+MAKE = partial(Job, "SoftTripleLoss", "adam")
 Place = tuple[Any, int]
 PLACES: dict[str, Place] = {
     "one process": (ALONE, 1),
@@ -27,32 +29,19 @@ PLACES: dict[str, Place] = {
 }
 
 
-def train_part(strategy: Any, epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
-    module = Job("SoftTripleLoss", "adam")
-    if strategy == ALONE:
-        trainer, data = trainer_alone(max_epochs=epochs), loader(1, 0)
-    else:
-        trainer = make_trainer(strategy_of(strategy), max_epochs=epochs)
-        data = loader(dist.get_world_size(), dist.get_rank())
-    trainer.fit(module, data, ckpt_path=load)
-    if save is not None:
-        trainer.save_checkpoint(save)
-    return dict(module.state_dict())
-
-
-def at(pool: RankPool, place: str, *args: Any) -> list[dict[str, Tensor]]:
+def at(pool: RankPool, place: str, epochs: int, load: str | None, save: str | None) -> list[dict[str, Tensor]]:
     strategy, world_size = PLACES[place]
-    return [train_part(strategy, *args)] if strategy == ALONE else pool.run(world_size, train_part, strategy, *args)
+    options: dict[str, Any] = {"max_epochs": epochs, "ckpt_path": load, "save": save}
+    return [fit_alone(MAKE, **options)] if strategy == ALONE else pool.run(world_size, fit, MAKE, strategy, **options)
 
 
 @pytest.mark.parametrize("target", PLACES)
 @pytest.mark.parametrize("source", PLACES)
 def test_training_goes_on_elsewhere(pool: RankPool, tmp_path: Path, source: str, target: str) -> None:
     file = str(tmp_path / "half.ckpt")
-    expected = train_part(ALONE, 2, None, None)
+    (expected,) = at(pool, ALONE, 2, None, None)
     at(pool, source, 1, None, file)
-    for state in at(pool, target, 2, file, None):
-        assert_close(state, expected)
+    assert_all_close(at(pool, target, 2, file, None), expected)
 
 
 def test_keys_are_those_of_the_plain_module(pool: RankPool, tmp_path: Path) -> None:
@@ -70,7 +59,7 @@ def test_keys_are_those_of_the_plain_module(pool: RankPool, tmp_path: Path) -> N
 def adopted_part(epochs: int, load: str | None, save: str | None) -> tuple[dict[str, Tensor], Tensor]:
     module = Hidden("list")
     trainer = make_trainer(strategy_of({"adopt": True}), max_epochs=epochs, callbacks=[Saves(save)])
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()), ckpt_path=load)
+    trainer.fit(module, loader(), ckpt_path=load)
     return dict(module.state_dict()), module.hidden().W.detach()
 
 

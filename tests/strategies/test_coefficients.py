@@ -12,19 +12,20 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
-from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, differentiable
+from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss, differentiable
+from lightning_ddp_losses.distributed import raw_collectives
 from lightning_ddp_losses.testing import RankPool
-from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
-from tests.strategies.jobs import Job, assert_as_alone, fit, loader, make_loss
+from tests.answers import assert_errors
+from tests.counting import StepCollectives
+from tests.oracle import batches
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, make_loss
+from tests.strategies.sharded_jobs import Sharded
 from tests.strategies.test_calls import assert_same_error
 
 WRONG_AT = 2
 
 
-class Weighs(Job):
-    """One rank weighs the loss by a number of its own, in one step."""
-
+class Weighs(Job):  # one rank weighs the loss by a number of its own, in one step
     kind, wrong = "SupConLoss", True
 
     def build(self, loss: str) -> None:
@@ -62,9 +63,8 @@ class Steps(Callback):
 def fit_wrong(kind: str, **options: Any) -> None:
     """Raises what the fit raises, with the number of optimizer steps before."""
     steps = Steps()
-    trainer = make_trainer(DDPLossStrategy(), callbacks=[steps], **options)
     try:
-        trainer.fit(of_kind(kind)(), loader(dist.get_world_size(), dist.get_rank()))
+        fit(of_kind(kind), callbacks=[steps], **options)
     except Exception as error:
         raise type(error)(f"{error}\nafter {steps.steps} steps") from error
 
@@ -73,8 +73,7 @@ def fit_wrong(kind: str, **options: Any) -> None:
 def test_the_step_with_another_coefficient_is_not_taken(pool: RankPool, kind: str) -> None:
     for world_size in (2, 3):
         errors = pool.errors(world_size, fit_wrong, kind)
-        words = ("coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
-        assert_same_error(errors, *words)
+        assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0", f"after {WRONG_AT} steps")
 
 
 def test_the_last_batch_of_a_fit_counts_too(pool: RankPool) -> None:
@@ -83,9 +82,7 @@ def test_the_last_batch_of_a_fit_counts_too(pool: RankPool) -> None:
     assert_same_error(errors, "coefficient", f"after {WRONG_AT} steps")
 
 
-class Alike(Weighs):
-    """The same number on all ranks; another value that is never back-propagated stays alive."""
-
+class Alike(Weighs):  # the same number on all ranks; another value that is never back-propagated stays alive
     wrong = False
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
@@ -93,9 +90,7 @@ class Alike(Weighs):
         return super().objective(features, labels, index) * (1 + index)
 
 
-class Summed(Weighs):
-    """Ranks may differ where the gradients are summed; their mean is the coefficient of one process."""
-
+class Summed(Weighs):  # ranks may differ where the gradients are summed; their mean is the coefficient of one process
     def build(self, loss: str) -> None:
         self.loss = GlobalBatchLoss(pml.SupConLoss(), backward="sum")
 
@@ -106,22 +101,14 @@ class Summed(Weighs):
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_what_is_right_stays_silent(pool: RankPool, options: dict[str, Any]) -> None:
     for make in (Alike, Summed):
-        assert_as_alone(pool, make, worlds=(2, 3), alone=partial(WithoutRanks, make), **options)
+        assert_as_alone(pool, make, worlds=(2, 3), alone=partial(without_ranks, make), **options)
 
 
-def WithoutRanks(make: type[Weighs]) -> Job:
-    """The same job with the plain loss."""
-
-    class Alone(make):  # type: ignore[misc, valid-type]
-        def build(self, loss: str) -> None:
-            self.loss = pml.SupConLoss()
-
-    return Alone()
+def without_ranks(make: type[Weighs]) -> Job:
+    return type("Alone", (make,), {"build": lambda self, loss: setattr(self, "loss", pml.SupConLoss())})()
 
 
-class Parts(Weighs):
-    """Each pair of ranks has a loss of its own, and a weight of its own."""
-
+class Parts(Weighs):  # each pair of ranks has a loss of its own, and a weight of its own
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
         self.loss = GlobalBatchLoss(pml.SupConLoss(), group=part)
@@ -135,22 +122,10 @@ def test_parts_of_the_world_may_weigh_differently(pool: RankPool) -> None:
 
 
 def count(kind: str) -> list[str]:
-    counter = Counter()
-    data = loader(dist.get_world_size(), dist.get_rank())
-    make_trainer(DDPLossStrategy(), callbacks=[counter]).fit(of_kind(kind, wrong=False)(), data)
-    return counter.names
-
-
-class Counter(Callback):
-    """Collectives of the second step, forward to optimizer."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        self.counter = CountCollectives()
-        self.counter.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.counter.__exit__(None, None, None)
-        self.names = self.counter.take()
+    """Collectives of the last step, forward to optimizer."""
+    counter = StepCollectives()
+    fit(of_kind(kind, wrong=False), callbacks=[counter])
+    return counter.steps[-1]
 
 
 def test_it_costs_no_collective(pool: RankPool) -> None:
@@ -172,5 +147,75 @@ class KeptOnRankOne(Weighs):
 
 
 def test_a_value_that_is_never_back_propagated_hides_nothing(pool: RankPool) -> None:
-    errors = pool.errors(2, fit, KeptOnRankOne)
-    assert_same_error(errors, "coefficient", "rank 0: 0.5", "rank 1: 3.0")
+    assert_same_error(pool.errors(2, fit, KeptOnRankOne), "coefficient", "rank 0: 0.5", "rank 1: 3.0")
+
+
+# What no later call of a fit reads is read when the fit ends: shards that were broadcast, and how ranks weighed the
+# last value.
+
+LAST = TASK.steps - 1
+
+
+class ShardedInParts(Job):  # its weight sharded over two ranks, with a replica on the other two
+    def build(self, loss: str) -> None:
+        first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
+        self.loss = ClassShardedLoss(make_loss(loss), group=first if dist.get_rank() < 2 else second)
+
+
+class BroadcastsAfter(Callback):  # broadcasts the shards, as something that takes them for a whole weight would
+    def __init__(self, index: int, ranks: list[int] | None = None) -> None:
+        self.index, self.ranks = index, ranks
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index != self.index:
+            return
+        group = None if self.ranks is None else dist.new_group(self.ranks)
+        if self.ranks is None or trainer.global_rank in self.ranks:
+            first_class = module.loss.weight.data.narrow(1, 0, 1)
+            received = first_class.contiguous()
+            raw_collectives.broadcast_([received], group=group)
+            first_class.copy_(received)
+
+
+@pytest.mark.parametrize("index", [LAST - 1, LAST])
+def test_shards_that_are_broadcast_after_a_last_call(pool: RankPool, index: int) -> None:
+    errors = pool.errors(2, fit, Sharded, callbacks=[BroadcastsAfter(index)])
+    assert_same_error(errors, "ClassShardedLoss(ArcFaceLoss): weight", "Something broadcast the shards")
+
+
+def test_shards_of_one_part_end_the_fit_of_all(pool: RankPool) -> None:
+    errors = pool.errors(4, fit, ShardedInParts, callbacks=[BroadcastsAfter(LAST, [0, 1])])
+    assert_errors(errors, "Something broadcast the shards")
+
+
+def test_healthy_shards_end_in_silence(pool: RankPool) -> None:
+    pool.run(2, fit, Sharded, callbacks=[BroadcastsAfter(LAST + 1)])
+
+
+class WeighsTheLast(Job):
+    """One rank weighs the last value by a number of its own; nothing compares calls before backward."""
+
+    def build(self, loss: str) -> None:
+        self.loss = GlobalBatchLoss(pml.SupConLoss())
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        value: Tensor = self.loss(self.encoder(features), labels)
+        return value * (3.0 if index == LAST and self.global_rank else 0.5)
+
+
+def test_the_last_coefficient_is_compared(pool: RankPool) -> None:
+    assert_same_error(
+        pool.errors(2, fit, WeighsTheLast, {"check_calls": False}), "coefficient", "rank 0: 0.5", "rank 1: 3.0"
+    )
+
+
+def late_value_of_an_earlier_loss() -> None:
+    """What a loss outside of the fit left is no matter of the fit."""
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    rows, labels = batches(TASK)[0]
+    (loss(rows.requires_grad_(), labels) * (1 + dist.get_rank())).backward()
+    fit(Sharded, max_epochs=1)
+
+
+def test_what_came_before_the_fit_is_left_alone(pool: RankPool) -> None:
+    pool.run(2, late_value_of_an_earlier_loss)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     SequentialSampler,
@@ -24,8 +25,10 @@ from torch.utils.data import (
 )
 
 from lightning_ddp_losses import DDPLossStrategy, differentiable, gather_predictions, synced
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 from tests.strategies.jobs import trainer_alone
 from tests.strategies.test_calls import assert_same_error
@@ -46,9 +49,7 @@ def rows(number: int) -> TensorDataset:
     return TensorDataset(torch.arange(number), ROWS[:number])
 
 
-class Evaluated(LightningModule):
-    """Logs metrics in several ways, and keeps the rows that it saw."""
-
+class Evaluated(LightningModule):  # logs metrics in several ways, and keeps the rows that it saw
     def __init__(self, exchanges: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -101,7 +102,6 @@ def logged(trainer: Trainer) -> dict[str, float]:
 
 
 def run_all(trainer: Trainer, number: int, size: int) -> dict[str, Any]:
-    """Fit with validation, validate, test and predict; returns what was seen and logged."""
     model = Evaluated()
     answers: dict[str, Any] = {}
 
@@ -119,8 +119,7 @@ def run_all(trainer: Trainer, number: int, size: int) -> dict[str, Any]:
 
 
 def run_on_ranks(number: int, size: int, **options: Any) -> dict[str, Any]:
-    strategy = DDPLossStrategy(**options)
-    trainer = make_trainer(strategy, use_distributed_sampler=True, num_sanity_val_steps=2)
+    trainer = make_trainer(DDPLossStrategy(**options), use_distributed_sampler=True, num_sanity_val_steps=2)
     return run_all(trainer, number, size)
 
 
@@ -174,9 +173,6 @@ def padded_rows(options: dict[str, Any] | None) -> list[int]:
     return [row for batch in model.seen["val 0"] for row in batch]
 
 
-# ---------------------------------------------------------------------- what is kept, what is left alone
-
-
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return zip(range(5), ROWS[:5], strict=True)
@@ -187,9 +183,7 @@ class Batches:
         yield [torch.arange(2), ROWS[:2]]
 
 
-class Marked(DataLoader):
-    """A loader with a constructor of its own, which Lightning could not build again."""
-
+class Marked(DataLoader):  # a loader with a constructor of its own, which Lightning could not build again
     def __init__(self, number: int, mark: str) -> None:
         super().__init__(rows(number), batch_size=3, num_workers=1, persistent_workers=True, collate_fn=list)
         self.own_mark = mark
@@ -289,9 +283,6 @@ def test_subsets_combined_loaders_and_limits(pool: RankPool) -> None:
     assert together(pool.run(2, several, "no batches"), "val 0") == list(range(10))
 
 
-# ---------------------------------------------------------------------- refused
-
-
 def validate_rows(number: int, size: int, exchanges: bool = False, more: int = 0, **options: Any) -> list[list[int]]:
     """Validate on so many rows; rank 1 may have more."""
     loader = DataLoader(rows(number + more * dist.get_rank()), batch_size=size)
@@ -299,17 +290,14 @@ def validate_rows(number: int, size: int, exchanges: bool = False, more: int = 0
 
 
 def predict_few() -> None:
-    trainer = make_trainer("ddp_losses", use_distributed_sampler=True)
-    trainer.predict(Evaluated(), DataLoader(rows(2), batch_size=2))
+    make_trainer("ddp_losses", use_distributed_sampler=True).predict(Evaluated(), DataLoader(rows(2), batch_size=2))
 
 
 def test_evaluations_that_cannot_be_exact_are_refused(pool: RankPool) -> None:
     few = "expected at least one for each of 3 ranks, got 2"
     assert_same_error(pool.errors(3, validate_rows, 2, 2), f"rows of the validation loader: {few}")
     assert_same_error(pool.errors(3, predict_few), few)
-    for error in pool.errors(2, validate_rows, 5, 2, more=1):
-        assert "rows=5" in error.message
-        assert "rows=6" in error.message
+    assert_errors(pool.errors(2, validate_rows, 5, 2, more=1), "rows=5", "rows=6")
 
 
 def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(pool: RankPool) -> None:
@@ -321,9 +309,7 @@ def test_a_step_that_exchanges_while_ranks_have_different_numbers_of_batches(poo
     pool.run(2, validate_rows, 5, 2, True)
 
 
-class Retrieved(Evaluated):
-    """Logs a metric with list states that torchmetrics gathers item by item."""
-
+class Retrieved(Evaluated):  # logs a metric with list states that torchmetrics gathers item by item
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         super().__init__()
         self.found = convert(torchmetrics.retrieval.RetrievalMAP())
@@ -374,3 +360,76 @@ def test_a_config_names_the_option() -> None:
         parsed("once")
     with pytest.raises(Exception, match=r"evaluation: expected one of 'exact', 'padded', got 'once'"):
         DDPLossStrategy(evaluation="once")  # type: ignore[arg-type]
+
+
+# A rank that fails in an evaluation tells the others after their last batch, without checks: nobody waits in what
+# comes next.
+
+
+class Unreadable(RuntimeError):
+    pass
+
+
+class Rows(Dataset[Tensor]):  # on rank 1 one of them cannot be read
+    def __init__(self, broken: bool) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.broken and index > 15 and dist.get_rank() == 1:
+            raise Unreadable("row 16")
+        return torch.full((3,), float(index))
+
+
+class Fails(LightningModule):
+    """In a step of rank 1, or where it gets its rows; the peers go on to a metric over all ranks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(3, 1), where
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.layer(batch).mean()
+
+    def predict_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.where == "step" and index == 1 and dist.get_rank() == 1:
+            raise Unreadable("row 16")
+        return batch
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.mean.update(self.predict_step(batch, index))
+        self.log("mean", self.mean, on_epoch=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(stage: str, where: str) -> int:
+    """Return how many handshakes an evaluation without a failure opens."""
+    # batches are of one rank each, as Lightning injects no sampler here
+    loader = DataLoader(Rows(where == "data"), batch_size=4)
+    trainer = make_trainer(DDPLossStrategy(check_calls=False))
+    before = handshake.number_opened()
+    if stage == "fit":
+        trainer.fit(Fails(where), DataLoader(Rows(False), batch_size=4), loader)
+    else:
+        getattr(trainer, stage)(Fails(where), loader, **({} if stage == "predict" else {"verbose": False}))
+    return handshake.number_opened() - before
+
+
+@pytest.mark.parametrize("where", ["step", "data"])
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_failure_of_one_rank_ends_all(pool: RankPool, stage: str, where: str) -> None:
+    errors = pool.errors(3, run, stage, where)
+    assert [error.type for error in errors] == ["PeerError", "Unreadable", "PeerError"]
+    assert_errors(errors[::2], "rank 1", "Unreadable: row 16")
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_that_is_well_ends_well(pool: RankPool, stage: str) -> None:
+    assert len(set(pool.run(2, run, stage, "nowhere"))) == 1

@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.testing import RankPool
-from tests.oracle import assert_close, batches
+from tests.answers import assert_all_close
+from tests.oracle import batches
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone
 from tests.strategies.test_calls import assert_same_error
 
 
-class Finetuning(BaseFinetuning):
-    """The first layer trains from epoch 1 on; the last one no more from epoch 2 on."""
-
+class Finetuning(BaseFinetuning):  # the first layer trains from epoch 1 on; the last one no more from epoch 2 on
     def freeze_before_training(self, pl_module: LightningModule) -> None:
         self.freeze(pl_module.encoder[0])
 
@@ -39,13 +38,6 @@ class TrainableJob(Job):
         return [p for p in self.parameters() if p.requires_grad]
 
 
-def fit_in_stages(alone: bool, strategy: dict[str, Any], **options: Any) -> Any:
-    callbacks = [Finetuning(), *([] if alone else [DDPChecks()])]
-    if alone:
-        return fit_alone(TrainableJob, callbacks=callbacks, max_epochs=4, **options)
-    return fit(TrainableJob, strategy, callbacks=callbacks, max_epochs=4, **options)
-
-
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [
@@ -59,15 +51,13 @@ def fit_in_stages(alone: bool, strategy: dict[str, Any], **options: Any) -> Any:
 def test_stages_of_finetuning_are_one_process(
     pool: RankPool, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    expected = fit_in_stages(True, {}, **options)
+    expected = fit_alone(TrainableJob, callbacks=[Finetuning()], max_epochs=4, **options)
+    options |= {"callbacks": [Finetuning(), DDPChecks()], "max_epochs": 4}
     for world_size in (2, 3):
-        for state in pool.run(world_size, fit_in_stages, False, strategy, **options):
-            assert_close(state, expected)
+        assert_all_close(pool.run(world_size, fit, TrainableJob, strategy, **options), expected)
 
 
-class FrozenByRank(Job):
-    """From batch 2 on one rank trains less; buffers, which DDP broadcasts in forward."""
-
+class FrozenByRank(Job):  # from batch 2 on one rank trains less; buffers, which DDP broadcasts in forward
     def __init__(self, trains: int, parts: slice) -> None:
         super().__init__()
         self.trains, self.parts = trains, parts
@@ -89,9 +79,7 @@ def test_ranks_that_freeze_something_else_get_the_same_error(pool: RankPool, tra
     assert_same_error(errors, "frozen since the model was wrapped", "encoder.0.weight")
 
 
-class FrozenInside(Job):
-    """One rank, or both, freeze a layer inside the step at one batch."""
-
+class FrozenInside(Job):  # one rank, or both, freeze a layer inside the step at one batch
     def __init__(self, ranks: tuple[int, ...], at: int) -> None:
         super().__init__()
         self.ranks, self.at = ranks, at

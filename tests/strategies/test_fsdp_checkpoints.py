@@ -94,9 +94,7 @@ def test_torch_alone_reads_the_folder_on_another_number_of_ranks(pool: RankPool,
     assert momentum.abs().sum() > 0
 
 
-class Plain(Towers):
-    """The module of one process."""
-
+class Plain(Towers):  # the module of one process
     kind, is_global = "divided", False
 
 

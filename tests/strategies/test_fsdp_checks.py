@@ -20,24 +20,17 @@ from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.strategies.fsdp_jobs import KINDS, Towers, alone, fit_sharded_model, make_job, whole_state
-from tests.strategies.jobs import TASK, loader, make_loss
+from tests.strategies.jobs import TASK, fit_alone, loader, make_loss
 from tests.strategies.test_calls import assert_same_error
 
 
 def fit_checked(kind: str, prepare: Callable[[Towers], None] | None = None) -> None:
-    module = make_job(kind)
-    if prepare is not None:
-        prepare(module)
-    trainer = make_trainer(ModelParallelLossStrategy(), callbacks=[DDPChecks()], max_epochs=2)
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    fit_sharded_model(kind, prepare=prepare, callbacks=[DDPChecks()], max_epochs=2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checks_are_silent_in_a_healthy_fit(pool: RankPool, kind: str) -> None:
     pool.run(2, fit_checked, kind)
-
-
-# ---------------------------------------------------------------------- planted faults: each changes something on rank 1
 
 
 def is_odd() -> bool:
@@ -125,28 +118,17 @@ def the_step_fails(module: Towers) -> None:
     module.objective = fail  # type: ignore[method-assign]
 
 
+def divides_otherwise(module: Towers, part: nn.Module) -> None:
+    if is_odd():
+        module.configure_model = lambda: fully_shard(part, mesh=module.device_mesh["data_parallel"])  # type: ignore[method-assign]
+
+
 def a_layer_stays_whole(module: Towers) -> None:
-    plain = module.configure_model
-
-    def configure() -> None:
-        if is_odd():
-            fully_shard(module.encoder[2], mesh=module.device_mesh["data_parallel"])
-        else:
-            plain()
-
-    module.configure_model = configure  # type: ignore[method-assign]
+    divides_otherwise(module, module.encoder[2])
 
 
 def a_layer_is_not_gathered_by_itself(module: Towers) -> None:
-    plain = module.configure_model
-
-    def configure() -> None:
-        if is_odd():
-            fully_shard(module.encoder, mesh=module.device_mesh["data_parallel"])
-        else:
-            plain()
-
-    module.configure_model = configure  # type: ignore[method-assign]
+    divides_otherwise(module, module.encoder)
 
 
 def a_part_becomes_nan(module: Towers) -> None:
@@ -200,16 +182,8 @@ def test_a_planted_fault_is_the_same_error_on_every_rank(
 def test_an_error_that_a_fault_of_the_step_before_leads_to_names_it(pool: RankPool) -> None:
     errors = pool.errors(2, fit_checked, "three", a_part_becomes_nan)
     assert_same_error(errors, "embeddings")
-    for error in errors:
-        for words in (
-            "F79, after the optimizer step of step 2",
-            "gradient of `encoder.0.weight` is not finite",
-            "rank 1",
-        ):
-            assert words in error.traceback
-
-
-# ---------------------------------------------------------------------- a scaler, and pieces
+    spoilt = ("F79, after the optimizer step of step 2", "gradient of `encoder.0.weight` is not finite", "rank 1")
+    assert all(words in error.traceback for error in errors for words in spoilt)
 
 
 def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
@@ -222,16 +196,12 @@ def fit_with_scaler(kind: str) -> tuple[dict[str, Tensor], float]:
             local_part(dict(module.encoder.named_parameters())["0.weight"].grad)[0, 0] = torch.inf
 
     module.on_after_backward = overflow  # type: ignore[method-assign]
-    trainer = make_trainer(
-        ModelParallelLossStrategy(), plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.3
-    )
-    trainer.fit(module, loader(2, dist.get_rank()))
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    make_trainer(ModelParallelLossStrategy(), plugins=[plugin], gradient_clip_val=0.3).fit(module, loader())
     return whole_state(module), scaler.get_scale()
 
 
-class SkipsAStep(Towers):
-    """One process that leaves out the third step."""
-
+class SkipsAStep(Towers):  # one process that leaves out the third step
     is_global = False
 
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
@@ -243,7 +213,6 @@ class SkipsAStep(Towers):
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool) -> None:
-    from tests.strategies.jobs import fit_alone
 
     expected = fit_alone(partial(SkipsAStep, "ArcFaceLoss", "adamw"), gradient_clip_val=0.3)
     for state, scale in pool.run(2, fit_with_scaler, "arcface"):

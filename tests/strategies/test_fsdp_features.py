@@ -24,10 +24,11 @@ from lightning_ddp_losses import ModelParallelLossStrategy, differentiable, glob
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, batches
-from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, whole_state
+from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model, make_job, shard, step_alone, whole_state
 from tests.strategies.jobs import TASK, Job, fit_alone, loader
 from tests.strategies.test_calls import assert_same_error
 
@@ -40,9 +41,7 @@ def mean_over_some(features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor
     return embeddings.square().sum(1)[counted].sum(), counted.sum()
 
 
-class Mixed(Job):
-    """Batch norm in the encoder, a metric as a loss, a hand-written mean; rows are counted in validation."""
-
+class Mixed(Job):  # batch norm in the encoder, a metric as a loss, a hand-written mean; rows are counted in validation
     is_global = True
 
     def build(self, loss: str) -> None:
@@ -68,9 +67,7 @@ class Mixed(Job):
         self.seen += batch[1].tolist()
 
 
-class PlainMixed(Mixed):
-    """The same for one process."""
-
+class PlainMixed(Mixed):  # the same for one process
     is_global = False
 
 
@@ -92,11 +89,8 @@ def fit_mixed(kind: type[Mixed]) -> tuple[dict[str, Tensor], list[int]]:
 def test_batch_norm_metrics_means_samplers_and_evaluation_are_those_of_one_process(pool: RankPool) -> None:
     module = PlainMixed()
     optimizer = module.configure_optimizers()
-    for _ in range(EPOCHS):
-        for features, labels in DataLoader(mixed_data(), batch_size=G):
-            optimizer.zero_grad()
-            module.objective(features, labels, 0).backward()
-            optimizer.step()
+    for features, labels in [*DataLoader(mixed_data(), batch_size=G)] * EPOCHS:
+        step_alone(optimizer, module.objective(features, labels, 0))
     results = pool.run(2, fit_mixed, Mixed)
     for state, _ in results:
         assert_close(state, dict(module.state_dict()))
@@ -104,9 +98,7 @@ def test_batch_norm_metrics_means_samplers_and_evaluation_are_those_of_one_proce
     assert seen == sorted(list(range(ROWS)) * EPOCHS), "each row once in each validation"
 
 
-class Window(Job):
-    """A hand-written mean whose count differs between micro-batches."""
-
+class Window(Job):  # a hand-written mean whose count differs between micro-batches
     def configure_model(self) -> None:
         shard(self, self.encoder)
 
@@ -115,12 +107,10 @@ class Window(Job):
 
 
 def fit_window() -> tuple[dict[str, Tensor], int]:
-    module = Window()
-    trainer = make_trainer(ModelParallelLossStrategy(accumulation="window"), accumulate_grad_batches=3)
     with CountCollectives() as seen:
-        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), even=False))
+        state = fit_sharded_model(Window, strategy={"accumulation": "window"}, accumulate_grad_batches=3, even=False)
     # what fully_shard sends in backward
-    return whole_state(module), seen.names.count("_reduce_scatter_base_")
+    return state, seen.names.count("_reduce_scatter_base_")
 
 
 def test_a_window_is_one_batch_and_nothing_is_reduced_inside_it(pool: RankPool) -> None:
@@ -130,9 +120,7 @@ def test_a_window_is_one_batch_and_nothing_is_reduced_inside_it(pool: RankPool) 
     for start in range(0, len(steps), 3):
         features = torch.cat([batch[0] for batch in steps[start : start + 3]])
         total, count = mean_over_some(features, job.encoder(features))
-        optimizer.zero_grad()
-        (total / count).backward()
-        optimizer.step()
+        step_alone(optimizer, total / count)
     expected = {name: value for name, value in job.state_dict().items() if name.startswith("encoder")}
     for state, reduce_scatters in pool.run(2, fit_window):
         assert_close({name: state[name] for name in expected}, expected)
@@ -157,7 +145,7 @@ def names_asked_for(strategy_losses: str | list[str]) -> int:
         for name in NAMES:
             stack.enter_context(mock.patch.object(nn.Module, name, counting(getattr(nn.Module, name))))
         trainer = make_trainer(ModelParallelLossStrategy(strategy_losses))
-        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank(), task=Task(steps=5)))
+        trainer.fit(module, loader(task=Task(steps=5)))
     return sum(count[index] for index in (2, 3))
 
 
@@ -167,9 +155,7 @@ def test_a_step_walks_through_no_names(pool: RankPool) -> None:
     assert ours == lightnings, "walks through all names"
 
 
-class Looking(Towers):
-    """Runs the encoder between two steps, without a backward, which leaves it gathered."""
-
+class Looking(Towers):  # runs the encoder between two steps, without a backward, which leaves it gathered
     is_global = False
 
     def configure_model(self) -> None:
@@ -194,7 +180,7 @@ class Looking(Towers):
 
 def where_parameters_are_gathered() -> tuple[list[bool], list[bool]]:
     module = Looking("ArcFaceLoss", "sgd")
-    make_trainer(ModelParallelLossStrategy()).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    make_trainer(ModelParallelLossStrategy()).fit(module, loader())
     return module.gathered_in_steps[:4], module.gathered_after[:4]
 
 
@@ -202,9 +188,7 @@ def test_a_step_begins_with_parts_also_where_a_forward_has_left_them_gathered(po
     assert pool.run(2, where_parameters_are_gathered) == [([False] * 4, [False, True] * 2)] * 2
 
 
-class StepCollectives(Callback):
-    """The collectives between the ends of the second and the third batch."""
-
+class StepCollectives(Callback):  # the collectives between the ends of the second and the third batch
     def __init__(self) -> None:
         self.count = CountCollectives()
         self.of_step: Counter[str] = Counter()
@@ -246,15 +230,13 @@ def test_ranks_may_run_out_of_batches(pool: RankPool, uneven: str) -> None:
             features, labels = features[:rows], labels[:rows]
         if number >= 2 and uneven == "stop":
             break
-        optimizer.zero_grad()
-        job.objective(features, labels, 0).backward()
-        optimizer.step()
+        step_alone(optimizer, job.objective(features, labels, 0))
+    of_losses = ("loss", "pairs", "other")
     expected = {
-        f"{name.replace('.', '.loss.', 1)}" if "loss" in name or "other" in name else name: value
+        name.replace(".", ".loss.", 1) if name.startswith(of_losses) else name: value
         for name, value in job.state_dict().items()
     }
-    for state in states:
-        assert_close(state, expected, rtol=1e-8)
+    assert_all_close(states, expected, rtol=1e-8)
 
 
 def fit_until(uneven: str) -> dict[str, Tensor]:
@@ -271,16 +253,11 @@ def test_it_trains_as_ddp_does(pool: RankPool, kind: str) -> None:
     assert_close(ours[0], ddp[0], rtol=1e-10)
 
 
-def fit_in_float64(by_name: bool) -> dict[str, Tensor]:
-    module = make_job("arcface").float()
-    strategy = "fsdp2_ddp_losses" if by_name else ModelParallelLossStrategy()
-    make_trainer(strategy, precision="64-true").fit(module, loader(2, dist.get_rank()))
-    return whole_state(module)
+def in_float32(module: Towers) -> None:
+    module.float()
 
 
-class Rounded(Towers):
-    """One process that starts from weights of float32."""
-
+class Rounded(Towers):  # one process that starts from weights of float32
     is_global = False
 
     def build(self, loss: str) -> None:
@@ -288,37 +265,32 @@ class Rounded(Towers):
         self.float().double()
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_it_trains_in_float64(pool: RankPool, by_name: bool) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp2_ddp_losses", None])
+def test_it_trains_in_float64(pool: RankPool, strategy: str | None) -> None:
     expected = {name.replace("loss.", "loss.loss."): value for name, value in fit_alone(Rounded).items()}
-    for state in pool.run(2, fit_in_float64, by_name):
+    options: dict[str, Any] = {"strategy": strategy, "precision": "64-true", "prepare": in_float32}
+    for state in pool.run(2, fit_sharded_model, "arcface", **options):
         assert all(value.dtype == torch.float64 for value in state.values())
         assert_close(state, expected, rtol=1e-8)
 
 
 def test_other_precisions_stay_lightnings_to_refuse(pool: RankPool) -> None:
-    assert all("precision" in error.message for error in pool.errors(2, refused_precision))
-
-
-def refused_precision() -> None:
-    make_trainer(ModelParallelLossStrategy(), precision="transformer-engine")
-
-
-def fit_halved() -> dict[str, Tensor]:
-    module = make_job("arcface").float()
-    trainer = make_trainer(ModelParallelLossStrategy(), precision="bf16-true")
-    trainer.fit(module, loader(2, dist.get_rank()))
-    return whole_state(module)
+    errors = pool.errors(2, fit_sharded_model, "arcface", precision="transformer-engine")
+    assert all("precision" in error.message for error in errors)
 
 
 def test_a_halved_encoder_leaves_the_loss_in_full_precision(pool: RankPool) -> None:
-    for state in pool.run(2, fit_halved):
+    for state in pool.run(2, fit_sharded_model, "arcface", precision="bf16-true", prepare=in_float32):
         assert state["encoder.0.weight"].dtype == torch.bfloat16
         assert state["loss.loss.W"].dtype == torch.float32
         assert bool(state["loss.loss.W"].isfinite().all())
 
 
-# ---------------------------------------------------------------------- refusals
+def a_tied_layer(module: Towers) -> None:
+    """The loss's weight is that of a layer, which the module's own `configure_model` divides."""
+    layer = nn.Linear(module.loss.loss.W.shape[1], module.loss.loss.W.shape[0], bias=False).double()
+    module.encoder.append(layer)
+    module.loss.loss.W = layer.weight
 
 
 def nothing(module: Towers) -> None:
@@ -326,16 +298,12 @@ def nothing(module: Towers) -> None:
 
 
 def the_loss_too(module: Towers) -> None:
-    """Shards the loss with the encoder."""
     shard(module, module.encoder)
     fully_shard(module.loss, mesh=module.device_mesh["data_parallel"])
 
 
 def a_tied_weight(module: Towers) -> None:
-    """The loss's weight is that of a layer."""
-    layer = nn.Linear(module.loss.loss.W.shape[1], module.loss.loss.W.shape[0], bias=False).double()
-    module.encoder.append(layer)
-    module.loss.loss.W = layer.weight
+    a_tied_layer(module)
     shard(module, module.encoder)
 
 
@@ -369,8 +337,7 @@ def configure(how: Callable[[Towers], None], module: Towers) -> None:
 def test_what_cannot_be_trained_is_an_error_on_every_rank(
     pool: RankPool, how: Callable[[Towers], None], parts: list[str]
 ) -> None:
-    errors = pool.errors(2, fit_sharded_model, "arcface", prepare=partial(configure, how))
-    assert_same_error(errors, *parts)
+    assert_same_error(pool.errors(2, fit_sharded_model, "arcface", prepare=partial(configure, how)), *parts)
 
 
 def test_tensor_parallelism_is_refused() -> None:
@@ -389,8 +356,7 @@ def fit_compiled() -> dict[str, Tensor]:
 
 
 def test_a_compiled_model(pool: RankPool) -> None:
-    for state in pool.run(2, fit_compiled):
-        assert_close(state, alone("three", "adamw"), rtol=1e-8)
+    assert_all_close(pool.run(2, fit_compiled), alone("three", "adamw"), rtol=1e-8)
 
 
 def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) -> dict[str, Tensor]:
@@ -400,15 +366,7 @@ def fit_under_an_older_torch(prepare: Callable[[Towers], None] | None = None) ->
 
 
 def test_an_older_torch(pool: RankPool) -> None:
-    for state in pool.run(2, fit_under_an_older_torch):
-        assert_close(state, alone("three", "adamw"), rtol=1e-8)
-
-
-def tied_before(module: Towers) -> None:
-    """The loss's weight is that of a layer, which the module's own `configure_model` divides."""
-    layer = nn.Linear(module.loss.loss.W.shape[1], module.loss.loss.W.shape[0], bias=False).double()
-    module.encoder.append(layer)
-    module.loss.loss.W = layer.weight
+    assert_all_close(pool.run(2, fit_under_an_older_torch), alone("three", "adamw"), rtol=1e-8)
 
 
 def made_late(module: Towers) -> None:
@@ -426,7 +384,7 @@ def made_late(module: Towers) -> None:
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (tied_before, ["parameters loss.loss.W", "shared with a module that fully_shard has divided"]),
+        (a_tied_layer, ["parameters loss.loss.W", "shared with a module that fully_shard has divided"]),
         (made_late, ["parameters of GlobalBatchLoss `loss`", "made inside it", "Make the loss in __init__"]),
     ],
 )

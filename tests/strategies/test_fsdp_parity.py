@@ -53,9 +53,6 @@ def test_a_fit_equals_one_process(
     assert_close(joined(states, kind), expected, rtol=1e-8)
 
 
-# ---------------------------------------------------------------------- a rank without rows
-
-
 def fit_with_empty_batches(kind: str) -> dict[str, Tensor]:
     """In each step one rank, in turn, has no row, and the others share all."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -88,9 +85,6 @@ def test_a_rank_may_have_no_rows(pool: RankPool, kind: str, world_size: int) -> 
     assert_close(joined(states, kind), alone(kind), rtol=1e-8)
 
 
-# ---------------------------------------------------------------------- by hand, with two optimizers
-
-
 class ByHand(Towers):
     """Each optimizer steps after a backward of its own: first the encoder and one loss, then the other loss with the encoder at rest."""
 
@@ -114,22 +108,13 @@ class ByHand(Towers):
         return [make([*self.encoder.parameters(), *self.first.parameters()]), make(self.second.parameters())]
 
 
-class PlainByHand(ByHand):
-    """The same for one process."""
-
+class PlainByHand(ByHand):  # the same for one process
     is_global = False
-
-
-def fit_by_hand() -> dict[str, Tensor]:
-    module = ByHand()
-    data = loader(dist.get_world_size(), dist.get_rank(), even=False)
-    make_trainer(ModelParallelLossStrategy()).fit(module, data)
-    return whole_state(module)
 
 
 def test_two_optimizers_step_by_hand(pool: RankPool) -> None:
     expected = {name.replace("first.", "first.loss."): value for name, value in fit_alone(PlainByHand).items()}
-    states = pool.run(2, fit_by_hand)
+    states = pool.run(2, fit_sharded_model, ByHand, even=False)
     divided = torch.cat([state["second.W"] for state in states], 1)
     for state in states:
         assert_close({**state, "second.W": divided}, expected, rtol=1e-8)
@@ -143,7 +128,7 @@ ROUNDING = {"32-true": 1e-5, "bf16-mixed": 0.02}
 
 def fit_rounded(precision: str) -> dict[str, Tensor]:
     module = make_job("three").float()
-    data = loader(dist.get_world_size(), dist.get_rank(), even=False)
+    data = loader(even=False)
     own = [(features.float(), labels) for features, labels in data]
     trainer = make_trainer(ModelParallelLossStrategy(), precision=precision)
     trainer.fit(module, DataLoader(own, batch_size=None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses import DDPChecks
 from lightning_ddp_losses.distributed.shard import local_part
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.oracle import assert_close
 from tests.slow_parameters import slow_parameters
 from tests.strategies.fsdp_jobs import Towers, alone, fit_sharded_model
@@ -78,17 +78,14 @@ def drifting(module: Towers, rank: int = 3) -> None:
     module.on_train_batch_end = drift  # type: ignore[method-assign]
 
 
-def fit_checked(prepare: Callable[[Towers], None]) -> None:
-    fit_sharded_model("arcface", prepare=prepare, callbacks=[DDPChecks()], max_epochs=2)
-
-
 def test_a_replica_that_drifts_is_named(pool: RankPool) -> None:
     words = [
         "parameter `encoder.0.weight` (rank 3)",
         "rank 3: holds the same part as rank 1",
         "rank 0: holds the same part as rank 2",
     ]
-    assert_same_error(pool.errors(W, fit_checked, drifting), *words)
+    options = {"prepare": drifting, "callbacks": [DDPChecks()], "max_epochs": 2}
+    assert_same_error(pool.errors(W, fit_sharded_model, "arcface", **options), *words)
 
 
 def on_two_planes(module: Towers) -> None:
@@ -104,5 +101,68 @@ def on_two_planes(module: Towers) -> None:
 
 
 def test_replicas_on_several_meshes_are_refused(pool: RankPool) -> None:
-    errors = pool.errors(W, partial(fit_sharded_model, "arcface"), prepare=on_two_planes)
+    errors = pool.errors(W, fit_sharded_model, "arcface", prepare=on_two_planes)
     assert_same_error(errors, "encoder.2.weight", "one mesh")
+
+
+# A model that `fully_shard` reduces by a sum or by a user's factor trains as one process does, beside exact losses of
+# all kinds.
+
+
+def set_factor(
+    module: Towers, factor: float, *, forced: bool = True, everywhere: bool = True, replicas: int = 1
+) -> None:
+    """Set it after `configure_model` has divided the encoder; with replicas, over a mesh of two dimensions."""
+    own = module.configure_model
+
+    def configure() -> None:
+        if replicas > 1 and not isinstance(module.encoder, FSDPModule):
+            mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+            fully_shard(module.encoder, mesh=mesh)
+        else:
+            own()
+        for each in module.modules() if everywhere else [module.encoder[0]]:
+            if isinstance(each, FSDPModule):
+                each.set_gradient_divide_factor(factor)
+                each.set_force_sum_reduction_for_comms(forced)
+
+    module.configure_model = configure  # type: ignore[method-assign]
+
+
+CASES: list[tuple[str, float, int, int, dict[str, Any]]] = [
+    ("arcface", 1.0, 2, 1, {}),
+    ("arcface", 300.0, 3, 1, {"accumulate_grad_batches": 2}),
+    ("divided", 1.0, 2, 1, {"accumulate_grad_batches": 2}),
+    ("three", 7.0, 2, 1, {"gradient_clip_val": 0.1}),
+    ("clip", 1.0, 2, 1, {}),
+    ("siglip", 1.0, 2, 1, {}),
+    ("arcface", 7.0, 2, 1, {"accumulate_grad_batches": 2, "strategy": {"accumulation": "window"}}),
+    ("arcface", 1.0, 4, 2, {}),
+    ("arcface", 300.0, 4, 2, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "factor", "world_size", "replicas", "options"), CASES, ids=str)
+def test_a_fit_equals_one_process(
+    pool: RankPool, kind: str, factor: float, world_size: int, replicas: int, options: dict[str, Any]
+) -> None:
+    prepare = partial(set_factor, factor=factor, replicas=replicas)
+    states = pool.run(world_size, fit_sharded_model, kind, prepare=prepare, **options)
+    whole = dict(states[0])
+    if kind == "divided":
+        whole["loss.W"] = torch.cat([state["loss.W"] for state in states], 1)
+    assert_close(whole, alone(kind, **{k: v for k, v in options.items() if k != "strategy"}), rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"forced": False}, ["set_gradient_divide_factor(7) of `encoder", "set_force_sum_reduction_for_comms(True)"]),
+        ({"everywhere": False}, ["one divisor for all parameters", "`encoder.0` by 7", "`encoder.2` by 2"]),
+    ],
+    ids=["gloo multiplies nothing", "not every module"],
+)
+def test_errors_on_every_rank(pool: RankPool, options: dict[str, bool], words: list[str]) -> None:
+    prepare = partial(set_factor, factor=7.0, **options)
+    errors = pool.errors(2, fit_sharded_model, "arcface", prepare=prepare)
+    assert_errors(errors, *words, of="ConfigurationError")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,17 +11,18 @@ import torch
 import torch.distributed as dist
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
-from lightning_ddp_losses import GlobalBatchLoss
+from lightning_ddp_losses import ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss, microbatched
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.oracle import assert_close
 from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, make_loss
+from tests.strategies.sharded_jobs import Sharded
 
 
-class Both(Job):
-    """A loss over samples and one over pairs, plain; two embeddings of one batch."""
-
+class Both(Job):  # a loss over samples and one over pairs, plain; two embeddings of one batch
     wrapped = False
 
     def build(self, loss: str) -> None:
@@ -32,18 +35,12 @@ class Both(Job):
         return self.loss(embeddings, labels) + 0.5 * self.pairs(embeddings, labels)
 
 
-class BothWrapped(Both):
-    """The same, each over the rows of all ranks."""
-
+class BothWrapped(Both):  # the same, each over the rows of all ranks
     wrapped = True
 
 
-class Manual(Both):
-    """The same by hand, a backward for each loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+class Manual(Both):  # the same by hand, a backward for each loss
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         optimizer = self.optimizers()
@@ -53,9 +50,7 @@ class Manual(Both):
         optimizer.step()
 
 
-class ManualWrapped(Manual):
-    """The same, each over the rows of all ranks."""
-
+class ManualWrapped(Manual):  # the same, each over the rows of all ranks
     wrapped = True
 
 
@@ -85,31 +80,23 @@ def test_uneven_ranks_equal_one_process(
         assert_close({name.replace("loss.loss.", "loss."): value for name, value in state.items()}, expected)
 
 
-class Gathers(Job):
-    """pytorch-metric-learning's own wrapper, or a memory among other losses."""
-
-    kind = ""
-
+class Wrapper(Job):
     def build(self, loss: str) -> None:
-        pairs = pml.SupConLoss()
-        memory = pml.CrossBatchMemory(pairs, embedding_size=4)
-        self.loss = DistributedLossWrapper(pairs) if self.kind == "wrapper" else pml.MultipleLosses([pairs, memory])
+        self.loss = DistributedLossWrapper(pml.SupConLoss())
 
 
-class Wrapper(Gathers):
-    kind = "wrapper"
+class Memory(Job):
+    def build(self, loss: str) -> None:
+        memory = pml.CrossBatchMemory(pml.SupConLoss(), embedding_size=4)
+        self.loss = pml.MultipleLosses([pml.SupConLoss(), memory])
 
 
-@pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Gathers, "CrossBatchMemory")])
+@pytest.mark.parametrize(("job", "words"), [(Wrapper, "DistributedLossWrapper"), (Memory, "CrossBatchMemory")])
 def test_what_cannot_be_made_global_is_refused(pool: RankPool, job: type[Job], words: str) -> None:
-    for error in pool.errors(2, fit, job, {"global_batch": "auto"}):
-        assert error.type == "ConfigurationError"
-        assert words in error.message
+    assert_errors(pool.errors(2, fit, job, {"global_batch": "auto"}), words, of="ConfigurationError")
 
 
-class Views(Job):
-    """Two views of each row, no labels."""
-
+class Views(Job):  # two views of each row, no labels
     def build(self, loss: str) -> None:
         self.loss = pml.SelfSupervisedLoss(pml.NTXentLoss(0.5))
 
@@ -124,13 +111,10 @@ def test_two_views_under_global_batch_auto(pool: RankPool) -> None:
 def test_an_unchanged_module_under_global_batch_auto(pool: RankPool) -> None:
     expected = fit_alone(Both, accumulate_grad_batches=2)
     options = {"global_batch": "auto"}
-    for state in pool.run(3, fit, Both, options, even=False, accumulate_grad_batches=2):
-        assert_close(state, expected)
+    assert_all_close(pool.run(3, fit, Both, options, even=False, accumulate_grad_batches=2), expected)
 
 
-class TwoHeads(Job):
-    """Two losses of one kind, made in another order on rank 1."""
-
+class TwoHeads(Job):  # two losses of one kind, made in another order on rank 1
     swapped = False
 
     def build(self, loss: str) -> None:
@@ -146,9 +130,7 @@ class TwoHeads(Job):
         return sum(values, torch.zeros(()))
 
 
-class TwoHeadsSwapped(TwoHeads):
-    """Rank 1 calls them in another order too."""
-
+class TwoHeadsSwapped(TwoHeads):  # rank 1 calls them in another order too
     swapped = True
 
 
@@ -157,3 +139,62 @@ def test_the_strategy_tells_losses_of_one_kind_by_their_paths(pool: RankPool) ->
     errors = pool.errors(2, fit, TwoHeadsSwapped, {})
     assert {error.type for error in errors} == {"RankMismatchError"}
     assert "  rank 0: which=near\n  rank 1: which=far\n" in errors[0].message
+
+
+# Two towers and encoders in pieces under the strategy, on uneven ranks, against one process with the textbook
+# expression.
+
+
+class Textbook(nn.Module):  # CLIP's or SigLIP's loss on the whole matrix of products
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)).double())
+        if kind == "siglip":
+            self.logit_bias = nn.Parameter(torch.tensor(-1.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.logit_scale.exp() * functional.normalize(x) @ functional.normalize(y).t()
+        target = torch.arange(len(x))
+        if not hasattr(self, "logit_bias"):
+            return (functional.cross_entropy(logits, target) + functional.cross_entropy(logits.t(), target)) / 2
+        signs = 2 * torch.eye(len(x), dtype=torch.float64) - 1
+        return -functional.logsigmoid(signs * (logits + self.logit_bias)).sum() / len(x)
+
+
+class Towers(Job):  # one encoder, two views of a row
+    def build(self, loss: str) -> None:
+        self.loss = Textbook(loss)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.encoder(features), self.encoder(features.flip(1)))
+
+
+class Tiled(Towers):  # in tiles, over the rows of all ranks
+    def build(self, loss: str, **further: Any) -> None:
+        options: dict[str, Any] = {"init_temperature": 0.2, "tile_bytes": 128, **further}
+        self.loss = ClipLoss(**options) if loss == "clip" else SigLipLoss(**options, init_bias=-1.0)
+        self.loss.double()
+
+
+class Pieces(Tiled):  # the encoder in pieces of two rows; one tower goes round a ring
+    def build(self, loss: str) -> None:
+        super().build(loss, gather="ring")
+        self.run = microbatched(self.encoder, 2)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        return self.loss(self.run(features), self.run(features.flip(1)))
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}], ids=str)
+@pytest.mark.parametrize("make", [Tiled, Pieces])
+@pytest.mark.parametrize("kind", ["clip", "siglip"])
+def test_two_towers_on_uneven_ranks_equal_one_process(
+    pool: RankPool, kind: str, make: type[Job], options: dict[str, Any]
+) -> None:
+    expected = fit_alone(lambda: Towers(kind), **options)
+    for world_size in (2, 3):
+        assert_all_close(pool.run(world_size, fit, partial(make, kind), even=False, **options), expected)
+
+
+def test_divided_classes_need_the_strategy(pool: RankPool) -> None:
+    assert_errors(pool.errors(2, fit, Sharded, {"losses": []}), "losses=[]", of=ConfigurationError.__name__)

@@ -30,15 +30,14 @@ from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.samplers.global_batch import draw_of
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close, assert_errors
 from tests.lightning_ranks import make_trainer, said_on_rank_zero
 from tests.oracle import assert_close
 from tests.samplers.test_global_batch import together
-from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, X, rows, train
+from tests.strategies.test_resuming import AFTER, BATCHES, EPOCHS, ROWS, G, Kill, Killed, Line, by_hand, rows, train
 
 
-class Plain(Line):
-    """Trains on what its user's loader yields."""
-
+class Plain(Line):  # trains on what its user's loader yields
     options: dict[str, Any]
 
     def train_dataloader(self) -> Any:
@@ -83,31 +82,17 @@ def fit(
 
 
 def seen_by_all(replies: list[dict[str, Any]]) -> list[list[int]]:
-    """The global batches: rows of all ranks, step by step."""
     batches: list[list[int]] = together([[reply["seen"]] for reply in replies])[0]
     return batches
 
 
-def one_process(batches: list[list[int]]) -> dict[str, Tensor]:
-    """The parameters of a plain loop over these batches."""
-    module = Line(1)
-    optimizer = module.configure_optimizers()
-    for batch in batches:
-        module.training_step([torch.tensor(batch), X[batch]], 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return dict(module.state_dict())
-
-
 def test_each_row_once_in_batches_that_any_number_of_ranks_shares(pool: RankPool) -> None:
-    whole: list[list[int]] = []
-    for world_size in (1, 2, 3):
-        replies = pool.run(world_size, fit, seed=5)
-        seen = seen_by_all(replies)
-        whole = whole or seen
-        assert seen == whole
-        for reply in replies:
-            assert_close(reply["state"], one_process(whole))
+    by_size = [pool.run(world_size, fit, seed=5) for world_size in (1, 2, 3)]
+    whole = seen_by_all(by_size[0])
+    truth = by_hand(whole)
+    for replies in by_size:
+        assert seen_by_all(replies) == whole
+        assert_all_close([reply["state"] for reply in replies], truth)
     epochs = [list(chain(*whole[start : start + BATCHES])) for start in range(0, len(whole), BATCHES)]
     assert len(epochs) == EPOCHS
     assert len({tuple(epoch) for epoch in epochs}) == EPOCHS
@@ -160,14 +145,10 @@ def test_what_changed_since_the_checkpoint_is_named_on_all_ranks(pool: RankPool,
     pool.run(2, fit, 2, save, seed=5)
     errors = pool.errors(world_size, fit, None, "", save, **({"seed": 5} | changes))
     assert {error.type for error in errors} == {"InputError"}
-    for error in errors:
-        for text in texts:
-            assert text in error.message
+    assert_errors(errors, *texts)
 
 
-class Longer(Plain):
-    """A data set that grew, or that rank 1 has more of."""
-
+class Longer(Plain):  # a data set that grew, or that rank 1 has more of
     def train_dataloader(self) -> Any:
         data = TensorDataset(torch.arange(60), torch.zeros(60, 3, dtype=torch.float64))
         return DataLoader(data, batch_size=G // self.ranks, shuffle=True)
@@ -181,12 +162,10 @@ class LongerOnOne(Longer):
 def test_a_data_set_of_another_length(pool: RankPool, tmp_path: Path) -> None:
     save = str(tmp_path / "half.ckpt")
     pool.run(2, fit, 2, save)
-    for error in pool.errors(3, fit, None, "", save, kind=Longer):
-        assert error.type == "InputError"
-        assert "length: expected 52, as saved, got 60" in error.message
-    for error in pool.errors(2, fit, kind=LongerOnOne):
-        assert error.type == "RankMismatchError"
-        assert "len" in error.message
+    assert_errors(
+        pool.errors(3, fit, None, "", save, kind=Longer), "length: expected 52, as saved, got 60", of="InputError"
+    )
+    assert_errors(pool.errors(2, fit, kind=LongerOnOne), "len", of="RankMismatchError")
 
 
 class Numbers(IterableDataset[int]):
@@ -223,9 +202,7 @@ def fit_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_sampled_is_refused_by_name(pool: RankPool, name: str) -> None:
-    for error in pool.errors(2, fit_refused, name):
-        assert error.type == "ConfigurationError"
-        assert REFUSED[name][2] in error.message
+    assert_errors(pool.errors(2, fit_refused, name), REFUSED[name][2], of="ConfigurationError")
 
 
 def recipe(devices: int, load: str | None, folder: str) -> list[list[int]]:
@@ -263,9 +240,7 @@ def test_options_that_exclude_each_other() -> None:
         DDPLossStrategy(use_global_sampler="yes")  # type: ignore[arg-type]
 
 
-class Counted(DataLoader[Any]):
-    """A loader of the user's class."""
-
+class Counted(DataLoader[Any]):  # a loader of the user's class
     def __init__(self, *args: Any, note: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.note = note
@@ -309,9 +284,7 @@ def test_all_else_of_a_loader_is_kept() -> None:
     assert len(twin) == BATCHES
 
 
-class Kinds(Plain):
-    """Looks at the loaders that training got."""
-
+class Kinds(Plain):  # looks at the loaders that training got
     def train_dataloader(self) -> Any:
         size = G // self.ranks
         return CombinedLoader(
@@ -339,7 +312,6 @@ class Kinds(Plain):
 
 
 def look_at_kinds() -> tuple[list[str], list[str]]:
-    """Train, and return what was said and warned of."""
     with said_on_rank_zero() as said, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(kind=Kinds, max_epochs=1)

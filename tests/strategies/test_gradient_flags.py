@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.errors import LossCallError
 from lightning_ddp_losses.strategies import loss_reducer
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.counting import nothing_rides
 from tests.oracle import assert_close
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, make_loss
@@ -55,18 +56,14 @@ def fit_late(make: type[Job], *args: Any, **options: Any) -> dict[str, Tensor]:
 WAYS = [fit, fit_in_a_bucket, fit_large, fit_as_on_an_accelerator]
 
 
-class Partial(Job):
-    """The loss runs on every rank, but one of them throws its value away."""
-
+class Partial(Job):  # the loss runs on every rank, but one of them throws its value away
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
         value = self.loss(embeddings, labels)
         return embeddings.sum() if index == 1 and self.global_rank == 1 else value + embeddings.sum()
 
 
-class Sparse(Job):
-    """A table of centres beside the loss, whose gradient is sparse on one rank."""
-
+class Sparse(Job):  # a table of centres beside the loss, whose gradient is sparse on one rank
     def build(self, loss: str) -> None:
         super().build(loss)
         self.centres = nn.Embedding(10, 2, dtype=torch.float64)
@@ -79,7 +76,6 @@ class Sparse(Job):
 
 
 def fail_then_fit(run: Any, make: type[Job], strategy: Any) -> tuple[str, dict[str, Tensor]]:
-    """What the first fit says, and what a second one in the same processes and groups trains."""
     try:
         run(make, strategy)
     except LossCallError as error:
@@ -144,9 +140,7 @@ def test_manual_optimisation(pool: RankPool, run: Any) -> None:
     assert_as_alone(pool, TwoForwardsThenTwoBackwards, run=run)
 
 
-class UsedEarlierOnOneRank(UsedEarlier):
-    """... on rank 1 only, from the second batch on."""
-
+class UsedEarlierOnOneRank(UsedEarlier):  # ... on rank 1 only, from the second batch on
     def shift(self, index: int) -> Tensor:
         weight = self.loss.W if self.global_rank == 1 and index > 0 else self.loss.W.detach()
         return 0.01 * weight.sum()
@@ -186,15 +180,11 @@ def test_a_gradient_that_grows_after_its_loss_on_all_ranks(pool: RankPool, run: 
     assert_as_alone(pool, GrowsByHook, worlds=(2, 3), run=run)
 
 
-class GrowsByHookOnRankOne(GrowsByHook):
-    """... on one rank."""
-
+class GrowsByHookOnRankOne(GrowsByHook):  # ... on one rank
     ranks = (1,)
 
 
-class GoneOnRankOne(GrowsByHookOnRankOne):
-    """The gradient is taken away on one rank, which shows in its flag."""
-
+class GoneOnRankOne(GrowsByHookOnRankOne):  # the gradient is taken away on one rank, which shows in its flag
     def grow(self, _: Tensor) -> None:
         if self.trainer.global_step == 1:
             self.loss.W.grad = None
@@ -229,14 +219,14 @@ class ComesOnRankOne(GrowsByHookOnRankOne):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_that_changes_on_one_rank_only(pool: RankPool, run: Any, job: type[Job], world_size: int) -> None:
     """The peers, which may be reducing that gradient, learn of it at their next handshake."""
-    for error in pool.errors(world_size, run, job):
-        assert error.is_a("RankMismatchError"), error.message
-        assert "rank 1: gradients that changed after the call check (parameters=loss.W)" in error.message
+    assert_errors(
+        pool.errors(world_size, run, job),
+        "rank 1: gradients that changed after the call check (parameters=loss.W)",
+        of="RankMismatchError",
+    )
 
 
-class MixedLosses(Job):
-    """Losses of three dtypes next to each other."""
-
+class MixedLosses(Job):  # losses of three dtypes next to each other
     def build(self, loss: str) -> None:
         self.loss = make_loss(loss)
         self.single = make_loss(loss, 1).float()

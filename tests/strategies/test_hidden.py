@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,62 +17,30 @@ from torch import Tensor, nn
 from lightning_ddp_losses.testing import RankPool
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
-from tests.strategies.jobs import (
-    OPTIMIZERS,
-    TASK,
-    Job,
-    assert_as_alone,
-    fit,
-    fit_alone,
-    loader,
-    make_loss,
-    strategy_of,
-)
+from tests.strategies.jobs import OPTIMIZERS, TASK, Job, assert_as_alone, fit, fit_alone, loader, make_loss, strategy_of
 from tests.strategies.test_calls import assert_same_error
 
 
-class Holder:
-    """A plain object of the user's."""
-
+class Holder:  # a plain object of the user's
     def __init__(self, loss: nn.Module) -> None:
         self.criterion = loss
 
 
-class Hidden(Job):
-    """The loss lies in a place where torch does not register it."""
-
+class Hidden(Job):  # the loss lies in a place where torch does not register it
     def __init__(self, place: str, optimise: bool = True) -> None:
         self.place, self.optimise = place, optimise
         super().__init__()
 
     def build(self, loss: str) -> None:
-        hidden = make_loss(loss)
-        self.get = lambda: hidden
-        if self.place == "list":
-            self.losses = [hidden]
-        elif self.place == "dict":
-            self.losses = {"arc": hidden}
-        elif self.place == "nested":
-            self.losses = {"a": [(nn.Identity(), hidden)]}
-        elif self.place == "object":
-            self.holder = Holder(hidden)
-        elif self.place == "partial":
-            self.call = partial(torch.nn.Module.__call__, hidden)
-        if self.place != "closure":
-            del self.get
+        if self.place != "callback":
+            name, keep, _ = PLACES[self.place][1:]
+            setattr(self, name, keep(make_loss(loss)))
 
     def hidden(self) -> nn.Module:
         if self.place == "callback":
             return self.trainer.callbacks[0].loss
-        places: dict[str, Any] = {
-            "list": lambda: self.losses[0],
-            "dict": lambda: self.losses["arc"],
-            "nested": lambda: self.losses["a"][0][1],
-            "object": lambda: self.holder.criterion,
-            "partial": lambda: self.call.args[0],
-            "closure": lambda: self.get(),
-        }
-        return places[self.place]()
+        _, name, _, get = PLACES[self.place]
+        return get(getattr(self, name))
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         return self.hidden()(self.encoder(features), labels)
@@ -87,28 +56,31 @@ class LossCallback(Callback):
         self.loss = make_loss()
 
 
-PLACES = {
-    "list": "losses[0]",
-    "dict": "losses['arc']",
-    "nested": "losses['a'][0][1]",
-    "object": "holder.criterion",
-    "partial": "call.args[0]",
-    "closure": "get",
-    "callback": "LossCallback",
+# where it is found, the attribute, what is kept there, and the loss in it
+PLACES: dict[str, tuple[str, str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": ("losses[0]", "losses", lambda loss: [loss], lambda kept: kept[0]),
+    "dict": ("losses['arc']", "losses", lambda loss: {"arc": loss}, lambda kept: kept["arc"]),
+    "nested": (
+        "losses['a'][0][1]",
+        "losses",
+        lambda loss: {"a": [(nn.Identity(), loss)]},
+        lambda kept: kept["a"][0][1],
+    ),
+    "object": ("holder.criterion", "holder", Holder, lambda kept: kept.criterion),
+    "partial": ("call.args[0]", "call", partial(partial, nn.Module.__call__), lambda kept: kept.args[0]),
+    "closure": ("get", "get", lambda loss: lambda: loss, lambda kept: kept()),
+    "callback": ("LossCallback", "", lambda loss: loss, lambda kept: kept),
 }
 
 
 def fit_hidden(make: Any, strategy: dict[str, Any], place: str) -> tuple[dict[str, Tensor], Tensor, list[str]]:
     module = make()
-    callbacks: list[Callback] = [LossCallback()] if place == "callback" else []
-    trainer = make_trainer(strategy_of(strategy), callbacks=[*callbacks, keys := Keys()])
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    callbacks = [*([LossCallback()] if place == "callback" else []), keys := Keys()]
+    make_trainer(strategy_of(strategy), callbacks=callbacks).fit(module, loader())
     return dict(module.state_dict()), module.hidden().W.detach(), keys.seen
 
 
-class Keys(Callback):
-    """The state's keys in the middle of fit."""
-
+class Keys(Callback):  # the state's keys in the middle of fit
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.seen = sorted(module.state_dict())
 
@@ -116,7 +88,7 @@ class Keys(Callback):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hidden_loss_is_told_with_its_path_and_the_fix(pool: RankPool, place: str) -> None:
     errors = pool.errors(2, fit_hidden, partial(Hidden, place), {}, place)
-    assert_same_error(errors, "ArcFaceLoss", PLACES[place], "adopt=True")
+    assert_same_error(errors, "ArcFaceLoss", PLACES[place][0], "adopt=True")
     assert errors[0].type == "HiddenLossError"
 
 
@@ -131,7 +103,7 @@ def test_a_hidden_loss_can_be_adopted(pool: RankPool, place: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_a_hidden_loss_that_no_optimizer_holds_is_told_when_it_runs(pool: RankPool, place: str) -> None:
     errors = pool.errors(2, fit_hidden, partial(Hidden, place, optimise=False), {}, place)
-    assert_same_error(errors, "ArcFaceLoss", PLACES[place])
+    assert_same_error(errors, "ArcFaceLoss", PLACES[place][0])
 
 
 def fit_two_modules(folder: str) -> list[str]:
@@ -190,9 +162,7 @@ def test_copies_that_nobody_optimises_are_left_alone(pool: RankPool, adopt: bool
     assert_as_alone(pool, KeepsCopies, {"adopt": adopt}, alone=Job)
 
 
-class HiddenLayer(Job):
-    """What hides is no loss by type, but an optimizer trains it."""
-
+class HiddenLayer(Job):  # what hides is no loss by type, but an optimizer trains it
     def build(self, loss: str) -> None:
         super().build(loss)
         torch.manual_seed(5)
@@ -209,9 +179,7 @@ def test_anything_hidden_that_an_optimizer_trains_is_told(pool: RankPool) -> Non
     assert_same_error(pool.errors(2, fit, HiddenLayer), "tools[0]", "Linear")
 
 
-class LooseParameter(Job):
-    """An optimizer holds a bare tensor that belongs to no module."""
-
+class LooseParameter(Job):  # an optimizer holds a bare tensor that belongs to no module
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS["sgd"]([*self.parameters(), torch.zeros(3, requires_grad=True)])
 

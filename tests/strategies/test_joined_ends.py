@@ -37,6 +37,7 @@ from tests.strategies.test_calls import assert_same_error
 from tests.strategies.test_uneven_ends import (
     CLASSES,
     LOADERS,
+    SHORT,
     UNEVEN,
     Plan,
     Rows,
@@ -47,7 +48,6 @@ from tests.strategies.test_uneven_ends import (
     part,
     renamed,
     train,
-    with_worker,
 )
 
 
@@ -90,9 +90,7 @@ def test_join_of_many_splits(pool: RankPool) -> None:
             assert_close(states[number], truth)
 
 
-class Twins(Rows):
-    """Two towers, from halves of the embeddings."""
-
+class Twins(Rows):  # two towers, from halves of the embeddings
     def __init__(self) -> None:
         super().__init__(ClipLoss().double())
 
@@ -101,9 +99,7 @@ class Twins(Rows):
         return self.loss(embeddings[:, :2], embeddings[:, 2:])
 
 
-class Totals(Rows):
-    """A formula of the user's own, beside a regulariser without rows."""
-
+class Totals(Rows):  # a formula of the user's own, beside a regulariser without rows
     def training_step(self, batch: Any, index: int) -> Tensor:
         errors = self.encoder(batch[1]).square().sum(1)
         weight = self.encoder[0].weight
@@ -119,9 +115,7 @@ class Metric(Rows):
         return self.loss(embeddings[:, :2].contiguous(), embeddings[:, 2:].contiguous())
 
 
-class Normed(Rows):
-    """Batch norm, which Lightning synchronises."""
-
+class Normed(Rows):  # batch norm, which Lightning synchronises
     def __init__(self) -> None:
         super().__init__()
         self.encoder.insert(1, nn.BatchNorm1d(5, dtype=torch.float64))
@@ -141,9 +135,8 @@ def sharded_arcface() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["ArcFaceLoss", "NTXentLoss", "ProxyAnchorLoss"])
 def test_join_with_losses_over_all_rows(pool: RankPool, name: str) -> None:
-    plan = [(4, 4, 3, 2), (3, 3)]
-    results = pool.run(2, train, partial(rows_with, partial(pml_loss, name)), partial(part, plan), "join")
-    truth = one_process(plan, 4, loss=pml_loss(name, is_global=False))
+    results = pool.run(2, train, partial(rows_with, partial(pml_loss, name)), partial(part, SHORT), "join")
+    truth = one_process(SHORT, 4, loss=pml_loss(name, is_global=False))
     for result in results:
         assert_close(renamed(result["state"]), truth)
 
@@ -153,14 +146,22 @@ def rows_with(make_loss: Callable[[], nn.Module]) -> Rows:
 
 
 @pytest.mark.parametrize(
-    "make", [Twins, Totals, Metric, partial(rows_with, sharded_arcface)], ids=["twins", "totals", "metric", "shards"]
+    ("make", "options"),
+    [
+        (Twins, {}),
+        (Totals, {}),
+        (Metric, {}),
+        (partial(rows_with, sharded_arcface), {}),
+        (Normed, {"sync_batchnorm": True}),
+    ],
+    ids=["twins", "totals", "metric", "shards", "synchronised batch norm"],
 )
-def test_join_with_other_global_values(pool: RankPool, make: Callable[[], Rows]) -> None:
+def test_join_with_other_values_over_all_rows(
+    pool: RankPool, make: Callable[[], Rows], options: dict[str, Any]
+) -> None:
     """The one rank of a world of one has each step's rows together."""
-    plan = [(4, 4, 3, 2), (3, 3)]
-    whole = joined(plan)
-    (truth,) = pool.run(1, train, make, partial(listed_for, whole), distributed=True)
-    results = pool.run(2, train, make, partial(part, plan), "join")
+    (truth,) = pool.run(1, train, make, whole_steps, distributed=True)
+    results = pool.run(2, train, make, partial(part, SHORT), "join", **options)
     whole_weight = truth["state"].pop("loss.W", None)
     if whole_weight is not None:  # of which each rank holds its classes
         assert_close({"W": torch.cat([result["state"].pop("loss.W") for result in results], 1)}, {"W": whole_weight})
@@ -168,16 +169,8 @@ def test_join_with_other_global_values(pool: RankPool, make: Callable[[], Rows])
         assert_close(result["state"], truth["state"])
 
 
-def listed_for(batches: Sequence[Any], rank: int) -> Any:
-    return listed(batches)
-
-
-def test_join_with_synchronised_batch_norm(pool: RankPool) -> None:
-    plan = [(4, 4, 3, 2), (3, 3)]
-    whole = joined(plan)
-    (truth,) = pool.run(1, train, Normed, partial(listed_for, whole))
-    for result in pool.run(2, train, Normed, partial(part, plan), "join", sync_batchnorm=True):
-        assert_close(result["state"], truth["state"])
+def whole_steps(rank: int) -> Any:
+    return listed(joined(SHORT))
 
 
 @pytest.mark.parametrize("accumulation", ["mean", "window"])
@@ -197,11 +190,6 @@ def test_join_validates_on_every_rank_at_the_same_batch(pool: RankPool, options:
     assert [result["validated"] for result in results] == [[2, 4]] * 2
 
 
-def worked(plan: Plan, rank: int) -> Any:
-    return with_worker(batches_of(plan)[rank])
-
-
-SHORT: Plan = [(4, 4, 3, 2), (3, 3)]
 ALIKE: dict[str, tuple[Plan, dict[str, Any], dict[str, int]]] = {
     "under all checks": (SHORT, {"checks": True, "max_epochs": 2}, {"steps": 4, "epochs": 2}),
     # a fraction is one of the longest rank's batches, as of one process's
@@ -217,7 +205,7 @@ ALIKE: dict[str, tuple[Plan, dict[str, Any], dict[str, int]]] = {
 )
 def test_join_with_options_of_the_trainer(pool: RankPool, name: str) -> None:
     plan, options, truth = ALIKE[name]
-    load = partial(worked if name == "a worker" else part, plan)
+    load = partial(part, plan, kind="worker" if name == "a worker" else "known")
     for result in pool.run(2, train, Rows, load, "join", **options):
         assert result["batches"] == truth["steps"] or name == "a worker"
         assert_close(renamed(result["state"]), one_process(plan, **truth))
@@ -237,9 +225,7 @@ def test_join_with_a_rank_that_has_no_batch_at_all(pool: RankPool, kind: str) ->
         assert_close(renamed(result["state"]), one_process(plan, 2))
 
 
-class Several(Rows):
-    """Two loaders, of different lengths on each rank; it notes which of them had a batch."""
-
+class Several(Rows):  # two loaders, of different lengths on each rank; it notes which of them had a batch
     seen: list[Any]
 
     def training_step(self, batch: Any, index: int) -> Tensor:
@@ -303,34 +289,27 @@ def test_join_resumes_inside_an_epoch_after_a_rank_ran_out(pool: RankPool, tmp_p
     assert shorter[1] == [[]]
 
 
-# ---------------------------------------------------------------------- join, refused
-
-
 class LocalMean(Rows):
     def training_step(self, batch: Any, index: int) -> Tensor:
         return nn.functional.cross_entropy(self.encoder(batch[1]), batch[2])
 
 
-class LocalLoss(Rows):
-    """A loss that the strategy knows, and looks at itself."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.CrossEntropyLoss())
-
-
-class SomeLocal(Rows):
-    """Looks global where there are no rows."""
-
+class SomeLocal(Rows):  # looks global where there are no rows
     def training_step(self, batch: Any, index: int) -> Tensor:
         embeddings = self.encoder(batch[1])
         value = self.loss(embeddings, batch[2])
         return value + embeddings.square().mean() if len(embeddings) else value
 
 
-class PlainNorm(Rows):
+class ByLargest(nn.Module):  # divides by the largest entry of a column. Without rows there is none
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows / rows.max(0).values
+
+
+class Scaled(Rows):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder.insert(1, nn.BatchNorm1d(5, dtype=torch.float64))
+        self.encoder.append(ByLargest())
 
 
 @pytest.mark.parametrize("check_calls", [True, False])
@@ -339,11 +318,13 @@ class PlainNorm(Rows):
     ("make", "words"),
     [
         (LocalMean, ("losses over the rows of all ranks", "NllLoss", "which reaches `encoder", "global_mean")),
-        (LocalLoss, ("CrossEntropyLoss", "empty", "rank 1")),
+        # a loss that the strategy knows, and looks at itself
+        (partial(rows_with, nn.CrossEntropyLoss), ("CrossEntropyLoss", "empty", "rank 1")),
         (SomeLocal, ("losses over the rows of all ranks", "rank 0: ", "MeanBackward", "rank 1: nothing else")),
-        (PlainNorm, ("norms over the rows of all ranks", "`encoder.1` (BatchNorm1d)", "sync_batchnorm")),
+        (Normed, ("norms over the rows of all ranks", "`encoder.1` (BatchNorm1d)", "sync_batchnorm")),
+        (Scaled, ("uneven='join': a batch of 0 rows", "IndexError in `encoder.3` (ByLargest)")),
     ],
-    ids=["local mean", "local loss", "local on some", "batch norm"],
+    ids=["local mean", "local loss", "local on some", "batch norm", "a module that cannot take 0 rows"],
 )
 def test_join_refuses_what_is_of_one_rank(
     pool: RankPool, make: Callable[[], Rows], words: Sequence[str], kind: str, check_calls: bool
@@ -367,9 +348,6 @@ def test_join_refuses_a_batch_without_rows_by_name(pool: RankPool) -> None:
     assert_same_error(pool.errors(2, train, Numbered, numbered, "join"), "batch['number']", "got 3 (int)")
 
 
-# ---------------------------------------------------------------------- the structure of an empty batch
-
-
 @dataclass(frozen=True)
 class Sample:
     x: Tensor
@@ -379,31 +357,6 @@ class Sample:
 class Pair(NamedTuple):
     x: Tensor
     y: Any
-
-
-class ByLargest(nn.Module):
-    """Divides by the largest entry of a column. Without rows there is none."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows / rows.max(0).values
-
-
-class Scaled(Rows):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder.append(ByLargest())
-
-
-def train_scaled(check_calls: bool) -> None:
-    train(Scaled, partial(part, UNEVEN), "join", strategy={"check_calls": check_calls})
-
-
-@pytest.mark.parametrize("check_calls", [True, False])
-def test_join_names_a_module_that_cannot_take_0_rows(pool: RankPool, check_calls: bool) -> None:
-    for error in pool.errors(2, train_scaled, check_calls):
-        assert error.type == "InputError"
-        assert "uneven='join': a batch of 0 rows" in error.message
-        assert "IndexError in `encoder.3` (ByLargest)" in error.message
 
 
 def test_an_empty_batch_keeps_its_structure() -> None:

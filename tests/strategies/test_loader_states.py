@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_ddp_losses import global_mean
 from lightning_ddp_losses.strategies.resume import LOADER_STATES
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.strategies.test_resuming import AFTER, Line, X, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
@@ -68,9 +68,7 @@ class Sized(Rows):
         return len(self.rows)
 
 
-class OwnLoader:
-    """Makes its batches itself."""
-
+class OwnLoader:  # makes its batches itself
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.state_dict, self.load_state_dict = rows.state_dict, rows.load_state_dict
@@ -101,13 +99,12 @@ KINDS: dict[str, Any] = {
     "uneven, set back": lambda: Two(SetBackAtItsEnd(uneven=True)),
     "two loaders": two_lengths,
     "workers": lambda: Two(Rows(), num_workers=1, multiprocessing_context="fork"),
+    "fails to load": lambda: Two(FailsToLoad()),
     "fewer loaders": lambda: [Two(Rows()), Two(Rows())],
 }
 
 
-class Streaming(Line):
-    """A loss over the rows of all ranks, so that batches of 0 rows are exact."""
-
+class Streaming(Line):  # a loss over the rows of all ranks, so that batches of 0 rows are exact
     kind = "data set"
 
     def train_dataloader(self) -> Any:
@@ -175,8 +172,8 @@ def test_ranks_that_have_run_out_stay_so(pool: RankPool, tmp_path: Path, kind: s
 
 
 def test_two_loaders_of_which_one_begins_again(pool: RankPool, tmp_path: Path) -> None:
-    for wrong in pool.run(2, differing, "two loaders", [(AFTER, 1), (AFTER, 3), (AFTER, 4)], str(tmp_path)):
-        assert not wrong
+    kills = [(AFTER, 1), (AFTER, 3), (AFTER, 4)]
+    assert pool.run(2, differing, "two loaders", kills, str(tmp_path)) == [[], []]
 
 
 def test_what_was_fetched_and_not_trained_on_comes_again(pool: RankPool, tmp_path: Path) -> None:
@@ -184,9 +181,9 @@ def test_what_was_fetched_and_not_trained_on_comes_again(pool: RankPool, tmp_pat
     kills = [("on_train_batch_start", 2)]
     for wrong in pool.run(2, differing, "data set", kills, str(tmp_path)):
         assert not wrong
-    run = partial(pool.run, 2, differing, accumulate_grad_batches=2)
-    assert run("data set", [(AFTER, 3)], str(tmp_path), again=1) == [[], []]
-    assert run("with a length", [(AFTER, 3)], str(tmp_path), again=1) == [[], []]
+    for kind in ("data set", "with a length"):
+        options = {"again": 1, "accumulate_grad_batches": 2}
+        assert pool.run(2, differing, kind, [(AFTER, 3)], str(tmp_path), **options) == [[], []]
 
 
 def saved(kind: str, kill: Any, path: str) -> None:
@@ -224,8 +221,7 @@ def test_states_that_cannot_be_put_back_are_refused_on_all_ranks(
     pool.run(2, saved, "data set", (AFTER, 2), path)
     errors = pool.errors(world_size, warned, resumed, kind, path)
     assert {error.type for error in errors} == {"InputError"}
-    for error in errors:
-        assert text in error.message
+    assert_errors(errors, text)
 
 
 def warned(job: Any, *args: Any, **options: Any) -> list[str]:
@@ -258,11 +254,6 @@ class FailsToLoad(Rows):
 def test_a_data_set_that_cannot_load_ends_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "half.ckpt")
     pool.run(2, saved, "data set", (AFTER, 2), path)
-    errors = pool.errors(2, failing_to_load, path)
+    errors = pool.errors(2, resumed, "fails to load", path)
     assert [error.type for error in errors] == ["PeerError", "OSError"]
     assert "no such shard" in errors[0].message
-
-
-def failing_to_load(path: str) -> None:
-    KINDS["fails"] = lambda: Two(FailsToLoad())
-    fit("fails", None, "", path)

@@ -24,7 +24,6 @@ ROUNDING = {"plain": 1e-9, "forked_epoch": 1e-9, "given": 1e-9, "narrow": 1e-6}
 
 
 def loaders(world_size: int, rank: int | None) -> DataLoader:
-    """Global batches, or one rank's rows of them."""
     generator = torch.Generator().manual_seed(world_size)
     batches = []
     for rows in ROWS[world_size]:
@@ -33,9 +32,7 @@ def loaders(world_size: int, rank: int | None) -> DataLoader:
     return DataLoader(batches, batch_size=None)
 
 
-class Logging(LightningModule):
-    """Logs means of its input in several ways; its weight stays as it is."""
-
+class Logging(LightningModule):  # logs means of its input in several ways; its weight stays as it is
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
@@ -61,10 +58,7 @@ class Logging(LightningModule):
 
 
 def logged_on_ranks(strategy: Strategy) -> dict[str, float]:
-    """Fit on all ranks of the pool; returns what was logged."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    trainer = make_trainer(strategy_of(strategy))
-    return logged(trainer, loaders(world_size, rank))
+    return logged(make_trainer(strategy_of(strategy)), loaders(dist.get_world_size(), dist.get_rank()))
 
 
 def logged(trainer: Trainer, loader: DataLoader, make: Callable[[], Logging] = Logging) -> dict[str, float]:

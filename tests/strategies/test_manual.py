@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_ddp_losses.testing import RankPool
-from tests.strategies.jobs import OPTIMIZERS, Job, assert_as_alone
-from tests.strategies.scenarios import TwoLosses
+from tests.oracle import assert_close
+from tests.strategies.jobs import OPTIMIZERS, Job, assert_as_alone, fit, fit_alone
+from tests.strategies.scenarios import Alternating, TwoLosses
 
 
 class Manual(TwoLosses):
+    by_hand = True
+
     def __init__(self, loss: str = "CosFaceLoss", optimizer: str = "sgd") -> None:
         super().__init__(loss, optimizer)
-        self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
         make = OPTIMIZERS[self.optimizer]
@@ -44,9 +48,7 @@ class TwoForwardsThenTwoBackwards(Manual):
             optimizer.step()
 
 
-class SameLossTwice(Manual):
-    """Two forwards through one loss, then two backwards in the other order."""
-
+class SameLossTwice(Manual):  # two forwards through one loss, then two backwards in the other order
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         features, labels = batch
         values = [self.first(self.encoder(features * k), labels) for k in (1, 2)]
@@ -57,14 +59,10 @@ class SameLossTwice(Manual):
         optimizer.step()
 
 
-class EverySecondStep(Manual):
-    """Accumulation by hand: gradients stay over two batches."""
-
+class EverySecondStep(Manual):  # accumulation by hand: gradients stay over two batches
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        features, labels = batch
-        embeddings = self.encoder(features)
         loss = self.first if index % 2 else self.second
-        self.manual_backward(loss(embeddings, labels))
+        self.manual_backward(loss(self.encoder(batch[0]), batch[1]))
         if index % 2:
             for optimizer in self.optimizers():
                 optimizer.step()
@@ -97,16 +95,63 @@ class NoBackwardOnSomeSteps(Manual):
         optimizer.step()
 
 
-MANUAL: list[type[Job]] = [
-    OneAfterTheOther,
-    TwoForwardsThenTwoBackwards,
-    SameLossTwice,
-    EverySecondStep,
-    ToggledAndClipped,
-    NoBackwardOnSomeSteps,
-]
-
-
-@pytest.mark.parametrize("job", MANUAL, ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", Manual.__subclasses__(), ids=lambda job: job.__name__)
 def test_manual_optimisation_equals_one_process(pool: RankPool, job: type[Job]) -> None:
     assert_as_alone(pool, job, {"find_unused_parameters": True}, worlds=(1, 2, 3))
+
+
+# What a user's ``on_after_backward`` sees: gradients that are the mean over ranks already, of the model and of its
+# losses.
+
+LIMIT = 0.02
+
+
+def clip_jointly(module: LightningModule) -> None:
+    """Clip by the norm over all parameters, where the gradients of this step are complete."""
+    if module.trainer.fit_loop.epoch_loop.batch_idx % 2 or module.trainer.accumulate_grad_batches == 1:
+        torch.nn.utils.clip_grad_norm_(module.parameters(), LIMIT)
+
+
+class ClipsInTheModule(Alternating):
+    def on_after_backward(self) -> None:
+        clip_jointly(self)
+
+
+class ClipsByHand(Job):
+    by_hand = True
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.objective(*batch, index))
+        optimizer.step()
+
+    def on_after_backward(self) -> None:
+        clip_jointly(self)
+
+
+class Clips(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: LightningModule) -> None:
+        clip_jointly(pl_module)
+
+
+def clipped(world_size: int, case: str) -> dict[str, Tensor]:
+    """Train on ranks (0: in one process under plain Lightning)."""
+    make: type[Job] = {"module": ClipsInTheModule, "manual": ClipsByHand}.get(case, Alternating)
+    options: dict[str, Any] = {} if make is not Alternating else {"callbacks": [Clips()]}
+    if case == "accumulation":
+        options["accumulate_grad_batches"] = 2
+    if case == "scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
+    return fit(make, **options) if world_size else fit_alone(make, **options)
+
+
+@pytest.mark.parametrize("case", ["module", "callback", "manual", "accumulation", "scaler"])
+def test_a_joint_norm_is_that_of_one_process(pool: RankPool, case: str) -> None:
+    expected = clipped(0, case)
+    for world_size in (2, 3):
+        states = pool.run(world_size, clipped, world_size, case)
+        for state in states:
+            assert_close(state, expected)
+            assert_close(state, states[0], rtol=0)

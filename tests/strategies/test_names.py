@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
-import logging
 import re
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from pytorch_metric_learning import losses as pml
 from torch import Tensor
 
 from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses.distributed.global_values import remember_global_value
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies.loss_parallelism import Advice
 from lightning_ddp_losses.testing import RankPool
-from tests.counting import CountCollectives
-from tests.lightning_ranks import make_trainer
+from tests.counting import StepCollectives
+from tests.lightning_ranks import QUIET, make_trainer, said_on_rank_zero
 from tests.processes import ROOT, run_python
 from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, loader, strategy_of
 from tests.strategies.scenarios import Alternating, NoLossAtAll
@@ -47,24 +49,23 @@ def test_the_names_train(pool: RankPool, name: str) -> None:
 
 def yaml_strategy(arguments: dict[str, Any]) -> DDPLossStrategy:
     entry = {"class_path": "lightning_ddp_losses.DDPLossStrategy", "init_args": arguments}
-    trainer = {"strategy": entry, "accelerator": "cpu", "devices": dist.get_world_size(), "logger": False}
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = {"strategy": entry, "accelerator": "cpu", "devices": dist.get_world_size()}
     cli = LightningCLI(
         Job,
         run=False,
         save_config_callback=None,
-        args={"trainer": {**trainer, **quiet, "max_epochs": 1, "use_distributed_sampler": False}},
+        args={"trainer": trainer | QUIET},
         trainer_defaults={"plugins": [{"class_path": "tests.lightning_ranks.RankEnvironment"}]},
         seed_everything_default=False,
     )
     assert isinstance(cli.trainer.strategy, DDPLossStrategy)
-    cli.trainer.fit(cli.model, loader(dist.get_world_size(), dist.get_rank()))
+    cli.trainer.fit(cli.model, loader())
     return cli.trainer.strategy
 
 
 def compare_yaml_and_python(arguments: dict[str, Any], python: dict[str, Any]) -> None:
     ours, theirs = yaml_strategy(arguments), strategy_of(python)
-    make_trainer(theirs).fit(Job(), loader(dist.get_world_size(), dist.get_rank()))
+    make_trainer(theirs).fit(Job(), loader())
     private = ("_ddp_kwargs", "_timeout", "_start_method")
     assert {name: getattr(ours, name) for name in private} == {name: getattr(theirs, name) for name in private}
     assert ours._losses.options == theirs._losses.options
@@ -88,30 +89,13 @@ def test_yaml_and_python_mean_the_same(pool: RankPool, arguments: dict[str, Any]
     pool.run(2, compare_yaml_and_python, arguments, arguments if python is None else python)
 
 
-class Collectives(Callback):
-    """The collectives of each training batch, from its start to its end."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[str]] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.counter = CountCollectives()
-        self.counter.__enter__()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.counter.__exit__(None, None, None)
-        self.steps.append(self.counter.take())
-
-
 def count(make: Any, strategy: Any, **options: Any) -> list[list[str]]:
-    counter = Collectives()
+    counter = StepCollectives()
     fit(make, strategy, callbacks=[counter], **options)
     return counter.steps
 
 
-class ManyClasses(Job):
-    """Its loss has more gradient than travels in a handshake."""
-
+class ManyClasses(Job):  # its loss has more gradient than travels in a handshake
     def build(self, loss: str) -> None:
         self.loss = pml.ArcFaceLoss(5000, TASK.dim).double()
 
@@ -121,11 +105,9 @@ def test_one_frame_and_one_reduction_beside_ddp(pool: RankPool, job: type[Job], 
     """Few bytes of the losses' gradients travel in the handshake of the call check. More of them take one reduction."""
     plain = pool.run(2, count, Job, "ddp")[0]
     for options, extra in (({}, most), ({"check_calls": False}, 1), ({"losses": []}, 0)):
-        for rank_steps in pool.run(2, count, job, options):
+        for steps in pool.run(2, count, job, options):
             # the first batches show DDP's own set-up
-            assert [len(step) - len(other) for step, other in zip(rank_steps, plain, strict=True)][2:] == [extra] * (
-                TASK.steps - 2
-            )
+            assert list(map(len, steps))[2:] == [len(step) + extra for step in plain[2:]]
 
 
 def test_all_losses_share_what_travels(pool: RankPool) -> None:
@@ -158,42 +140,26 @@ def test_no_losses_is_plain_ddp_bit_for_bit(pool: RankPool, world_size: int, acc
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"losses": 3},
-        {"losses": [1]},
-        {"losses": None},
-        {"loss_reduce_dtype": "float17"},
-        {"loss_reduce_dtype": torch.int8},
-    ],
-    ids=str,
-)
-def test_options_that_cannot_work_are_refused_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="expected"):
-        DDPLossStrategy(**options)
+UNKNOWN = r"DDPLossStrategy: options: expected its own[\s\S]*"
+REFUSED: list[tuple[str, Any, str]] = [
+    *(("losses", value, "expected") for value in (3, [1], None)),
+    *(("loss_reduce_dtype", value, "expected") for value in ("float17", torch.int8)),
+    ("adopted", [0], UNKNOWN + r"Did you mean adopt\?"),
+    ("loss", [0], UNKNOWN + r"Did you mean losses\?"),
+    ("find_unused_parameter", [0], UNKNOWN + r"Did you mean find_unused_parameters\?"),
+    ("process_group_backends", [0], UNKNOWN + r"Did you mean process_group_backend\?"),
+    ("xyz", [0], UNKNOWN + "got xyz"),
+    ("device_ids", [0], UNKNOWN + "got device_ids"),
+]
 
 
-@pytest.mark.parametrize(
-    ("option", "meant"),
-    [
-        ("adopted", "Did you mean adopt?"),
-        ("loss", "Did you mean losses?"),
-        ("find_unused_parameter", "Did you mean find_unused_parameters?"),
-        ("process_group_backends", "Did you mean process_group_backend?"),
-        ("xyz", "got xyz"),
-        ("device_ids", "got device_ids"),
-    ],
-)
-def test_an_unknown_option_is_refused_at_once_with_the_nearest_one(option: str, meant: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"DDPLossStrategy: options: expected its own") as caught:
-        DDPLossStrategy(**{option: [0]})
-    assert meant in str(caught.value)
+@pytest.mark.parametrize(("option", "value", "words"), REFUSED, ids=str)
+def test_options_that_cannot_work_are_refused_at_once(option: str, value: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        DDPLossStrategy(**{option: value})
 
 
-class Own(DDPLossStrategy):
-    """A user's subclass with an option of its own."""
-
+class Own(DDPLossStrategy):  # a user's subclass with an option of its own
     def __init__(self, *, patience: int = 1, **options: Any) -> None:
         super().__init__(**options)
 
@@ -210,16 +176,8 @@ class Weightless(Job):
 
 
 def fit_with_log(options: dict[str, Any]) -> tuple[dict[str, Tensor], str]:
-    """The state after a fit, and what the strategy noted."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    try:
-        return fit(Weightless, options), "\n".join(lines)
-    finally:
-        logger.removeHandler(handler)
+    with said_on_rank_zero() as said:
+        return fit(Weightless, options), "\n".join(said)
 
 
 @pytest.mark.parametrize("losses", [["loss"], "loss"], ids=str)
@@ -272,12 +230,11 @@ def test_a_misspelt_name_is_answered_with_the_nearest(name: str, meant: str) -> 
     assert "Did you mean" not in str(caught.value)
 
 
-class TwoParts(Job):
-    """Optimizers take turns in manual optimisation, and each step leaves out a layer."""
+class TwoParts(Job):  # optimizers take turns in manual optimisation, and each step leaves out a layer
+    by_hand = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.heads = torch.nn.ModuleList([torch.nn.Linear(TASK.dim, 1).double() for _ in range(2)])
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
@@ -291,3 +248,23 @@ def test_advice_about_unused_parameters_names_this_strategy(pool: RankPool) -> N
         assert "strategy='ddp_losses_find_unused_parameters_true'" in error.message
         assert "strategy=DDPLossStrategy(find_unused_parameters=True)" in error.message
         assert "'ddp_find" not in error.message
+
+
+# What is called waste: reducing a value that is global already, and nothing else.
+
+
+def test_a_global_value_that_is_reduced_is_called_waste_once() -> None:
+    advice, value = Advice(), torch.tensor(16.25)
+    remember_global_value(value)
+    with pytest.warns(UserWarning, match="leave out sync_dist=True"):
+        advice.global_already(value.double())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advice.global_already(value)
+
+
+def test_a_number_of_batches_that_the_loss_rounds_to_is_no_waste() -> None:
+    remember_global_value(torch.tensor(16.25))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Advice().global_already(torch.tensor(16))

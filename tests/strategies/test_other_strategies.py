@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import RankEnvironment
-from tests.oracle import assert_close
 from tests.strategies.jobs import Job, fit
 from tests.strategies.test_calls import assert_same_error
 
@@ -66,8 +66,5 @@ def train_with_fabric(strategy: str) -> dict[str, Tensor]:
 
 def test_a_loop_with_fabric_is_one_process(pool: RankPool) -> None:
     expected = pool.run(1, train_with_fabric, "auto", distributed=False)[0]
-    for found in (
-        *pool.run(len(ROWS), train_with_fabric, "ddp"),
-        *pool.run(len(ROWS), train_with_fabric, "ddp_losses"),
-    ):
-        assert_close(found, expected)
+    for strategy in ("ddp", "ddp_losses"):
+        assert_all_close(pool.run(len(ROWS), train_with_fabric, strategy), expected)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.oracle import CLASS_LOSSES, Encoder, assert_close, batches, cuts, differences, train
 from tests.strategies.jobs import OPTIMIZERS, TASK, Job, fit, make_loss
 
@@ -52,16 +53,14 @@ def test_a_fit_equals_one_process(pool: RankPool, name: str, variant: str, world
     optimizer, options, rule = VARIANTS[variant]
     expected = trained_alone(name, optimizer, **rule)
     assert max(differences(dict(Job(name).state_dict()), expected).values()) > 1e-3, "nothing was learnt"
-    for state in pool.run(world_size, fit, partial(Job, name, optimizer), **options):
-        assert_close(state, expected)
+    assert_all_close(pool.run(world_size, fit, partial(Job, name, optimizer), **options), expected)
 
 
 @pytest.mark.filterwarnings("ignore:rows of .* differ between ranks")  # its own test is in test_calls.py
 @pytest.mark.parametrize("name", CLASS_LOSSES)
 def test_uneven_slices_follow_the_rule_per_rank(pool: RankPool, name: str) -> None:
     expected = trained_alone(name, "sgd", ranks=cuts(TASK.rows, 3, even=False))
-    for state in pool.run(3, fit, partial(Job, name), even=False):
-        assert_close(state, expected)
+    assert_all_close(pool.run(3, fit, partial(Job, name), even=False), expected)
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float64, "float64", "torch.float32", torch.bfloat16])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -13,20 +14,16 @@ from torch import Tensor
 from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.testing import RankPool
-from tests.lightning_ranks import make_trainer
-from tests.oracle import Task
-from tests.strategies.jobs import Job, loader, make_loss
+from tests.answers import assert_errors
+from tests.strategies.jobs import Job, fit, make_loss
 
 
-class InParts(Job):
-    """Two groups of two; rank 1 fails before the loss of step 2."""
-
+class InParts(Job):  # two groups of two; rank 1 fails before the loss of step 2
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
-        self.loss = (
-            GlobalBatchLoss(pml.SupConLoss(), group=part)
-            if loss == "pairs"
-            else ClassShardedLoss(make_loss(), group=part)
+        pairs = loss == "pairs"
+        self.loss = (GlobalBatchLoss if pairs else ClassShardedLoss)(
+            pml.SupConLoss() if pairs else make_loss(), group=part
         )
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
@@ -45,55 +42,42 @@ class BesideTheWorld(Job):
         self.other = GlobalBatchLoss(pml.SupConLoss())
 
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
-        embeddings, fails = self.encoder(features), self.global_rank == 0
-        if fails and self.place == "before":
-            raise ValueError("no such sample")
+        embeddings = self.encoder(features)
+        self.maybe_fail("before")
         value = self.loss(embeddings, labels)
-        if fails and self.place == "between":
-            raise ValueError("no such sample")
+        self.maybe_fail("between")
         value = value + self.other(embeddings, labels)
-        if fails:
-            raise ValueError("no such sample")
+        self.maybe_fail("after")
         return value
 
+    def maybe_fail(self, place: str) -> None:
+        if self.global_rank == 0 and self.place == place:
+            raise ValueError("no such sample")
 
-class DisagreesInAPart(InParts):
-    """Ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong."""
 
+class DisagreesInAPart(InParts):  # ranks 0 and 1 hand their loss rows of other widths; ranks 2 and 3 do nothing wrong
     def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
         embeddings = self.encoder(features)
-        return self.loss(
-            embeddings[:, : 3 - self.global_rank] if index == 2 and self.global_rank < 2 else embeddings, labels
-        )
-
-
-def fit_parts(make: type[Job], loss: str) -> None:
-    data = loader(dist.get_world_size(), dist.get_rank(), task=Task(rows=12))
-    make_trainer("ddp_losses").fit(make(loss), data)
+        is_odd = index == 2 and self.global_rank < 2
+        return self.loss(embeddings[:, : 3 - self.global_rank] if is_odd else embeddings, labels)
 
 
 @pytest.mark.parametrize("loss", ["pairs", "classes"])
 def test_a_rank_that_fails_ends_all_at_once_with_its_reason(pool: RankPool, loss: str) -> None:
-    errors = pool.errors(4, fit_parts, InParts, loss)
+    errors = pool.errors(4, fit, partial(InParts, loss))
     assert errors[1].type == "ValueError"
-    for error in errors:
-        assert "no such sample" in error.message
-        assert not error.timed_out
+    assert_errors(errors, "no such sample", of="Exception")
 
 
 @pytest.mark.parametrize("place", ["before", "between", "after"])
 def test_a_first_step_that_fails_beside_a_loss_over_all_ends_all(pool: RankPool, place: str) -> None:
-    for error in pool.errors(3, fit_parts, BesideTheWorld, place):
-        assert "no such sample" in error.message
-        assert not error.timed_out
+    assert_errors(pool.errors(3, fit, partial(BesideTheWorld, place)), "no such sample", of="Exception")
 
 
 def test_a_part_that_disagrees_ends_the_rest_too(pool: RankPool) -> None:
-    for error in pool.errors(4, fit_parts, DisagreesInAPart, "pairs"):
-        assert error.type == "RankMismatchError"
-        assert "('rows', 3)" in error.message
-        assert "('rows', 2)" in error.message
-        assert not error.timed_out
+    assert_errors(
+        pool.errors(4, fit, partial(DisagreesInAPart, "pairs")), "('rows', 3)", "('rows', 2)", of="RankMismatchError"
+    )
 
 
 def fail_then_meet_what_is_left(make: type[Job], loss: str) -> list[str]:
@@ -102,7 +86,7 @@ def fail_then_meet_what_is_left(make: type[Job], loss: str) -> list[str]:
     The garbage collector would wait for their peers in whatever the rank does next, as long as the group's time-out.
     """
     with contextlib.suppress(Exception):
-        fit_parts(make, loss)
+        fit(partial(make, loss))
     dist.barrier()  # every rank has sent all that it sends
     left = []
     for group in [None, *process_groups.subgroups()]:

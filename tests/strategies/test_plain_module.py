@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.counting import CountCollectives
 from tests.lightning_ranks import make_trainer
-from tests.oracle import assert_close, batches
+from tests.oracle import batches
 from tests.slow_parameters import slow_parameters
-from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of
+from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, strategy_of, trainer_alone
 from tests.strategies.scenarios import LinearProbe, NestedLosses, SharedByTwoLosses
 
 
@@ -36,9 +39,7 @@ def portrait(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-class Watch(Callback):
-    """What the user sees in the middle of fit."""
-
+class Watch(Callback):  # what the user sees in the middle of fit
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.keys = list(module.state_dict())
         self.names = [name for name, _ in module.named_parameters()]
@@ -60,9 +61,17 @@ def test_keys_names_and_groups_are_those_of_the_plain_module(pool: RankPool) -> 
     assert plain[0][0] == list(Job().state_dict())
 
 
-class CopyOnRank0(Callback):
-    """Copies, pickles and compiles on rank 0 only, where a collective would hang."""
+TWINS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy of module": copy.deepcopy,
+    "deepcopy of loss": lambda module: copy.deepcopy(module.loss),
+    "pickle of module": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle of loss": lambda module: pickle.loads(pickle.dumps(module.loss)),
+    "compile": lambda module: torch.compile(module.loss, backend="eager"),
+    "compile of a copy": lambda module: torch.compile(copy.deepcopy(module.loss), backend="eager")._orig_mod,
+}
 
+
+class CopyOnRank0(Callback):  # copies, pickles and compiles on rank 0 only, where a collective would hang
     def __init__(self, what: str) -> None:
         self.what = what
 
@@ -72,47 +81,18 @@ class CopyOnRank0(Callback):
             plain = make_loss()
             plain.load_state_dict(module.loss.state_dict())
             embeddings = module.encoder(features).detach()
-            twin = self.twin(module)
+            twin = TWINS[self.what](module)
             loss = getattr(twin, "loss", twin)
             assert type(loss).forward is type(plain).forward or self.what == "compile"
             assert loss.W is not module.loss.W or self.what == "compile"
             assert torch.allclose(loss(embeddings, labels), plain(embeddings, labels), rtol=1e-12)
             twin(embeddings, labels) if loss is twin else None
 
-    def twin(self, module: Any) -> nn.Module:
-        if self.what == "deepcopy of module":
-            return copy.deepcopy(module)
-        if self.what == "deepcopy of loss":
-            return copy.deepcopy(module.loss)
-        if self.what == "pickle of module":
-            return pickle.loads(pickle.dumps(module))
-        if self.what == "pickle of loss":
-            return pickle.loads(pickle.dumps(module.loss))
-        if self.what == "compile":
-            return torch.compile(module.loss, backend="eager")
-        assert self.what == "compile of a copy"
-        return torch.compile(copy.deepcopy(module.loss), backend="eager")._orig_mod
-
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's compiler
-@pytest.mark.parametrize(
-    "what",
-    slow_parameters(
-        [
-            "deepcopy of module",
-            "deepcopy of loss",
-            "pickle of module",
-            "pickle of loss",
-            "compile",
-            "compile of a copy",
-        ],
-        {"compile"},
-    ),
-)
+@pytest.mark.parametrize("what", slow_parameters(TWINS, {"compile"}))
 def test_copies_on_one_rank_in_the_middle_of_fit(pool: RankPool, what: str) -> None:
-    expected = fit_alone(Job)
-    for state in pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fit, Job, callbacks=[CopyOnRank0(what)]), fit_alone(Job))
 
 
 def fit_and_look(make: Any, strategy: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,7 +101,7 @@ def fit_and_look(make: Any, strategy: Any) -> tuple[dict[str, Any], dict[str, An
     module._ddp_params_and_buffers_to_ignore = ["table"]  # the user's own mark stays
     before = portrait(module)
     trainer = make_trainer(strategy_of(strategy))
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     assert module._ddp_params_and_buffers_to_ignore == ["table"]
     return before, portrait(module)
 
@@ -145,7 +125,7 @@ def fail_and_look() -> tuple[dict[str, Any], dict[str, Any]]:
     module = Spoiled("NaN", (1,), 1)
     before = portrait(module)
     try:
-        make_trainer(strategy_of({})).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+        make_trainer(strategy_of({})).fit(module, loader())
     except RuntimeError:
         return before, portrait(module)
     raise AssertionError("no error")
@@ -159,14 +139,12 @@ def test_teardown_restores_the_module_after_an_error(pool: RankPool) -> None:
 def fit_again_and_again(strategies: list[Any]) -> dict[str, Tensor]:
     module = Job()
     for strategy in strategies:
-        make_trainer(strategy_of(strategy)).fit(module, loader(dist.get_world_size(), dist.get_rank()))
+        make_trainer(strategy_of(strategy)).fit(module, loader())
     return dict(module.state_dict())
 
 
 def fit_again_alone(times: int) -> dict[str, Tensor]:
     module = Job()
-    from tests.strategies.jobs import trainer_alone
-
     for _ in range(times):
         trainer_alone().fit(module, loader(1, 0))
     return dict(module.state_dict())
@@ -174,15 +152,14 @@ def fit_again_alone(times: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategies", [[{}, {}], [{}, "ddp"], ["ddp", {}], [{}, {}, "ddp", {}]], ids=str)
 def test_the_same_module_fits_again_also_under_ddp(pool: RankPool, strategies: list[Any]) -> None:
-    expected = fit_again_alone(len(strategies))
-    for state in pool.run(2, fit_again_and_again, strategies):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fit_again_and_again, strategies), fit_again_alone(len(strategies)))
 
 
 class Validated(Job):
-    def __init__(self) -> None:
-        super().__init__()
+    def on_validation_start(self) -> None:
         self.values: list[float] = []
+
+    on_test_start = on_predict_start = on_validation_start
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
         value = self.loss(self.encoder(batch[0]), batch[1])
@@ -193,11 +170,9 @@ class Validated(Job):
 
 
 def evaluate(strategy: Any, stage: str) -> tuple[list[str], list[float], dict[str, Any]]:
-    module = Validated()
-    data = loader(dist.get_world_size(), dist.get_rank())
-    trainer = make_trainer(strategy_of(strategy))
+    module, trainer = Validated(), make_trainer(strategy_of(strategy))
     with CountCollectives() as counter:
-        getattr(trainer, stage)(module, data)
+        getattr(trainer, stage)(module, loader())
     return counter.take(), module.values, portrait(module)
 
 
@@ -215,20 +190,44 @@ def test_evaluation_runs_one_handshake_of_ours_at_its_end(pool: RankPool, stage:
 def fit_with_validation(strategy: Any) -> dict[str, Tensor]:
     module = Validated()
     trainer = make_trainer(strategy_of(strategy), num_sanity_val_steps=2, max_epochs=2, val_check_interval=2)
-    data = loader(dist.get_world_size(), dist.get_rank())
     # the ranks validate on different numbers of batches: nothing of ours may wait for a peer there
-    trainer.fit(module, data, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader(), loader())
     return dict(module.state_dict())
 
 
 def test_validation_inside_fit(pool: RankPool) -> None:
-    expected = fit_alone(Job, max_epochs=2)
-    for state in pool.run(2, fit_with_validation, {}):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, fit_with_validation, {}), fit_alone(Job, max_epochs=2))
 
 
-def test_copies_are_pickled_with_their_module_whole(pool: RankPool) -> None:
-    """A nested loss too, with the partial that makes the job."""
-    expected = fit_alone(partial(NestedLosses, "CosFaceLoss"))
-    for state in pool.run(2, fit, partial(NestedLosses, "CosFaceLoss")):
-        assert_close(pickle.loads(pickle.dumps(state)), expected)
+# What looks out for faults (peers that are gone, signals, checkpoints, restarts) takes next to nothing of a step in
+# which none comes.
+
+WATCHING = {"liveness", "interruptions", "rendezvous", "roll_call", "resume"}
+
+
+class CountCalls(Callback):  # counts Python's calls by file, from the end of the second batch to that of the fourth
+    def __init__(self) -> None:
+        self.by_file: Counter[str] = Counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            sys.setprofile(self._count)
+        if index == 3:
+            sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            self.by_file[Path(frame.f_code.co_filename).stem] += 1
+
+
+def calls_by_file() -> Counter[str]:
+    count = CountCalls()
+    make_trainer("ddp_losses", callbacks=[count]).fit(Job(), loader())
+    return count.by_file
+
+
+def test_a_step_without_faults_pays_less_than_a_hundredth_for_them(pool: RankPool) -> None:
+    """In calls, of a step of a few milliseconds; no message of their own goes to any rank."""
+    for calls in pool.run(2, calls_by_file):
+        watching = sum(calls[name] for name in WATCHING)
+        assert 0 < watching <= sum(calls.values()) / 100, calls.most_common(20)

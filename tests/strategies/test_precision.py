@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ddp_losses import ClassShardedLoss, GlobalBatchLoss
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss
+from lightning_ddp_losses.losses import global_batch, products, two_towers
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close, batches, cuts, differences
 from tests.strategies.jobs import OPTIMIZERS, TASK, strategy_of
@@ -29,9 +32,7 @@ LOSS_DTYPE = dict.fromkeys(PRECISIONS, torch.float32) | {"64-true": torch.float6
 
 
 @register_loss_type
-class Records(nn.Module):
-    """A softmax loss that writes down what it is given and how."""
-
+class Records(nn.Module):  # a softmax loss that writes down what it is given and how
     def __init__(self, learnable: bool = True) -> None:
         super().__init__()
         torch.manual_seed(6)
@@ -162,8 +163,7 @@ def test_half_precision_trains_near_full_precision_and_equally_on_all_ranks(
     for world_size in (1, 2, 3):
         states = pool.run(world_size, fit_precision, partial(Learnable, loss), precision)
         assert differences(states[0], full)["loss.W"] < 0.1
-        for state in states[1:]:
-            assert_close(state, states[0], rtol=0)
+        assert_all_close(states[1:], states[0], rtol=0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -175,8 +175,7 @@ def test_float64_stays_float64(pool: RankPool, world_size: int) -> None:
         assert_close(state, alone)
     plain = partial(Learnable, "CosFaceLoss")
     double = pool.run(1, fit_precision, plain, "64-true", "ddp")[0]
-    for state in pool.run(world_size, fit_precision, plain, "64-true"):
-        assert_close(state, double)
+    assert_all_close(pool.run(world_size, fit_precision, plain, "64-true"), double)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -194,9 +193,7 @@ def record_half(dtype: torch.dtype) -> tuple[set[Any], torch.dtype]:
     return module.loss.seen, module.loss.W.dtype
 
 
-class Overflows(Learnable):
-    """In batch 1 the inputs of the last rank are more than a half can hold."""
-
+class Overflows(Learnable):  # in batch 1 the inputs of the last rank are more than a half can hold
     rate = {"lr": 0.01}  # noqa: RUF012 - nobody writes to it
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -261,8 +258,7 @@ def test_manual_optimisation_under_bf16(pool: RankPool) -> None:
         states = pool.run(world_size, fit_precision, Manually, "bf16-mixed")
         assert {tensor.dtype for tensor in states[0].values()} == {torch.float32}
         assert_close(moved(states[0], before), full, rtol=0.05)
-        for state in states[1:]:
-            assert_close(state, states[0], rtol=0)
+        assert_all_close(states[1:], states[0], rtol=0)
 
 
 def moved(state: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -280,9 +276,7 @@ OURS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
 }
 
 
-class GlobalInHalf(LightningModule):
-    """Keeps what its loss over all ranks is given, and what comes back."""
-
+class GlobalInHalf(LightningModule):  # keeps what its loss over all ranks is given, and what comes back
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -354,3 +348,52 @@ def test_our_losses_compute_in_full_precision_on_narrow_rows(pool: RankPool, nam
             found = [torch.cat(found, dim=1)]
         for grad in found:
             torch.testing.assert_close(grad, whole, rtol=1e-4, atol=1e-6)
+
+
+# `products="auto"` under the strategy: tensor cores where the encoder gives bfloat16, float32 where its rows are that.
+
+
+class Chooses(LightningModule):
+    """Two losses that choose by the dtype of their rows; ``wide``: these are float32 whatever the encoder gives."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.wide = wide
+        self.encoder = nn.Linear(TASK.features, TASK.dim)
+        self.of_pairs = GlobalBatchLoss(pml.SupConLoss(), mode="rows", products="auto")
+        self.of_towers = ClipLoss(products="auto")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        rows = self.encoder(batch[0])
+        rows = rows.float() if self.wide else rows
+        value: Tensor = self.of_pairs(rows, batch[1]) + self.of_towers(rows, rows.flip(1))
+        return value
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def forms(precision: str, wide: bool) -> dict[str, set[str]]:
+    """What each loss chose in a fit."""
+    found: dict[str, set[str]] = {}
+
+    def noting(title: str, *args: Any) -> products.ProductForm:
+        form = products.choose_form(title, *args)
+        found.setdefault(title.partition("(")[0], set()).add(form)
+        return form
+
+    part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
+    data = DataLoader([(x[part].float(), y[part]) for x, y in batches(TASK)], batch_size=None)
+    patched = mock.patch.object
+    with patched(global_batch, "choose_form", noting), patched(two_towers, "choose_form", noting):
+        make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "wide", "form"),
+    [("bf16-mixed", False, "bf16"), ("bf16-mixed", True, "float32"), ("32-true", False, "float32")],
+)
+def test_auto_follows_what_the_encoder_gives(pool: RankPool, precision: str, wide: bool, form: str) -> None:
+    for found in pool.run(2, forms, precision, wide):
+        assert found == {"GlobalBatchLoss": {form}, "ClipLoss": {form}}

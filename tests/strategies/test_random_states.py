@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerStatus
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning import miners
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from lightning_ddp_losses import DDPLossStrategy
+from lightning_ddp_losses import ClassShardedLoss, DDPLossStrategy, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.core.random_state import derived_seed, read_random_states, seed_generators_
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.strategies.resume import RANDOM_STATES
@@ -25,9 +28,7 @@ from tests.strategies.test_resuming import AFTER, BATCHES, ROWS, SEED, G, Kill, 
 CPU = torch.device("cpu")
 
 
-class Augmented(Dataset[Any]):
-    """Draws in the process that fetches, from all three generators."""
-
+class Augmented(Dataset[Any]):  # draws in the process that fetches, from all three generators
     def __len__(self) -> int:
         return ROWS
 
@@ -36,17 +37,13 @@ class Augmented(Dataset[Any]):
         return torch.tensor(index), X[index] + noise
 
 
-class Stream(IterableDataset[Any]):
-    """Of unknown length: Lightning fetches a batch ahead."""
-
+class Stream(IterableDataset[Any]):  # of unknown length: Lightning fetches a batch ahead
     def __iter__(self) -> Any:
         W, rank = dist.get_world_size(), dist.get_rank()
         return ((torch.tensor(row), X[row]) for row in range(rank, ROWS - ROWS % W, W))
 
 
-class Noisy(Line):
-    """Draws in the forward pass and in a hook; the seeds of the ranks differ."""
-
+class Noisy(Line):  # draws in the forward pass and in a hook; the seeds of the ranks differ
     kind = "global"
 
     def __init__(self, ranks: int) -> None:
@@ -203,9 +200,7 @@ def test_a_checkpoint_of_another_strategy_says_nothing(pool: RankPool, tmp_path:
     assert pool.run(2, fit_and_forget, None, "", save) == [[], []]
 
 
-class KillInterrupted(Kill):
-    """Saves as a callback does that Lightning tells of an error."""
-
+class KillInterrupted(Kill):  # saves as a callback does that Lightning tells of an error
     def kill(self, trainer: Any, module: Any, *args: Any) -> None:
         trainer.state.status = TrainerStatus.INTERRUPTED
         super().kill(trainer, module, *args)
@@ -239,3 +234,62 @@ def save_weights(path: str) -> None:
     trainer = make_trainer(DDPLossStrategy(), max_epochs=1, limit_val_batches=0)
     trainer.fit(Noisy(dist.get_world_size()))
     trainer.save_checkpoint(path, weights_only=True)
+
+
+# Sampled classes and random miners of a resumed run are those that would have come: draws are counted on, not anew.
+
+CLASSES = 12
+
+
+class Embeds(Line):
+    def embed(self, batch: list[Tensor]) -> Tensor:
+        return batch[1] * self.layer.weight + self.layer.bias
+
+
+class Sampling(Embeds):  # classes of which a step samples a half
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        torch.manual_seed(5)
+        self.loss = ClassShardedLoss(pml.ArcFaceLoss(CLASSES, 3).double(), sample_rate=0.5)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.seen.append(batch[0].tolist())
+        return self.loss(self.embed(batch), batch[0] % CLASSES)
+
+
+class Mining(Embeds):  # pairs of which a miner takes some at random
+    def __init__(self, ranks: int) -> None:
+        super().__init__(ranks)
+        self.loss = GlobalBatchLoss(pml.ContrastiveLoss())
+        self.miner = GlobalBatchMiner(miners.UniformHistogramMiner(num_bins=4, pos_per_bin=2, neg_per_bin=2))
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        self.seen.append(batch[0].tolist())
+        embeddings, labels = self.embed(batch), batch[0] % 3
+        return self.loss(embeddings, labels, self.miner(embeddings, labels))
+
+
+def weights(kind: type[Line], kill: Any, save: str, load: str | None) -> list[Tensor]:
+    torch.manual_seed(17)
+    module = kind(dist.get_world_size())
+    callbacks = [] if kill is None else [Kill(*kill, save)]
+    trainer = make_trainer(DDPLossStrategy(), max_epochs=2, limit_val_batches=0, callbacks=callbacks)
+    with contextlib.suppress(Killed):
+        trainer.fit(module, ckpt_path=load)
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def is_undisturbed(kind: type[Line], folder: str) -> list[bool]:
+    """Whether runs that are killed after some steps and resumed end with the weights of one that is not, bit for bit."""
+    whole = weights(kind, None, "", None)
+    found = []
+    for steps in (1, 5, 7):
+        save = f"{folder}/{steps}.ckpt"
+        weights(kind, (AFTER, steps), save, None)
+        found.append(all(map(torch.equal, weights(kind, None, "", save), whole)))
+    return found
+
+
+@pytest.mark.parametrize("kind", [Sampling, Mining])
+def test_draws_go_on(pool: RankPool, tmp_path: Path, kind: type[Line]) -> None:
+    assert pool.run(2, is_undisturbed, kind, str(tmp_path)) == [[True] * 3] * 2

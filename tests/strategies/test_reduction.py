@@ -8,13 +8,15 @@ from typing import Any
 import lightning.pytorch.callbacks as callbacks
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from pytorch_metric_learning.losses import SupConLoss
+from torch import Tensor, nn
 
+from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_all_close
 from tests.lightning_ranks import make_trainer
 from tests.oracle import Task, assert_close, differences
-from tests.strategies.jobs import Job, assert_as_alone, fit, fit_alone, loader
+from tests.strategies.jobs import TASK, Job, assert_as_alone, fit, fit_alone, loader
 from tests.strategies.scenarios import JOBS, Alternating, Compiled, CompiledAot, CompiledInPlace, OrderByRank, Unreduced
 
 # what is frozen in batches 2 and 3 trains again in the last
@@ -54,16 +56,14 @@ def test_a_compiled_loss_equals_the_plain_one(pool: RankPool, job: type[Job]) ->
 def fit_compiled_module(make: type[Job]) -> dict[str, Tensor]:
     module = make()
     trainer = make_trainer("ddp_losses")
-    trainer.fit(torch.compile(module, backend="eager"), loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(torch.compile(module, backend="eager"), loader())
     return dict(module.state_dict())
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_module_equals_the_plain_one(pool: RankPool) -> None:
-    plain = fit_alone(Job)
-    for state in pool.run(2, fit_compiled_module, Job):
-        assert_close(state, plain)
+    assert_all_close(pool.run(2, fit_compiled_module, Job), fit_alone(Job))
 
 
 DDP_OPTIONS: list[dict[str, Any]] = [
@@ -102,23 +102,70 @@ def test_options_of_the_trainer(pool: RankPool, name: str) -> None:
     assert_as_alone(pool, Alternating, worlds=(3,), **options)
 
 
-def averaged(make: Any, kind: str, world_size: int) -> dict[str, Tensor]:
-    if kind == "swa":
-        callback: callbacks.Callback = callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, device=None)
-    else:
-        callback = callbacks.EMAWeightAveraging(decay=0.8)
-    run = fit if world_size else fit_alone
-    return run(make, callbacks=[callback], max_epochs=4)
+AVERAGES: dict[str, Any] = {
+    "swa": partial(callbacks.StochasticWeightAveraging, 0.05, swa_epoch_start=1, device=None),
+    "ema": partial(callbacks.EMAWeightAveraging, decay=0.8),
+}
 
 
-@pytest.mark.parametrize("kind", ["swa", "ema"])
+def averaged(run: Any, kind: str) -> dict[str, Tensor]:
+    return run(Job, callbacks=[AVERAGES[kind]()], max_epochs=4)
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
 def test_weight_averaging_callbacks(pool: RankPool, kind: str) -> None:
-    expected = averaged(Job, kind, 0)
+    expected = averaged(fit_alone, kind)
     assert max(differences(fit_alone(Job, max_epochs=4), expected).values()) > 1e-6, "averaging did nothing"
-    for state in pool.run(2, averaged, Job, kind, 2):
-        assert_close(state, expected)
+    assert_all_close(pool.run(2, averaged, fit, kind), expected)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_module_that_is_a_loss_and_nothing_else(pool: RankPool, accumulate: int) -> None:
     assert_as_alone(pool, Unreduced, accumulate_grad_batches=accumulate)
+
+
+# `find_unused_parameters` with heads that only some ranks use, next to losses that meet the other ranks in backward.
+
+
+class HeadsByRank(Job):  # each rank but the first has a head of its own for its rows
+    wraps = True
+
+    def build(self, loss: str) -> None:
+        super().build(loss)
+        torch.manual_seed(5)
+        self.heads = nn.ModuleList([nn.Linear(TASK.dim, TASK.dim).double() for _ in range(3)])
+        self.pairs = GlobalBatchLoss(SupConLoss()) if self.wraps else SupConLoss()
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        value = self.loss(embeddings, labels) + self.pairs(embeddings, labels)
+        if self.global_rank:
+            value = value + self.heads[self.global_rank - 1](embeddings).square().mean()
+        return value
+
+
+class HeadsOfAll(HeadsByRank):  # one process: the mean of the ranks' terms
+    wraps = False
+    world_size = 2
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        embeddings = self.encoder(features)
+        value = self.loss(embeddings, labels) + self.pairs(embeddings, labels)
+        parts = embeddings.chunk(self.world_size)
+        for head, part in zip(self.heads, parts[1:], strict=False):
+            value = value + head(part).square().mean() / self.world_size
+        return value
+
+
+class HeadsOfThree(HeadsOfAll):
+    world_size = 3
+
+
+@pytest.mark.parametrize("check_calls", [True, False])
+@pytest.mark.parametrize(("world_size", "alone"), [(2, HeadsOfAll), (3, HeadsOfThree)])
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4, "gradient_as_bucket_view": True}], ids=["", "buckets"])
+def test_heads_of_some_ranks(
+    pool: RankPool, check_calls: bool, world_size: int, alone: type[Job], options: dict[str, Any]
+) -> None:
+    strategy = {"find_unused_parameters": True, "check_calls": check_calls, **options}
+    assert_as_alone(pool, HeadsByRank, strategy, worlds=(world_size,), alone=alone)

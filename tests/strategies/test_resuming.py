@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from lightning_ddp_losses import DDPLossStrategy
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
 from tests.oracle import assert_close
 from tests.samplers.cases import seed_all
@@ -32,9 +33,7 @@ def rows() -> TensorDataset:
     return TensorDataset(torch.arange(ROWS), X)
 
 
-class Line(LightningModule):
-    """A sum over rows with a fixed divisor: its gradient is that of one process for any cut."""
-
+class Line(LightningModule):  # a sum over rows with a fixed divisor: its gradient is that of one process for any cut
     asks_for_steps = False
 
     def __init__(self, ranks: int, workers: int = 0, size: int = G) -> None:
@@ -71,9 +70,7 @@ class Killed(Exception):
     pass
 
 
-class Kill(Callback):
-    """Saves and ends the run in a hook, when so many batches have begun in this run."""
-
+class Kill(Callback):  # saves and ends the run in a hook, when so many batches have begun in this run
     def __init__(self, hook: str, batches: int, path: str) -> None:
         self.batches, self.path = batches, path
         setattr(self, hook, self.kill)
@@ -122,24 +119,27 @@ def leg(
     return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
 
 
-def one_process(batches: int, window: int = 1, epochs: int = EPOCHS) -> tuple[list[list[int]], dict[str, Tensor]]:
-    """The batches and the parameters of a plain loop."""
+def by_hand(batches: list[list[int]], window: int = 1) -> dict[str, Tensor]:
+    """The parameters of a plain loop over these batches."""
     module = Line(1)
     optimizer = module.configure_optimizers()
+    for index, batch in enumerate(batches):
+        (module.training_step([torch.tensor(batch), X[batch]], 0) / window).backward()
+        number = index % BATCHES + 1
+        if number % window == 0 or number == BATCHES:
+            optimizer.step()
+            optimizer.zero_grad()
+    return dict(module.state_dict())
+
+
+def one_process(batches: int, window: int = 1, epochs: int = EPOCHS) -> tuple[list[list[int]], dict[str, Tensor]]:
+    """So many batches and the parameters of a plain loop."""
     seen: list[list[int]] = []
     for epoch in range(epochs):
         sampler = RandomSampler(range(ROWS))
         seed_all(SEED + epoch, sampler)
-        for number, batch in enumerate(BatchSampler(sampler, G, drop_last=False)):
-            if len(seen) == batches:
-                break
-            seen.append(batch)
-            loss = module.training_step([torch.tensor(batch), X[batch]], 0) / window
-            loss.backward()
-            if (number + 1) % window == 0 or number + 1 == BATCHES:
-                optimizer.step()
-                optimizer.zero_grad()
-    return seen, dict(module.state_dict())
+        seen += BatchSampler(sampler, G, drop_last=False)
+    return seen[:batches], by_hand(seen[:batches], window)
 
 
 def resumed(
@@ -256,12 +256,7 @@ def test_a_window_begins_again(pool: RankPool, tmp_path: Path, step: int) -> Non
         place = trained - in_epoch % 2
 
 
-# ---------------------------------------------------------------------- other samplers than the saved ones
-
-
-class Resumable(DataLoader[Any]):
-    """A loader that skips batches by itself, as torchdata's does."""
-
+class Resumable(DataLoader[Any]):  # a loader that skips batches by itself, as torchdata's does
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -269,9 +264,7 @@ class Resumable(DataLoader[Any]):
         raise AssertionError("it would skip batches a second time")
 
 
-class Other(Line):
-    """Another sampler or loader than that of ``Line``."""
-
+class Other(Line):  # another sampler or loader than that of ``Line``
     rows, seed, loader = ROWS, SEED, DataLoader
 
     def train_dataloader(self) -> DataLoader:
@@ -305,17 +298,13 @@ def test_another_sampler_is_refused_on_all_ranks(pool: RankPool, tmp_path: Path)
     save = str(tmp_path / "half.ckpt")
     pool.run(2, leg, (AFTER, 2), save, None, 0)
     for world_size, options, text in OTHERS:
-        for error in pool.errors(world_size, leg, None, "", save, 0, **options):
-            assert error.type == "InputError"
-            assert text in error.message
+        assert_errors(pool.errors(world_size, leg, None, "", save, 0, **options), text, of="InputError")
     # nothing is lost: the checkpoint resumes if the sampler is the saved one
     replies = pool.run(3, leg, None, str(tmp_path / "end.ckpt"), save, 0)
     assert together([[reply["seen"]] for reply in replies])[0] == one_process(EPOCHS * BATCHES)[0][2:]
 
 
-class Two(Line):
-    """Trains on two loaders, of 5 and of 3 batches."""
-
+class Two(Line):  # trains on two loaders, of 5 and of 3 batches
     mode: Any = "max_size_cycle"
 
     def train_dataloader(self) -> Any:
@@ -360,9 +349,7 @@ class ReadsAhead(DataLoader[Any]):
         return (self.collate_fn([self.dataset[row] for row in batch]) for batch in batches)
 
 
-class FewBatches(Line):
-    """Each form of a global sampler, read ahead to the end of an epoch."""
-
+class FewBatches(Line):  # each form of a global sampler, read ahead to the end of an epoch
     form = ""
 
     def train_dataloader(self) -> Any:
@@ -401,12 +388,7 @@ def test_loaders_made_anew_and_read_ahead_begin_their_epoch(pool: RankPool, tmp_
     assert anew == once
 
 
-# ---------------------------------------------------------------------- Lightning's own sampler
-
-
-class Shuffled(Line):
-    """Lightning puts in its `DistributedSampler`."""
-
+class Shuffled(Line):  # Lightning puts in its `DistributedSampler`
     def train_dataloader(self) -> DataLoader:
         return (ReadsAhead if self.workers else DataLoader)(rows(), batch_size=4, shuffle=True)
 

@@ -73,9 +73,6 @@ def test_shards_with_replicas_are_saved_by_one_rank_each(pool: RankPool, tmp_pat
     assert_close(go_on(pool, 3, path, "ArcFaceLoss"), fit_alone(lambda: Plain("ArcFaceLoss", "adam"), max_epochs=2))
 
 
-# ---------------------------------------------------------------------- without what only this package writes
-
-
 def blocks_of(folder: Path) -> Path:
     """Where a sharded checkpoint has its blocks."""
     (found,) = folder.glob("blocks-*")
@@ -96,9 +93,6 @@ def test_a_checkpoint_without_records_loads(
     path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
     without_records(path)
     assert_close(go_on(pool, 3, path), expected["SubCenterArcFaceLoss"])
-
-
-# ---------------------------------------------------------------------- what does not belong together
 
 
 def cut_off(path: Path) -> None:
@@ -151,9 +145,7 @@ def test_a_damaged_folder_is_the_same_error_on_every_rank(
     assert errors[0].type == "InputError"
 
 
-class OtherRows(Sharded):
-    """As many weight rows, of other classes."""
-
+class OtherRows(Sharded):  # as many weight rows, of other classes
     def build(self, loss: str) -> None:
         self.loss = ClassShardedLoss(pml.ArcFaceLoss(num_classes=3 * TASK.classes, embedding_size=TASK.dim).double())
 
@@ -163,9 +155,6 @@ def test_as_many_rows_of_other_classes_are_refused(pool: RankPool, tmp_path: Pat
     path = save_half(pool, 2, tmp_path / "half", strategy=strategy)
     errors = pool.errors(2, fit_sharded, "", "adam", load=path, make=OtherRows, max_epochs=2)
     assert_same_error(errors, "loss.W", "15 classes of 1 weight rows", "5 classes of 3")
-
-
-# ---------------------------------------------------------------------- what a hook puts into a checkpoint
 
 
 class Doubles(Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -16,13 +16,16 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_ddp_losses import ClassShardedLoss, DDPChecks, DDPLossStrategy
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.shard import ClassShard, tag_shard
+from lightning_ddp_losses.strategies.shards import Shards
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.lightning_ranks import make_trainer
-from tests.oracle import CLASS_LOSSES, assert_close, batches
+from tests.oracle import CLASS_LOSSES, assert_close, batches, cuts
 from tests.strategies.jobs import TASK, Job, fit, fit_alone, loader, make_loss, trainer_alone
 from tests.strategies.sharded_jobs import Plain, Sharded, fit_sharded, whole_state
 from tests.strategies.test_calls import assert_same_error
@@ -57,9 +60,7 @@ def test_every_loss_trains(pool: RankPool, name: str) -> None:
     assert_close(joined(pool.run(2, fit_sharded, name, "adam", even=False), name), expected)
 
 
-class Evaluates(Sharded):
-    """Runs the loss in evaluation too; nothing there may change a weight."""
-
+class Evaluates(Sharded):  # runs the loss in evaluation too; nothing there may change a weight
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         assert self.objective(*batch, index).isfinite()
 
@@ -71,8 +72,7 @@ class Evaluates(Sharded):
 
 @pytest.mark.parametrize("then", ["validate", "test", "predict"])
 def test_evaluation_leaves_the_shards_alone(pool: RankPool, then: str) -> None:
-    expected = fit_alone(Plain)
-    assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), expected)
+    assert_close(joined(pool.run(2, fit_sharded, make=Evaluates, then=then)), fit_alone(Plain))
 
 
 PLACES = {"one process": 0, "1 rank": 1, "2 ranks": 2, "3 ranks": 3}
@@ -138,7 +138,7 @@ def load_into_other_classes(path: str) -> bool:
     before = {name: value.clone() for name, value in module.state_dict().items() if "encoder" in name}
     trainer = make_trainer("ddp_losses")
     with pytest.raises(Exception, match=r"loss\.W.*expected.*\(4, 6\).*got.*\(4, 5\)") as raised:
-        trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()), ckpt_path=path)
+        trainer.fit(module, loader(), ckpt_path=path)
     assert type(raised.value).__name__ == "InputError"
     return all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
 
@@ -149,9 +149,7 @@ def test_other_classes_are_refused_before_anything_is_loaded(pool: RankPool, tmp
     assert pool.run(2, load_into_other_classes, file, fresh=True) == [True, True]
 
 
-class Built(Sharded):
-    """Made before the ranks exist, as a script makes its module."""
-
+class Built(Sharded):  # made before the ranks exist, as a script makes its module
     def build(self, loss: str) -> None:
         with mock.patch.object(process_groups, "is_distributed", return_value=False):
             self.loss = ClassShardedLoss.build(pml.ArcFaceLoss, num_classes=5, embedding_size=TASK.dim, seed=1).double()
@@ -164,23 +162,18 @@ def test_a_loss_that_is_never_whole_trains_alike_on_any_number_of_ranks(pool: Ra
     assert_close(three, one)
 
 
-class Parts(Sharded):
-    """Sharded over two ranks, twice."""
-
+class Parts(Sharded):  # sharded over two ranks, twice
     def build(self, loss: str) -> None:
         part, _ = dist.new_subgroups(2)
         self.loss = ClassShardedLoss(make_loss(loss), group=part)
 
 
-def fit_checked(**options: Any) -> dict[str, Tensor]:
-    """Train under all checks, which find nothing."""
-    return fit_sharded(callbacks=[DDPChecks(summary=False, file=False)], **options)
-
-
 def test_shards_with_replicas_train_and_are_saved(pool: RankPool, tmp_path: Path) -> None:
     file, options = str(tmp_path / "parts.ckpt"), {"gradient_clip_val": 0.05}
     expected = fit_alone(Plain, **options)
-    results = pool.run(4, fit_checked, make=Parts, even=False, save=file, **options)
+    results = pool.run(
+        4, fit_sharded, make=Parts, even=False, save=file, callbacks=[DDPChecks(summary=False, file=False)], **options
+    )
     for part in (results[:2], results[2:]):
         assert_close(joined(part), expected)
     assert_close(torch.load(file, weights_only=False)["state_dict"], expected)
@@ -192,15 +185,10 @@ class Clips(Sharded):
 
 
 def test_a_users_own_clipping_is_refused(pool: RankPool) -> None:
-    for error in pool.errors(2, fit_sharded, make=Clips):
-        assert error.type == "ConfigurationError"
-        assert "gradient_clip_val" in error.message
-        assert "loss.W" in error.message
+    assert_errors(pool.errors(2, fit_sharded, make=Clips), "gradient_clip_val", "loss.W", of="ConfigurationError")
 
 
-class Overflow(Callback):
-    """One rank's shard overflows in one step."""
-
+class Overflow(Callback):  # one rank's shard overflows in one step
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         if trainer.global_step == 1 and not getattr(self, "done", False):
             self.done = True
@@ -213,7 +201,7 @@ def overflow() -> tuple[dict[str, Tensor], float]:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     trainer = make_trainer(DDPLossStrategy(), plugins=[plugin], callbacks=[Overflow()])
-    trainer.fit(module, loader(dist.get_world_size(), dist.get_rank()))
+    trainer.fit(module, loader())
     return {name: value.clone() for name, value in module.state_dict().items()}, scaler.get_scale()
 
 
@@ -227,13 +215,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(pool: RankPool) -> 
 
 def test_plain_ddp_is_found_out(pool: RankPool) -> None:
     """Five classes on two ranks differ in shape, and DDP itself refuses them; six would be broadcast without a word."""
-    for error in pool.errors(2, six_classes_under_ddp):
-        assert error.type == "RankMismatchError"
-        assert "ddp_losses" in error.message
-
-
-def six_classes_under_ddp() -> None:
-    make_trainer("ddp").fit(OtherClasses(), loader(dist.get_world_size(), dist.get_rank()))
+    assert_errors(pool.errors(2, fit, OtherClasses, "ddp"), "ddp_losses", of="RankMismatchError")
 
 
 class OwnShard(Job):
@@ -267,9 +249,6 @@ def test_ranges_that_overlap_are_an_error_on_every_rank(pool: RankPool) -> None:
     assert_same_error(pool.errors(2, fit, OverlappingShard), "classes of `rows`", "rank 1: 0 to 2 of 4")
 
 
-# ---------------------------------------------------------------------- averages and optimizers that treat a weight as a whole
-
-
 def averaged(epochs: int, load: str | None, save: str | None) -> dict[str, Tensor]:
     """Train with an average of the weights, on ranks or in one process; what the fit leaves in the module is the average."""
     ranks = dist.is_initialized()
@@ -282,9 +261,7 @@ def averaged(epochs: int, load: str | None, save: str | None) -> dict[str, Tenso
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-class SavesInBetween(WeightAveraging):
-    """Saves while the average is kept with the weights."""
-
+class SavesInBetween(WeightAveraging):  # saves while the average is kept with the weights
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
@@ -295,8 +272,7 @@ class SavesInBetween(WeightAveraging):
 
 
 def saved_in_between(path: str, strategy: dict[str, Any]) -> None:
-    trainer = make_trainer(DDPLossStrategy(**strategy), callbacks=[SavesInBetween(path)], max_epochs=2)
-    trainer.fit(Sharded("ArcFaceLoss", "adam"), loader(dist.get_world_size(), dist.get_rank()))
+    fit_sharded("ArcFaceLoss", "adam", strategy=strategy, callbacks=[SavesInBetween(path)], max_epochs=2)
 
 
 def test_an_average_is_saved_whole_and_goes_on_anywhere(pool: RankPool, tmp_path: Path) -> None:
@@ -322,12 +298,8 @@ class Adafactor(Sharded):
         return torch.optim.Adafactor(self.parameters())
 
 
-class Apart(Sharded):
-    """The sharded weight has an optimizer of its own kind."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.automatic_optimization = False
+class Apart(Sharded):  # the sharded weight has an optimizer of its own kind
+    by_hand = True
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
         self.manual_backward(self.objective(*batch, index))
@@ -344,3 +316,61 @@ def test_an_optimizer_of_whole_weights_is_refused(pool: RankPool) -> None:
     assert_same_error(pool.errors(2, fit_sharded, make=Adafactor), "optimizer of loss.W", "Adafactor")
     pool.run(2, fit_sharded, make=Apart)
     pool.run(1, fit_sharded, make=Adafactor)
+
+
+# Clipping where ranks hold parts: the norm of the whole in float32 at least, and few launches for many parameters.
+
+ROWS, LIMIT = 12, 3.0
+
+
+def gradients(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """One that every rank holds, and one of which each rank holds some rows; norms over 256."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple((torch.randn(ROWS, 40, generator=generator) * 30).to(dtype) for _ in range(2))
+
+
+def clip(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    whole, divided = gradients(dtype)
+    own = cuts(ROWS, dist.get_world_size())[dist.get_rank()]
+    parameters = [nn.Parameter(torch.zeros_like(grad)) for grad in (whole, divided[own])]
+    parameters[0].grad, parameters[1].grad = whole, divided[own].clone()
+    shards = Shards(cast("Any", None), lambda module: {})
+    shards.parameters, shards._replicas = {"loss.W": parameters[1]}, {"loss.W": 1}
+    shards.clip_(parameters, LIMIT)
+    return parameters[0].grad, parameters[1].grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-9), (torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_norm_of_the_whole(pool: RankPool, world_size: int, dtype: torch.dtype, rtol: float) -> None:
+    expected = [grad.double() for grad in gradients(dtype)]
+    norm = torch.cat(expected).norm()
+    assert norm > 256, "its square would fit into float16"
+    results = pool.run(world_size, clip, dtype)
+    joined = torch.cat([part for _, part in results])
+    for found, grad in [(joined, expected[1]), *((whole, expected[0]) for whole, _ in results)]:
+        torch.testing.assert_close(found.double(), grad * LIMIT / norm, rtol=rtol, atol=1e-6)
+
+
+class Launches(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "detach" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_many() -> int:
+    shards = Shards(cast("Any", None), lambda module: {})
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(400)]
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    with Launches() as launches:
+        shards.clip_(parameters, LIMIT)
+    return launches.count
+
+
+def test_many_parameters_take_few_launches(pool: RankPool) -> None:
+    assert max(pool.run(2, launches_of_many)) < 30

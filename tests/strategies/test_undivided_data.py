@@ -37,9 +37,7 @@ class Sized(Whole):
         return len(TABLE)
 
 
-class Pairs(Whole):
-    """Ranks 0 and 1 have the same rows, rank 2 others."""
-
+class Pairs(Whole):  # ranks 0 and 1 have the same rows, rank 2 others
     def __iter__(self) -> Iterator[Tensor]:
         return iter(TABLE[20 * (dist.get_rank() // 2) :][:20])
 
@@ -49,9 +47,7 @@ class Constant(Whole):
         return iter(TABLE[:4].repeat(6, 1))
 
 
-class Few(Whole):
-    """Two rows that take turns: of so few nobody can say."""
-
+class Few(Whole):  # two rows that take turns: of so few nobody can say
     def __iter__(self) -> Iterator[Tensor]:
         return iter(TABLE[:2].repeat_interleave(4, 0).repeat(3, 1))
 

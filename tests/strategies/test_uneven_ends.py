@@ -23,7 +23,7 @@ import torch.distributed as dist
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ddp_losses import DDPChecks, DDPLossStrategy, GlobalBatchLoss
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -37,6 +37,7 @@ from tests.strategies.test_calls import assert_same_error
 Plan = Sequence[Sequence[int]]
 WIDTH, CLASSES = 3, 4
 UNEVEN: Plan = [(4, 4, 3, 2, 1), (3, 3, 5)]  # 5 and 3 batches
+SHORT: Plan = [(4, 4, 3, 2), (3, 3)]
 
 
 def batches_of(plan: Plan) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
@@ -49,9 +50,7 @@ def batches_of(plan: Plan) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
     return [[next(cut) for _ in of_rank] for of_rank in plan]
 
 
-class Stream(IterableDataset[Any]):
-    """Batches without a length, or with one that is none of theirs."""
-
+class Stream(IterableDataset[Any]):  # batches without a length
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = batches
 
@@ -59,51 +58,31 @@ class Stream(IterableDataset[Any]):
         return iter(self.batches)
 
 
-class Claims(Stream):
-    def __init__(self, batches: Sequence[Any], claimed: int) -> None:
-        super().__init__(batches)
-        self.claimed = claimed
-
+class Claims(Stream):  # four batches, as it says
     def __len__(self) -> int:
-        return self.claimed
+        return 4
 
 
-class Ends(RuntimeError):
-    pass
-
-
-class Fails(Stream):
-    """Gives one batch, and raises or dies at the next."""
-
-    def __init__(self, batches: Sequence[Any], *, dies: bool) -> None:
-        super().__init__(batches)
-        self.dies = dies
-
+class Fails(Stream):  # gives one batch, and raises at the next; in a worker it dies
     def __iter__(self) -> Iterator[Any]:
         yield self.batches[0]
-        if self.dies:
+        if get_worker_info() is not None:
             os._exit(3)
-        raise Ends("no more disk")
+        raise ArithmeticError("no more disk")
 
 
-def stream(batches: Sequence[Any]) -> DataLoader[Any]:
-    return DataLoader(Stream(batches), batch_size=None)
+def stream(batches: Sequence[Any], workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Stream(batches), batch_size=None, num_workers=workers)
 
 
 def listed(batches: Sequence[Any]) -> DataLoader[Any]:
     return DataLoader(list(batches), batch_size=None)
 
 
-def with_worker(batches: Sequence[Any]) -> DataLoader[Any]:
-    return DataLoader(Stream(batches), batch_size=None, num_workers=1)
-
-
 LOADERS: dict[str, Callable[[Sequence[Any]], Any]] = {"known": listed, "unknown": stream}
 
 
-class Rows(LightningModule):
-    """An encoder and a loss over all rows; notes what it sees."""
-
+class Rows(LightningModule):  # an encoder and a loss over all rows; notes what it sees
     def __init__(self, loss: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -155,7 +134,8 @@ def train(
 
 
 def part(plan: Plan, rank: int, kind: str = "known") -> Any:
-    return LOADERS[kind](batches_of(plan)[rank])
+    batches = batches_of(plan)[rank]
+    return stream(batches, workers=1) if kind == "worker" else LOADERS[kind](batches)
 
 
 def joined(plan: Plan) -> list[tuple[Tensor, ...]]:
@@ -199,12 +179,7 @@ def renamed(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("loss.loss.", "loss."): value for name, value in state.items()}
 
 
-# ---------------------------------------------------------------------- error
-
-
-class Grows(DataLoader[Any]):
-    """Has a batch less on rank 1 in its second epoch."""
-
+class Grows(DataLoader[Any]):  # has a batch less on rank 1 in its second epoch
     epochs = 0
 
     def __iter__(self) -> Any:
@@ -219,8 +194,8 @@ def growing(rank: int) -> DataLoader[Any]:
     return Grows(batches_of([(2, 2, 2, 2)] * 2)[rank], batch_size=None)  # type: ignore[arg-type]
 
 
-def claiming(claims: Sequence[int], plan: Plan, rank: int) -> DataLoader[Any]:
-    return DataLoader(Claims(batches_of(plan)[rank], claims[rank]), batch_size=None)
+def claiming(plan: Plan, rank: int) -> DataLoader[Any]:
+    return DataLoader(Claims(batches_of(plan)[rank]), batch_size=None)
 
 
 def one_without_length(rank: int) -> Any:
@@ -240,7 +215,7 @@ LIES = ("training loader", "expected 4 batches, as its len() says, got 2", "rank
 known, unknown = partial(part, UNEVEN), partial(part, UNEVEN, kind="unknown")
 third = partial(part, [*UNEVEN, (2, 2, 2, 2)], kind="unknown")
 even, empty = partial(part, [(2, 2), (2, 2)]), partial(part, [(2, 2), ()])
-one_lies, all_lie = (partial(claiming, (4, 4), [(2, 2, 2, 2)[:most], (2, 2)]) for most in (4, 2))
+one_lies, all_lie = (partial(claiming, [(2,) * most, (2, 2)]) for most in (4, 2))
 REFUSED: dict[str, tuple[int, Callable[[int], Any], dict[str, Any], Sequence[str]]] = {
     "lengths": (2, known, {}, LENGTHS),
     "lengths, with checks": (2, known, {"checks": True}, LENGTHS),
@@ -285,20 +260,15 @@ def test_ends_that_the_fit_does_not_reach_may_differ(pool: RankPool, kind: str, 
         assert_close(result["state"], one_process(UNEVEN, 3, window=window))
 
 
-# ---------------------------------------------------------------------- loaders that fail
-
-
 def failing(dies: bool, rank: int) -> DataLoader[Any]:
-    batches = batches_of([(2,) * 4] * 3)[rank]
-    return DataLoader(
-        Fails(batches, dies=dies) if rank == 1 else Stream(batches), batch_size=None, num_workers=int(dies)
-    )
+    kind = Fails if rank == 1 else Stream
+    return DataLoader(kind(batches_of([(2,) * 4] * 3)[rank]), batch_size=None, num_workers=int(dies))
 
 
 class BreaksItsLoader(Rows):
     def train_dataloader(self) -> Any:
         if dist.get_rank() == 1:
-            raise Ends("no such folder")
+            raise ArithmeticError("no such folder")
         return part(UNEVEN, 0)
 
 
@@ -309,11 +279,8 @@ def nothing(rank: int) -> None:
 def test_a_loader_that_fails_on_one_rank(pool: RankPool) -> None:
     for uneven in ("error", "stop"):
         errors = pool.errors(3, train, Rows, partial(failing, False), uneven)
-        assert errors[1].type == "Ends"
         assert_told_of(errors, "no more disk", "fetching a training batch")
-    errors = pool.errors(2, train, BreaksItsLoader, nothing)
-    assert errors[1].type == "Ends"
-    assert_told_of(errors, "no such folder", "train_dataloader")
+    assert_told_of(pool.errors(2, train, BreaksItsLoader, nothing), "no such folder", "train_dataloader")
 
 
 @pytest.mark.slow
@@ -329,13 +296,8 @@ def assert_told_of(errors: list[RankError], text: str, where: str) -> None:
     for error in errors:
         assert text in error.message
         assert not error.timed_out
-        if error.rank != 1:
-            assert error.is_a("DDPLossError"), error
-            assert "rank 1" in error.message
-            assert where in error.message
-
-
-# ---------------------------------------------------------------------- the option
+        assert error.is_a("DDPLossError") == (error.rank != 1), error
+        assert error.rank == 1 or ("rank 1" in error.message and where in error.message), error
 
 
 @pytest.mark.parametrize("value", ["Join", "", True, None])
@@ -353,9 +315,6 @@ def test_the_command_line_knows_its_values() -> None:
     assert parser.parse_args(["--strategy.uneven=join"]).strategy.uneven == "join"
     with pytest.raises(ArgumentError, match="uneven"):
         parser.parse_args(["--strategy.uneven=both"])
-
-
-# ---------------------------------------------------------------------- stop
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -384,12 +343,7 @@ def test_stop_says_once_what_is_left_out(pool: RankPool, kind: str, left: str) -
     assert pool.run(2, said_of_the_end, kind) == [[text], []]
 
 
-# ---------------------------------------------------------------------- many splits, without processes
-
-
-class Meeting:
-    """Ranks that are threads: what they hand in meets, in rank order."""
-
+class Meeting:  # ranks that are threads: what they hand in meets, in rank order
     def __init__(self, world_size: int) -> None:
         self.barrier = threading.Barrier(world_size, timeout=30)
         self.payloads = [b""] * world_size

@@ -33,9 +33,7 @@ SILENT_MS = 5000  # a replica that the lighthouse has not heard of for so long i
 SLICES = [slice(0, 4), slice(4, 6)]  # of a replica's batch: uneven
 
 
-class Both(nn.Module):
-    """An encoder and a learnable loss over its embeddings."""
-
+class Both(nn.Module):  # an encoder and a learnable loss over its embeddings
     def __init__(self, *, is_global: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -49,7 +47,6 @@ class Both(nn.Module):
 
 
 def batch_of(replica: int, step: int) -> tuple[Tensor, Tensor]:
-    """The batch of all ranks of a replica."""
     return batches(Task(seed=replica, steps=STEPS, rows=6))[step]
 
 

@@ -30,11 +30,12 @@ def two_tables() -> CombinedLoader:
     return CombinedLoader({"labelled": table(), "unlabelled": table()}, "max_size")
 
 
-class Realistic(LightningModule):
-    """Builds from one seed; subclasses write ``build`` and ``objective``."""
+class Realistic(LightningModule):  # builds from one seed; subclasses write ``build`` and ``objective``
+    by_hand = draws_noise = False
 
     def __init__(self, *, sick: bool = False) -> None:
         super().__init__()
+        self.automatic_optimization = not self.by_hand
         self.sick = sick
         torch.manual_seed(5)
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, DIM))
@@ -61,4 +62,4 @@ class Realistic(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 
     def train_dataloader(self) -> Any:
-        return table()
+        return table(noise=self.draws_noise)

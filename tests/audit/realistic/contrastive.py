@@ -16,12 +16,8 @@ from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, GlobalBatchMiner, Si
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, two_tables
 
-# ---------------------------------------------------------------------- two views of a row
 
-
-class MoCo(Realistic):
-    """Keys of a momentum encoder, in a queue of the rows of all ranks; sick: of this rank's rows."""
-
+class MoCo(Realistic):  # keys of a momentum encoder, in a queue of the rows of all ranks; sick: of this rank's rows
     def build(self) -> None:
         self.momentum = copy.deepcopy(self.encoder).requires_grad_(False)
         self.register_buffer("queue", F.normalize(torch.randn(24, DIM), dim=1))
@@ -39,9 +35,7 @@ class MoCo(Realistic):
         return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
 
 
-class BYOL(Realistic):
-    """A predictor that follows a slow target."""
-
+class BYOL(Realistic):  # a predictor that follows a slow target
     def build(self) -> None:
         self.target = copy.deepcopy(self.encoder).requires_grad_(False)
         self.predictor = nn.Linear(DIM, DIM)
@@ -54,9 +48,7 @@ class BYOL(Realistic):
         self.follow(self.target, self.encoder)
 
 
-class VICReg(Realistic):
-    """Variance and covariance over the rows of all ranks; sick: of one rank."""
-
+class VICReg(Realistic):  # variance and covariance over the rows of all ranks; sick: of one rank
     def build(self) -> None:
         loss = pml.VICRegLoss()
         self.loss = loss if self.sick else GlobalBatchLoss(loss)
@@ -65,9 +57,7 @@ class VICReg(Realistic):
         return self.loss(self.encoder(x), ref_emb=self.encoder(x.flip(1)))
 
 
-class BarlowTwins(Realistic):
-    """The cross-correlation of standardised features over the rows of all ranks."""
-
+class BarlowTwins(Realistic):  # the cross-correlation of standardised features over the rows of all ranks
     def build(self) -> None:
         pass
 
@@ -105,9 +95,7 @@ class Dino(Realistic):
         self.follow(self.teacher, self.encoder)
 
 
-class InfoNCE(Realistic):
-    """A loss of one's own on gathered rows, its temperature learned."""
-
+class InfoNCE(Realistic):  # a loss of one's own on gathered rows, its temperature learned
     def build(self) -> None:
         self.log_temperature = nn.Parameter(torch.tensor(-1.0))
 
@@ -132,12 +120,7 @@ class MaskedAutoencoder(Realistic):
         return (errors.sum(1) / hidden.sum(1).clamp(min=1)).mean()
 
 
-# ---------------------------------------------------------------------- two towers
-
-
-class Towers(Realistic):
-    """Images and texts; sick: each rank's own negatives, by hand."""
-
+class Towers(Realistic):  # images and texts; sick: each rank's own negatives, by hand
     def build(self) -> None:
         self.text = nn.EmbeddingBag(9, DIM)
         self.loss = ClipLoss()
@@ -151,9 +134,7 @@ class Towers(Realistic):
         return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
 
 
-class SigmoidTowers(Realistic):
-    """A sigmoid for each pair of an image and a text."""
-
+class SigmoidTowers(Realistic):  # a sigmoid for each pair of an image and a text
     def build(self) -> None:
         self.text = nn.EmbeddingBag(9, DIM)
         self.loss = SigLipLoss()
@@ -162,12 +143,7 @@ class SigmoidTowers(Realistic):
         return self.loss(F.normalize(self.encoder(x), dim=1), F.normalize(self.text(tokens), dim=1))
 
 
-# ---------------------------------------------------------------------- labels and metric learning
-
-
-class SupervisedContrast(Realistic):
-    """Rows of one label attract each other, over all ranks."""
-
+class SupervisedContrast(Realistic):  # rows of one label attract each other, over all ranks
     def build(self) -> None:
         self.projector = nn.Linear(DIM, DIM, bias=False)
         self.loss = GlobalBatchLoss(pml.SupConLoss())
@@ -176,9 +152,7 @@ class SupervisedContrast(Realistic):
         return self.loss(self.projector(self.encoder(x)), y // 2)
 
 
-class MinedTriplets(Realistic):
-    """Hard triplets among the rows of all ranks."""
-
+class MinedTriplets(Realistic):  # hard triplets among the rows of all ranks
     def build(self) -> None:
         self.miner = GlobalBatchMiner(miners.BatchHardMiner())
         self.loss = GlobalBatchLoss(pml.TripletMarginLoss(margin=0.5))
@@ -188,9 +162,7 @@ class MinedTriplets(Realistic):
         return self.loss(z, y // 2, self.miner(z, y // 2))
 
 
-class Remembered(Realistic):
-    """A memory of earlier rows of all ranks."""
-
+class Remembered(Realistic):  # a memory of earlier rows of all ranks
     def build(self) -> None:
         memory = pml.CrossBatchMemory(pml.ContrastiveLoss(neg_margin=1.5), embedding_size=DIM, memory_size=16)
         self.loss = GlobalBatchLoss(memory)
@@ -199,9 +171,7 @@ class Remembered(Realistic):
         return self.loss(self.encoder(x), y // 2)
 
 
-class ClassCentres(Realistic):
-    """ArcFace on normalised embeddings, its weight learned at a rate of its own."""
-
+class ClassCentres(Realistic):  # ArcFace on normalised embeddings, its weight learned at a rate of its own
     def build(self) -> None:
         self.loss = pml.ArcFaceLoss(CLASSES, DIM)
 
@@ -213,9 +183,7 @@ class ClassCentres(Realistic):
         return torch.optim.SGD(groups, lr=0.05)
 
 
-class Proxies(Realistic):
-    """Proxy anchors against the rows of all ranks."""
-
+class Proxies(Realistic):  # proxy anchors against the rows of all ranks
     def build(self) -> None:
         self.loss = GlobalBatchLoss(pml.ProxyAnchorLoss(CLASSES, DIM))
 
@@ -237,9 +205,7 @@ class Prototypes(Realistic):
         return F.cross_entropy(-torch.cdist(queries, sums / counts[:, None]), y)
 
 
-class MeanTeacher(Realistic):
-    """Labelled and unlabelled rows of two loaders; a slow teacher for the latter."""
-
+class MeanTeacher(Realistic):  # labelled and unlabelled rows of two loaders; a slow teacher for the latter
     def build(self) -> None:
         super().build()
         self.teacher = copy.deepcopy(nn.Sequential(self.encoder, self.head)).requires_grad_(False)

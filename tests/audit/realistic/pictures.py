@@ -10,14 +10,10 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
-from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, table
-
-# ---------------------------------------------------------------------- recognition
+from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic
 
 
-class Segmentation(Realistic):
-    """A class for each pixel; sick: a Dice loss over the batch, which is no mean over rows."""
-
+class Segmentation(Realistic):  # a class for each pixel; sick: a Dice loss over the batch, which is no mean over rows
     def build(self) -> None:
         self.encoder = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU())
         self.head = nn.Conv2d(4, 2, 1)
@@ -42,17 +38,13 @@ class GlobalDice(Segmentation):
         return 1 - 2 * overlap / sizes
 
 
-class Residual(Realistic):
-    """Batch norm, which is exact where it is synchronised; sick: each rank's own."""
-
+class Residual(Realistic):  # batch norm, which is exact where it is synchronised; sick: each rank's own
     def build(self) -> None:
         super().build()
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, DIM))
 
 
-class Focal(Realistic):
-    """A focal loss whose divisor counts the positives of all ranks."""
-
+class Focal(Realistic):  # a focal loss whose divisor counts the positives of all ranks
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
         logits = self.head(self.encoder(x))
         target = (tokens[:, :CLASSES] > 6).double()
@@ -88,14 +80,10 @@ class DetectionSet(Realistic):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + distance / total.clamp(min=1)
 
 
-# ---------------------------------------------------------------------- generators
-
-
-class Adversaries(Realistic):
-    """A GAN in manual optimisation; its latent numbers come with the batch."""
+class Adversaries(Realistic):  # a GAN in manual optimisation; its latent numbers come with the batch
+    by_hand = True
 
     def build(self) -> None:
-        self.automatic_optimization = False
         self.encoder = spectral_norm(nn.Linear(FEATURES, 1))
         self.generator = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, FEATURES))
 
@@ -121,8 +109,9 @@ class Adversaries(Realistic):
 class Wasserstein(Realistic):
     """A critic with a gradient penalty for each row, its generator every second batch; sick: one penalty on the mean gradient."""
 
+    by_hand = draws_noise = True
+
     def build(self) -> None:
-        self.automatic_optimization = False
         self.encoder = nn.Sequential(nn.Linear(FEATURES, 8), nn.Softplus(), nn.Linear(8, 1))
         self.generator = nn.Linear(FEATURES, FEATURES)
 
@@ -151,12 +140,11 @@ class Wasserstein(Realistic):
             torch.optim.Adam(part.parameters(), lr=0.01, betas=(0.0, 0.9)) for part in (self.encoder, self.generator)
         ]
 
-    def train_dataloader(self) -> Any:
-        return table(noise=True)
-
 
 class Variational(Realistic):
     """A variational autoencoder whose noise comes with the row; sick: drawn in the step, so every process draws other numbers."""
+
+    draws_noise = True
 
     def build(self) -> None:
         self.mean, self.log_variance = nn.Linear(DIM, FEATURES), nn.Linear(DIM, FEATURES)
@@ -171,12 +159,9 @@ class Variational(Realistic):
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1)
         return ((self.decoder(latent) - x).square().sum(1) + divergence).mean()
 
-    def train_dataloader(self) -> Any:
-        return table(noise=True)
 
-
-class Diffusion(Realistic):
-    """Noise is predicted at a time that the row tells; noise and time come with the row."""
+class Diffusion(Realistic):  # noise is predicted at a time that the row tells; noise and time come with the row
+    draws_noise = True
 
     def build(self) -> None:
         self.time = nn.Embedding(10, FEATURES)
@@ -189,13 +174,8 @@ class Diffusion(Realistic):
         noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
         return F.mse_loss(self.decoder(self.encoder(noisy + self.time(time))), noise)
 
-    def train_dataloader(self) -> Any:
-        return table(noise=True)
 
-
-class Codebook(Realistic):
-    """A vector-quantised autoencoder: nearest codes, a straight-through gradient, a commitment."""
-
+class Codebook(Realistic):  # a vector-quantised autoencoder: nearest codes, a straight-through gradient, a commitment
     def build(self) -> None:
         self.codes = nn.Embedding(6, DIM)
         self.decoder = nn.Linear(DIM, FEATURES)
@@ -207,9 +187,7 @@ class Codebook(Realistic):
         return F.mse_loss(self.decoder(passed), x) + F.mse_loss(code, z.detach()) + 0.25 * F.mse_loss(z, code.detach())
 
 
-class Flow(Realistic):
-    """A normalising flow of two affine couplings: the likelihood of each row."""
-
+class Flow(Realistic):  # a normalising flow of two affine couplings: the likelihood of each row
     def build(self) -> None:
         half = FEATURES // 2
         self.encoder = nn.ModuleList(

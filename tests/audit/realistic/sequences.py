@@ -13,9 +13,7 @@ from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, TOKENS, Realistic
 
 
-class LanguageModel(Realistic):
-    """A causal transformer whose output shares the embedding's weight."""
-
+class LanguageModel(Realistic):  # a causal transformer whose output shares the embedding's weight
     def build(self) -> None:
         self.embedding = nn.Embedding(9, 8)
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -44,9 +42,7 @@ class PaddedLanguageModel(LanguageModel):
         return total * self.trainer.world_size / count
 
 
-class Sequences(Realistic):
-    """An LSTM on sequences with lengths; sick: a mean over the valid steps of one rank."""
-
+class Sequences(Realistic):  # an LSTM on sequences with lengths; sick: a mean over the valid steps of one rank
     def build(self) -> None:
         self.encoder = nn.LSTM(1, 6, batch_first=True)
         self.head = nn.Linear(6, CLASSES)
@@ -61,9 +57,7 @@ class Sequences(Realistic):
         return F.cross_entropy(self.head(states)[valid], y[:, None].expand(-1, TOKENS)[valid])
 
 
-class Speech(Realistic):
-    """CTC, the mean over rows of each row's loss by its length."""
-
+class Speech(Realistic):  # CTC, the mean over rows of each row's loss by its length
     def build(self) -> None:
         self.encoder = nn.Conv1d(1, DIM, 3, padding=1)
         self.head = nn.Linear(DIM, 9)
@@ -74,9 +68,7 @@ class Speech(Realistic):
         return F.ctc_loss(self.head(frames).log_softmax(2), tokens[:, :4], lengths, 1 + y % 4, zero_infinity=True)
 
 
-class Experts(Realistic):
-    """A mixture of experts whose load is balanced over all ranks; sick: over this rank's rows."""
-
+class Experts(Realistic):  # a mixture of experts whose load is balanced over all ranks; sick: over this rank's rows
     def build(self) -> None:
         super().build()
         self.gate = nn.Linear(FEATURES, 3)

@@ -15,9 +15,7 @@ from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic, table
 
 
-class Recommender(Realistic):
-    """Sparse embeddings of users and items, a rating for each row."""
-
+class Recommender(Realistic):  # sparse embeddings of users and items, a rating for each row
     def build(self) -> None:
         self.users = nn.Embedding(9, DIM, sparse=True)
         del self.encoder
@@ -30,9 +28,7 @@ class Recommender(Realistic):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class SampledItems(Realistic):
-    """Users against the items of all rows of all ranks."""
-
+class SampledItems(Realistic):  # users against the items of all rows of all ranks
     def build(self) -> None:
         self.items = nn.Embedding(9, DIM)
 
@@ -104,9 +100,7 @@ class CoxLoss(nn.Module):
         return (torch.logsumexp(risk.masked_fill(~at_risk, -torch.inf), 1) - risk).mean()
 
 
-class Survival(Realistic):
-    """A Cox model over the rows of all ranks."""
-
+class Survival(Realistic):  # a Cox model over the rows of all ranks
     def build(self) -> None:
         self.risk = nn.Linear(DIM, 1, bias=False)
         self.loss = GlobalBatchLoss(CoxLoss())

@@ -14,12 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.audit.realistic.base import CLASSES, DIM, FEATURES, Realistic
 
-# ---------------------------------------------------------------------- what learns
 
-
-class LowRank(Realistic):
-    """A frozen model with a trained correction of low rank."""
-
+class LowRank(Realistic):  # a frozen model with a trained correction of low rank
     def build(self) -> None:
         self.encoder.requires_grad_(False)
         self.head = nn.Linear(DIM, CLASSES).requires_grad_(False)
@@ -30,9 +26,7 @@ class LowRank(Realistic):
         return F.cross_entropy(self.head(z) + self.up(self.down(z)), y)
 
 
-class Distillation(Realistic):
-    """A student of a frozen teacher; sick: a sum over the rows."""
-
+class Distillation(Realistic):  # a student of a frozen teacher; sick: a sum over the rows
     def build(self) -> None:
         super().build()
         self.teacher = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
@@ -55,9 +49,7 @@ class HiddenTeacher(Realistic):
         return F.smooth_l1_loss(self.encoder(x), target)
 
 
-class LinearProbe(Realistic):
-    """A frozen encoder behind no_grad, a trained head on its features."""
-
+class LinearProbe(Realistic):  # a frozen encoder behind no_grad, a trained head on its features
     def build(self) -> None:
         super().build()
         self.encoder.requires_grad_(False).eval()
@@ -68,9 +60,7 @@ class LinearProbe(Realistic):
         return F.cross_entropy(self.head(z), y)
 
 
-class Regularised(Realistic):
-    """A multi-label loss with weights for positives, and an L1 penalty on a layer."""
-
+class Regularised(Realistic):  # a multi-label loss with weights for positives, and an L1 penalty on a layer
     def build(self) -> None:
         super().build()
         self.register_buffer("positive_weight", torch.tensor([1.0, 2.0, 3.0, 4.0]))
@@ -79,9 +69,6 @@ class Regularised(Realistic):
         target = (tokens[:, :CLASSES] > 4).double()
         loss = F.binary_cross_entropy_with_logits(self.head(self.encoder(x)), target, pos_weight=self.positive_weight)
         return loss + 1e-3 * self.head.weight.abs().sum()
-
-
-# ---------------------------------------------------------------------- several losses
 
 
 class ManyTasks(Realistic):
@@ -125,20 +112,13 @@ class Mixed(Realistic):
         return 0.7 * F.cross_entropy(logits, y) + 0.3 * F.cross_entropy(logits, y[order])
 
 
-class Dropped(Realistic):
-    """Sick always: dropout, as most models have it."""
-
+class Dropped(Realistic):  # sick always: dropout, as most models have it
     def build(self) -> None:
         super().build()
         self.encoder.append(nn.Dropout(0.3))
 
 
-# ---------------------------------------------------------------------- the optimizer's side
-
-
-class Scheduled(Realistic):
-    """AdamW with decay for some parameters, a schedule by step, a metric that is logged."""
-
+class Scheduled(Realistic):  # AdamW with decay for some parameters, a schedule by step, a metric that is logged
     def build(self) -> None:
         super().build()
         self.accuracy = torchmetrics.MeanMetric()
@@ -161,9 +141,7 @@ class Scheduled(Realistic):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Plateau(Realistic):
-    """A rate that falls when the epoch's loss, averaged over ranks, does."""
-
+class Plateau(Realistic):  # a rate that falls when the epoch's loss, averaged over ranks, does
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
         loss = super().objective(x, y, tokens)
         self.log("train_loss", loss, on_epoch=True, sync_dist=True)
@@ -178,9 +156,7 @@ class Plateau(Realistic):
 class SharpnessAware(Realistic):
     """SAM: up along the global gradient, then down with the gradient found there; two backwards a step."""
 
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+    by_hand = True
 
     def training_step(self, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
@@ -200,12 +176,8 @@ class SharpnessAware(Realistic):
         optimizer.step()
 
 
-class ManualAccumulation(Realistic):
-    """Two batches to a step, counted by hand, clipped by Lightning's own helper."""
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
+class ManualAccumulation(Realistic):  # two batches to a step, counted by hand, clipped by Lightning's own helper
+    by_hand = True
 
     def training_step(self, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
@@ -216,9 +188,7 @@ class ManualAccumulation(Realistic):
             optimizer.zero_grad()
 
 
-class InnerLoop(Realistic):
-    """Meta-learning: a step on each task inside the graph, a task being a row."""
-
+class InnerLoop(Realistic):  # meta-learning: a step on each task inside the graph, a task being a row
     def objective(self, x: Tensor, y: Tensor, tokens: Tensor) -> Tensor:
         weights = dict(self.head.named_parameters())
         losses = []
