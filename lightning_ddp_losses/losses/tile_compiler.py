@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import nests
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 
@@ -81,7 +81,7 @@ class TileCompiler:
         if function not in self._compiled:
             self._compiled[function] = compiled(function)
         # torch compiles once more for a tensor that needs a gradient, or is a view of another one
-        return self._compiled[function](*nests.map_tensors(Tensor.detach, args))
+        return self._compiled[function](*inputs.map_tensors(Tensor.detach, args))
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from lightning_ddp_losses.losses.siglip import siglip_tile
 from lightning_ddp_losses.losses.two_towers import Factors
 from lightning_ddp_losses.testing import RankPool
 from tests.losses import sharded_cases
-from tests.losses.test_tiled import TILE_BYTES, judged, on_ranks, truth_of
+from tests.losses.test_tiled import TILE_BYTES, on_ranks, problems_of
 
 NAMES = ["SupCon, ", "Contrastive, "]
 CLASS_NAMES = ["ArcFaceLoss", "ArcFaceLoss, chunks of 2", "NormalizedSoftmaxLoss, chunks of 2"]
@@ -43,8 +43,8 @@ def compiled(names: list[str]) -> dict[str, Any]:
 
 def test_compiled_tiles_are_one_process(pool: RankPool) -> None:
     results = pool.run(1, compiled, NAMES, seconds=240)
-    problems = [p for name in NAMES if (p := judged(name, results, truth_of(name), statistics=False))]
-    assert not problems, "\n".join(problems)
+    problems = problems_of(NAMES, results, statistics=False)
+    assert not problems, problems
 
 
 def compiled_classes(names: list[str]) -> dict[str, Any]:
