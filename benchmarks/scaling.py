@@ -4,7 +4,8 @@ A fake process group answers every collective at once with this rank's own data,
 calls, the same sizes, the same buffers. Real gloo ranks (W = 2, 3, 4, 8) confirm calls and bytes. 32 rows per rank, dim 128, float32, 2^20
 classes. Calls are collectives, and messages to the next rank in a ring. Bytes are what one rank sends: its own part to W - 1 peers in a
 gather, all but its own part in an exchange. The law in the last columns is the closed form; a row that departs from it is WRONG. Up to 8
-ranks gathered rows travel in the handshake: one collective less, and a handshake that has grown to them.
+ranks gathered rows travel in the handshake, and up to 3 the sum of their gradients: a collective less each, and handshakes that have
+grown to them. On an accelerator backward has no handshake.
 """
 
 from __future__ import annotations
@@ -52,22 +53,10 @@ def scattered(world: int) -> int:
     return EMBEDDINGS * (world - 1)
 
 
-def is_inline(rows_bytes: int) -> bool:
-    """Whether this rank's rows travel in the handshake, with a few bytes about them."""
-    return rows_bytes + 64 <= inline_capacity()
-
-
-def handshake_size(rows_bytes: int) -> int:
-    """Bytes of each handshake of a step: grown to rows that travel in it and what stands before them, in eighths of a power of two."""
-    if not is_inline(rows_bytes):
-        return HANDSHAKE_BYTES
-    eighth = 1 << (rows_bytes + 512).bit_length() >> 3
-    return max(HANDSHAKE_BYTES, -(-(rows_bytes + 512) // eighth) * eighth)
-
-
-def gather_size(rows_bytes: int) -> int:
-    """Bytes of the gather of what does not travel in the handshake."""
-    return 0 if is_inline(rows_bytes) else rows_bytes
+def handshake_size(payload_bytes: int) -> int:
+    """Bytes of each handshake of a step: grown to the longest payload and what stands before it, in eighths of a power of two."""
+    eighth = 1 << (payload_bytes + 512).bit_length() >> 3
+    return max(HANDSHAKE_BYTES, -(-(payload_bytes + 512) // eighth) * eighth)
 
 
 @dataclass(frozen=True)
@@ -76,12 +65,13 @@ class Mode:
 
     Attributes:
         make: The loss for a number of ranks.
-        rows_bytes: What this rank gathers.
-        handshakes: How many.
-        others: Collectives beside the handshakes and the gather of the rows.
+        rows_bytes: Rows that this rank gathers.
+        handshakes: Number of them, that of backward included.
+        others: Collectives beside the handshakes, the gather of the rows and the exchange of their gradient.
         law: Bytes that a rank sends in them, for a number of ranks.
         largest: Number of ranks that the memory here allows.
         messages: To each other rank but one, round a ring.
+        grad_bytes: Gradient of one rank's rows. Those of all ranks are summed in backward.
     """
 
     make: Callable[[int], Any]
@@ -91,21 +81,39 @@ class Mode:
     law: Callable[[int], int]
     largest: int
     messages: int = 0
+    grad_bytes: int = 0
+
+    def riding(self, world: int) -> list[int]:
+        """Bytes that travel in a handshake: rows with a few bytes about them, and the gradient of all ranks' rows."""
+        payloads = {self.rows_bytes: self.rows_bytes + 64, world * self.grad_bytes: world * self.grad_bytes}
+        return [size for size, needed in payloads.items() if needed <= inline_capacity()]
+
+    def apart(self, world: int) -> list[int]:
+        """Bytes for each peer that travel in a collective of their own."""
+        riding = self.riding(world)
+        gathered = [] if self.rows_bytes in riding else [self.rows_bytes]
+        return gathered if world * self.grad_bytes in riding else [*gathered, self.grad_bytes]
 
     def calls(self, world: int) -> int:
         """Collectives and messages of a step."""
-        return self.handshakes + self.others + (gather_size(self.rows_bytes) > 0) + self.messages * (world - 1)
+        return self.handshakes + self.others + len(self.apart(world)) + self.messages * (world - 1)
 
     def sent(self, world: int) -> int:
         """Bytes that a rank sends."""
-        opening = self.handshakes * handshake_size(self.rows_bytes) + gather_size(self.rows_bytes)
-        return opening * (world - 1) + self.law(world)
+        handshakes = self.handshakes * handshake_size(max(self.riding(world), default=0))
+        return (handshakes + sum(self.apart(world))) * (world - 1) + self.law(world)
 
 
 MODES: dict[str, Mode] = {
     "ArcFace, elements": Mode(lambda w: GlobalBatchLoss(pml.ArcFaceLoss(1000, DIM)), 0, 1, 0, lambda w: 0, 4096),
     "Circle, rows": Mode(
-        lambda w: GlobalBatchLoss(pml.CircleLoss(), mode="rows"), EMBEDDINGS + LABELS, 2, 1, scattered, 64
+        lambda w: GlobalBatchLoss(pml.CircleLoss(), mode="rows"),
+        EMBEDDINGS + LABELS,
+        3,
+        0,
+        lambda w: 0,
+        64,
+        grad_bytes=EMBEDDINGS,
     ),
     "SupCon, replicated": Mode(
         lambda w: GlobalBatchLoss(pml.SupConLoss(), mode="replicated"), EMBEDDINGS + LABELS, 1, 0, lambda w: 0, 64
@@ -113,22 +121,24 @@ MODES: dict[str, Mode] = {
     "ArcFace, 2^20 classes divided": Mode(
         arcface,
         EMBEDDINGS + LABELS,
-        1,
         2,
-        lambda w: (3 * ROWS * w + 4) * WORD * (w - 1) + scattered(w),
+        1,
+        lambda w: (3 * ROWS * w + 4) * WORD * (w - 1),
         4096,
+        grad_bytes=EMBEDDINGS,
     ),
     "CLIP": Mode(
         lambda w: ClipLoss(),
         EMBEDDINGS + ROWS * WORD,
-        1,
         2,
-        lambda w: (2 * ROWS * w + 1) * WORD * (w - 1) + scattered(w),
+        1,
+        lambda w: (2 * ROWS * w + 1) * WORD * (w - 1),
         4096,
+        grad_bytes=EMBEDDINGS,
     ),
-    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS + ROWS * WORD, 2, 1, scattered, 4096),
+    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS, 3, 0, lambda w: 0, 4096, grad_bytes=EMBEDDINGS),
     "CLIP, ring": Mode(
-        lambda w: ClipLoss(gather="ring"), 0, 2, 0, lambda w: 3 * scattered(w) + 4 * ROWS * WORD * (w - 1), 4096, 4
+        lambda w: ClipLoss(gather="ring"), 0, 3, 0, lambda w: 3 * scattered(w) + 3 * ROWS * WORD * (w - 1), 4096, 4
     ),
     "SigLIP, ring": Mode(lambda w: SigLipLoss(gather="ring"), 0, 2, 0, lambda w: 2 * scattered(w), 4096, 2),
 }
