@@ -294,17 +294,20 @@ class _NotedGrad(NamedTuple):
     """What came back into one value.
 
     Attributes:
-        copy: Upstream gradient on its way to the host.
-        is_late: It is on an accelerator and may still be computed.
+        grad: Upstream gradient. That of an accelerator is on its way to the host and may still be computed.
         number: Notes of all watches count up.
     """
 
-    copy: HostCopy
-    is_late: bool
+    grad: Tensor | HostCopy
     number: int
 
+    @property
+    def is_late(self) -> bool:
+        return isinstance(self.grad, HostCopy)
+
     def text(self) -> str:
-        return " and ".join(map(repr, self.copy.read().reshape(-1).tolist()))
+        values = self.grad.read() if isinstance(self.grad, HostCopy) else self.grad
+        return " and ".join(map(repr, values.reshape(-1).tolist()))
 
 
 class UpstreamGradRecorder:
@@ -387,7 +390,8 @@ class UpstreamGradWatch:
             watches.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
-        self._noted.append(_NotedGrad(HostCopy(grad), grad.device.type != "cpu", next(_note_numbers)))
+        noted = grad.detach().clone() if grad.device.type == "cpu" else HostCopy(grad)
+        self._noted.append(_NotedGrad(noted, next(_note_numbers)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UpstreamGradWatch, ()
