@@ -177,11 +177,12 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, message: memoryview) -> Header:
         """Read the message of a rank, as far as it was sent. Of another version only the header is known."""
-        header = cls(*_WIRE.unpack_from(message))
+        numbers = _WIRE.unpack_from(message)
+        header = cls(*numbers)
         if header.version != VERSION:
             return header
-        text = bytes(message[HEADER_BYTES : header.payload_start])
-        return header._replace(text=text, payload=header.payload_in(message))
+        start = header.payload_start
+        return cls(*numbers, bytes(message[HEADER_BYTES:start]), bytes(message[start : start + header.payload_bytes]))
 
     @property
     def payload_start(self) -> int:

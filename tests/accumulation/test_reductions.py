@@ -128,7 +128,7 @@ def beside_a_divided_model(factor: float | None, kind: str) -> dict[str, Tensor]
             rows = rows_of(i, rank)
             loss(net(rows), torch.arange(len(rows)) % CLASSES).backward()
     if kind == "shards":
-        parts: list[Any] = [None] * 2
+        parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, loss.weight.grad)
         return {**gradients(net), "weight": torch.cat(parts, 1)}
     return {**gradients(net), "weight": loss.module.loss.W.grad}
@@ -139,13 +139,15 @@ def class_loss() -> nn.Module:
     return ArcFaceLoss(CLASSES, 2).double()
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["shards", "under DDP"])
-@pytest.mark.parametrize("factor", [None, 1.0])
-def test_class_weights_beside_a_divided_model(pool: RankPool, factor: float | None, kind: str) -> None:
+@pytest.mark.parametrize("factor", [None, 1.0, 300.0])
+def test_class_weights_beside_a_divided_model(pool: RankPool, factor: float | None, kind: str, world_size: int) -> None:
     net, loss = make_net(), class_loss()
-    batches = [rows_of(i, place) for i in range(2) for place in range(2)]
+    batches = [rows_of(i, place) for i in range(2) for place in range(world_size)]
     loss(net(torch.cat(batches)), torch.cat([torch.arange(len(rows)) % CLASSES for rows in batches])).backward()
-    assert_all_close(pool.run(2, beside_a_divided_model, factor, kind), {**gradients(net), "weight": loss.W.grad})
+    alone = {**gradients(net), "weight": loss.W.grad}
+    assert_all_close(pool.run(world_size, beside_a_divided_model, factor, kind), alone)
 
 
 def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
