@@ -177,12 +177,12 @@ class Header(NamedTuple):
     @classmethod
     def read(cls, message: memoryview) -> Header:
         """Read the message of a rank, as far as it was sent. Of another version only the header is known."""
-        numbers = _WIRE.unpack_from(message)
-        header = cls(*numbers)
+        header = cls(*_WIRE.unpack_from(message))
         if header.version != VERSION:
             return header
         start = header.payload_start
-        return cls(*numbers, bytes(message[HEADER_BYTES:start]), bytes(message[start : start + header.payload_bytes]))
+        text, payload = message[HEADER_BYTES:start], message[start : start + header.payload_bytes]
+        return header._replace(text=bytes(text), payload=bytes(payload))
 
     @property
     def payload_start(self) -> int:
