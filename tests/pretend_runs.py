@@ -51,6 +51,12 @@ from tests.oracle import own
 
 ROWS, WIDTH = 512, 32
 EXACT = 1e-7  # relative; float64, through roots and logarithms of near equals
+IN_FLOAT32 = (
+    "ManifoldLoss",
+    "CosineSimilarity",
+    "SpatialCorrelationCoefficient",
+)  # their formulas convert to it, always
+EXACT_IN_FLOAT32 = 1e-6
 NUDGES = 64  # of the inputs, where a difference may be that of a tie
 
 
@@ -195,7 +201,7 @@ class Slope:
         make: Number of tiles -> the module.
         inputs: Its arguments, on the host.
         launches: Per tile.
-        is_large: As for a matrix over ``evaluator.MASKED_BYTES``, whose masks are those of a band but for SupCon.
+        is_large: As for a matrix over ``evaluator.MASKED_BYTES``, whose masks are those of a band.
     """
 
     make: Callable[[int], nn.Module]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
-from lightning_ddp_losses.losses.tiled import evaluator, pair_losses
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tiled import evaluator
 
 __all__ = ["ArcFace", "Clip", "Contest", "SigLip", "TwoOfEachClass"]
 
@@ -32,6 +34,21 @@ def _blocks(count: int, width: int) -> Iterator[slice]:
     step = max(1, _BLOCK_ENTRIES // max(width, 1))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
+
+
+def _compiled(
+    device: str, loss: nn.Module, attribute: str, ways: dict[str, Callable[[], Tensor]]
+) -> dict[str, Callable[[], Tensor]]:
+    """Return the same ways with ``compile_tiles=True``, on the same weights. The pretended device has no compiler."""
+    if not device.startswith("cuda"):
+        return {}
+    compiler = TileCompiler()
+
+    def run(way: Callable[[], Tensor]) -> Tensor:
+        with mock.patch.object(loss, attribute, compiler):
+            return way()
+
+    return {f"ours, compiled{name}": partial(run, way) for name, way in ways.items()}
 
 
 class Contest(ABC):
@@ -64,10 +81,10 @@ class _Towers(Contest):
         self.images, self.texts = images.bfloat16().requires_grad_(), texts.bfloat16().requires_grad_()
         self.loss: Any = loss.to(device)
         self.leaves = {"images": self.images, "texts": self.texts, "scale": self.loss.logit_scale}
-        self.ours = {
-            "ours": lambda: self._ours("float32"),
-            "ours, products='auto'": lambda: self._ours("auto"),
-        }
+        ways = {"": lambda: self._ours("float32"), ", products='auto'": lambda: self._ours("auto")}
+        self.ours = {f"ours{name}": way for name, way in ways.items()} | _compiled(
+            device, self.loss, "_compiler", ways
+        )
         self.plain = {
             "torch, bf16": lambda: self._plain(torch.bfloat16),
             "torch, float32": lambda: self._plain(torch.float32),
@@ -162,6 +179,7 @@ class TwoOfEachClass(Contest):
             "ours": lambda: self._ours("float32"),
             "ours, masks of all columns": lambda: self._with_pairs(masked=True),
             "ours, masks of a band": lambda: self._with_pairs(masked=False),
+            **_compiled(device, loss, "_tile_compiler", {"": lambda: self._ours("float32")}),
         }
         self.plain = {"torch, float32": self._plain}
         self.tolerance = {"ours": 1e-4, "torch": 1e-4}
@@ -174,10 +192,7 @@ class TwoOfEachClass(Contest):
     def _with_pairs(self, *, masked: bool) -> Tensor:
         """Compute with masks of all columns or of a band, whatever the size of the matrix, which chooses (``evaluator.MASKED_BYTES``)."""
         most = 1 << 62 if masked else 0
-        with (
-            mock.patch.object(pair_losses.SupCon, "masks_any_size", masked),
-            mock.patch.object(evaluator, "MASKED_BYTES", most),
-        ):
+        with mock.patch.object(evaluator, "MASKED_BYTES", most):
             return self._ours("float32")
 
     def _plain(self) -> Tensor:
@@ -216,13 +231,16 @@ class ArcFace(Contest):
         self.embeddings = torch.randn(rows, width, device=device).requires_grad_()
         self.labels = torch.randint(classes, (rows,), generator=torch.Generator().manual_seed(1)).to(device)
         self.leaves = {"embeddings": self.embeddings, "weight": self.loss.weight}
-        self.ours = {
-            "ours": lambda: self._ours("float32"),
-            "ours, products='bf16'": lambda: self._ours("bf16"),
-        }
+        ways = {"": lambda: self._ours("float32"), ", products='bf16'": lambda: self._ours("bf16")}
+        self.ours = {f"ours{name}": way for name, way in ways.items()} | _compiled(device, self.loss, "_compiler", ways)
         self.plain = {"torch, float32": self._plain}
         # bf16 rounds a float32 weight by 2^-9, which a scale of 64 makes larger
-        self.tolerance = {"ours, products='bf16'": 0.3, "ours": 1e-4, "torch": 1e-4}
+        self.tolerance = {
+            "ours, products='bf16'": 0.3,
+            "ours, compiled, products='bf16'": 0.3,
+            "ours": 1e-4,
+            "torch": 1e-4,
+        }
 
     def _ours(self, products: str) -> Tensor:
         self.loss.products = products

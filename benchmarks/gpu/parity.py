@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.records import Row
 from tests.devices import Device
-from tests.pretend_runs import EXACT, Found, runs_of
+from tests.pretend_runs import EXACT, EXACT_IN_FLOAT32, IN_FLOAT32, Found, runs_of
 
 
 def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
@@ -30,7 +30,7 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
         # one that failed is worse than any difference
         off = {name: math.inf if result.error else result.difference for name, result in results.items()}
         worst = max(off, key=lambda name: off[name])
-        inexact = [name for name in off if not off[name] < EXACT]
+        inexact = [name for name in off if not off[name] < _limit_of(name)]
         ties = [name for name in inexact if results[name].is_a_tie]
         table = "gpu a: one process beside the CPU's"
         yield {
@@ -48,3 +48,7 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
             if name in ties:
                 why, verdict = f"{why}; the CPU finds the same after one rounding of its inputs", "ties"
             yield {"table": f"{table}: not exact", "loss": name, "why": why, "verdict": verdict}
+
+
+def _limit_of(name: str) -> float:
+    return EXACT_IN_FLOAT32 if any(formula in name for formula in IN_FLOAT32) else EXACT

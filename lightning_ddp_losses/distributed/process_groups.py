@@ -155,8 +155,8 @@ class ProcessGroups:
         if tensor.device.type == "cpu":
             return self.get("host")
         if self._may_share_devices:
-            self._may_share_devices = False
             _refuse_shared_device(self.handshakes, tensor.device)
+            self._may_share_devices = False
         return self.device
 
 

@@ -37,7 +37,7 @@ from lightning_ddp_losses.losses.products import (
     splits,
 )
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, LocalTargets, ShardedWeight, Targets
-from lightning_ddp_losses.losses.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 
 Number = float | Tensor
 Penalty = Callable[[Tensor], tuple[Tensor, Number]]
@@ -103,13 +103,13 @@ class ShardedSoftmax:
         kind = (str(like.dtype), device.type, is_bf16, classes.log_weight is None, classes.has_all)
 
         def rehearsal(run: Callable[..., Any]) -> None:
-            # a chunk of a few rows and classes, which takes the same branches
-            products = torch.linspace(-1, 1, 15, dtype=like.dtype, device=device).view(3, 5)
-            of_rows, of_columns = products.new_ones(3), products.new_ones(5)
+            # a chunk that takes the same branches
+            products = rehearsed_tile(like)
+            of_rows, of_columns = products.new_ones(len(products)), products.new_ones(products.shape[1])
             factors = (of_rows, of_columns) if is_bf16 else NO_FACTORS
             has_margin, keeps = self.head.has_margin, classes.number <= classes.chunk
             is_inside = None if classes.has_all and keeps else of_rows > 0
-            targets = Targets(is_inside, torch.arange(3, device=device).unsqueeze(1))
+            targets = Targets(is_inside, torch.arange(len(products), device=device).unsqueeze(1))
             chunk = Chunk(*factors, targets, None if classes.log_weight is None else of_columns)
             run(class_stats, products, chunk, of_rows, has_margin, keeps)
             chunk, at_targets = chunk.of_logits() if keeps else chunk, of_rows if has_margin else None

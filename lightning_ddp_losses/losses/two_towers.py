@@ -58,7 +58,7 @@ from lightning_ddp_losses.losses.products import (
     total_of,
     warn_of_tf32,
 )
-from lightning_ddp_losses.losses.tile_compiler import TileCompiler
+from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 
 _HOST_TILE_BYTES = 2 << 20
 
@@ -621,14 +621,15 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         kind = (str(like.dtype), like.device.type, call.form, call.splits, self.normalize, call.trained)
 
         def rehearsal(run: Callable[..., Any]) -> None:
-            # a tile of a few rows and columns, which takes the same branches
-            products = torch.linspace(-1, 1, 15, dtype=like.dtype, device=like.device).view(3, 5)
+            # a tile that takes the same branches
+            products = rehearsed_tile(like)
+            rows, columns = products.shape
             of_rows = of_columns = scale = None
             if call.form == "bf16":
                 scale = products.new_ones(())
                 if self.normalize:
-                    of_rows, of_columns = products.new_ones(3), products.new_ones(5)
-            own = torch.arange(3, device=like.device).unsqueeze(1)
+                    of_rows, of_columns = products.new_ones(rows), products.new_ones(columns)
+            own = torch.arange(rows, device=like.device).unsqueeze(1)
             self._rehearse_tile(run, products, Factors(scale, of_rows, of_columns, own), call)
 
         with torch.no_grad():

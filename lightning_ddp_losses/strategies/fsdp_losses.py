@@ -54,11 +54,30 @@ class _ShardedBackward(FitPart):
     """Exchanges the call check when backward reaches a sharded module, before anything is gathered and any gradient leaves."""
 
     def on_model_ready(self) -> None:
-        """Watch each sharded module. Backward may reach an inner one first."""
-        _refuse_mixed_groups(self.fit.module, self.fit.strategy.optimizers)
+        """Watch each sharded module. Backward may reach an inner one first. Let optimizers step whole and divided parameters apart."""
+        for number, optimizer in enumerate(self.fit.strategy.optimizers):
+            _refuse_mixed_groups(self.fit.module, number, optimizer)
+            self._step_mixed_groups_singly(optimizer)
         # before fully_shard's own hook, which registers what gathers
         for inner in _sharded_modules(self.fit.module):
             hook = inner.register_forward_hook(self._watch, prepend=True)  # type: ignore[attr-defined]
+            self.undo.callback(hook.remove)
+
+    def _step_mixed_groups_singly(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step each parameter of mixed groups by itself. On a GPU it would take ``foreach``, which cannot mix them."""
+        groups: list[dict[str, Any]] = []
+
+        def before(*_: Any) -> None:
+            # a checkpoint brings other groups
+            groups[:] = [g for g in optimizer.param_groups if g.get("foreach", False) is None and _whole_among_parts(g)]
+            for group in groups:
+                group["foreach"] = False
+
+        def after(*_: Any) -> None:
+            for group in groups:
+                group["foreach"] = None
+
+        for hook in (optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)):
             self.undo.callback(hook.remove)
 
     @eager_recursive
@@ -393,24 +412,28 @@ def _refuse_losses(module: nn.Module, losses: Iterable[FoundLoss]) -> None:
     )
 
 
-def _refuse_mixed_groups(module: nn.Module, optimizers: Iterable[Any]) -> None:
-    """Refuse a parameter group that steps divided and whole parameters in one call, which torch cannot.
+def _whole_among_parts(group: dict[str, Any]) -> list[Tensor]:
+    """Return the parameters of an optimizer's group that are whole, if others are divided."""
+    whole = [p for p in group["params"] if not isinstance(p, DTensor)]
+    return whole if len(whole) < len(group["params"]) else []
+
+
+def _refuse_mixed_groups(module: nn.Module, number: int, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a parameter group that is to step divided and whole parameters in one call, which torch cannot.
 
     Raises:
         ConfigurationError: naming parameters.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            is_joint = group.get("foreach") or group.get("fused")
-            whole = [names.get(id(p), "a parameter") for p in group["params"] if not isinstance(p, DTensor)]
-            expect(
-                not is_joint or len(whole) in (0, len(group["params"])),
-                f"parameter group of optimizer {number} with foreach or fused",
-                expected="only parameters that fully_shard divides, or none of them",
-                got=f"{listed(whole)} among such",
-                fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
-            )
+    for group in optimizer.param_groups:
+        whole = _whole_among_parts(group)
+        expect(
+            not whole or not (group.get("foreach") or group.get("fused")),
+            f"parameter group of optimizer {number} with foreach or fused",
+            expected="only parameters that fully_shard divides, or none of them",
+            got=f"{listed([names.get(id(p), 'a parameter') for p in whole])} among such",
+            fix='Give them a group of their own: [{"params": encoder}, {"params": the others}].',
+        )
 
 
 def _is_over_all_ranks(parameter: DTensor) -> bool:

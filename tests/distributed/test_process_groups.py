@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import threading
 import time
 from datetime import timedelta
@@ -22,7 +23,7 @@ from lightning_ddp_losses.distributed import handshake, process_groups, rendezvo
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.distributed.raw_collectives import Ring, start_mean
 from lightning_ddp_losses.distributed.shard import ClassShard
-from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.errors import ConfigurationError, InputError
 from lightning_ddp_losses.strategies.shards import assemble
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
@@ -288,7 +289,12 @@ def make_groups_of_nccl(devices: list[str]) -> list[tuple[str, float]]:
         ours = process_groups.internal_groups()
         # the current device is the same on all ranks: a script may name devices and set none
         on_device: Any = SimpleNamespace(device=torch.device("cuda", dist.get_rank()))
-        assert ours.for_tensor(on_device) is ours.device
+        try:
+            assert ours.for_tensor(on_device) is ours.device
+        except ConfigurationError as error:
+            with pytest.raises(ConfigurationError, match=re.escape(str(error))):
+                ours.for_tensor(on_device)  # asked again, not let through
+            raise
     assert ours.for_tensor(on_device) is ours.device, "asked once"
     assert ours.device is dist.group.WORLD, "what lies on a device shares the communicator of the model"
     process_groups.close()

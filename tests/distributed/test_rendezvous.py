@@ -134,7 +134,10 @@ def test_a_device_is_known_by_what_it_is_and_not_by_its_number(monkeypatch: pyte
     assert rendezvous.nccl_device("gloo", torch.device("cuda", 0)) is None, "gloo takes two ranks on a device"
     assert rendezvous.nccl_device("nccl", torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert rendezvous.nccl_device("nccl", torch.device("cuda", 3)) == f"{socket.gethostname()} cuda:3"
+    own = f"{socket.gethostname()} cuda:3"
+    assert rendezvous.nccl_device("nccl", torch.device("cuda", 3)) == own
+    monkeypatch.setenv("NCCL_HOSTID", "another host")
+    assert rendezvous.nccl_device("nccl", torch.device("cuda", 3)) == f"another host {own}", "as NCCL tells hosts apart"
 
 
 # ---------------------------------------------------------------------- a world of somebody else under an agent

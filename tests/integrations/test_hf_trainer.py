@@ -99,26 +99,28 @@ def trainer_of(folder: str, loss: Any, accumulate: int, *, callbacks: list[Any] 
         gradient_accumulation_steps=accumulate,
         max_grad_norm=CLIP,
         remove_unused_columns=False,
+        lr_scheduler_type="constant",
         **QUIET | options,
     )
-    model = Tagger()
-    optimizer = torch.optim.SGD(model.parameters(), RATE)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     batches = Batches(STEPS * accumulate * dist.get_world_size() - (dist.get_world_size() if accumulate > 1 else 0))
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(batches)
 
+        # FSDP2 wants the optimizer made here
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD((model or self.model).parameters(), RATE)
+            return self.optimizer
+
     return InOrder(
-        model,
+        Tagger(),
         arguments,
         data_collator=lambda items: items[0],
         train_dataset=batches,
         eval_dataset=Batches(4),
         compute_loss_func=loss,
         callbacks=[loss] if callbacks is None else callbacks,
-        optimizers=(optimizer, schedule),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -327,6 +328,27 @@ REFUSED: list[tuple[Callable[[Towers], None], list[str]]] = [
     (a_fused_group, ["foreach or fused", "got bias, loss.loss.W among such"]),
     (another_mesh, ["encoder.0.weight (S(0) over 1 ranks)", "over all 2 ranks"]),
 ]
+
+
+def fit_as_on_a_gpu(optimizer: str) -> dict[str, Tensor]:
+    """There torch steps all parameters of a group in one call, unless an option says otherwise."""
+    groups: list[Any] = []
+
+    def keep(module: Towers) -> None:
+        make = module.configure_optimizers
+        module.configure_optimizers = lambda: groups.append(made := make()) or made  # type: ignore[method-assign]
+
+    optim = importlib.import_module("torch.optim.optimizer")
+    with mock.patch.object(optim, "_get_foreach_kernels_supported_devices", return_value=["cpu"]):
+        state = fit_sharded_model("arcface", optimizer, prepare=keep)
+    assert [group["foreach"] for group in groups[0].param_groups] == [None], "a checkpoint has the user's options"
+    return state
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_group_of_divided_and_whole_parameters(pool: RankPool, optimizer: str) -> None:
+    for state in pool.run(2, fit_as_on_a_gpu, optimizer):
+        assert_close(state, alone("arcface", optimizer))
 
 
 def configure(how: Callable[[Towers], None], module: Towers) -> None:

@@ -122,7 +122,6 @@ class PairLoss:
         symmetric: Gradients of transposed entries follow from the statistics.
         needs_both_kinds: PML returns a zero without positives or without negatives.
         counts_pairs_once: A pair counts once, however often a miner names it.
-        masks_any_size: Pairs are ``WholePairs`` on an accelerator, however large the matrix is (``evaluator.MASKED_BYTES``).
         width: k.
         scale: Factor of the distances in the tiles' matrix.
         grad_in_forward: A tile's gradient follows from the tile alone, up to a factor per sub-loss.
@@ -139,7 +138,6 @@ class PairLoss:
     symmetric: ClassVar[bool] = True
     needs_both_kinds: ClassVar[bool] = False
     counts_pairs_once: ClassVar[bool] = False
-    masks_any_size: ClassVar[bool] = False
     grad_in_forward: bool = False
     grad_signs: tuple[float, ...] = (1.0,)
     width: int = 0
@@ -335,7 +333,6 @@ class SupCon(SoftmaxPairLoss):
 
     counts_pairs_once = True
     needs_both_kinds = True
-    masks_any_size = True
     rows_of = staticmethod(formulas.supcon_rows)
     grad_of = staticmethod(formulas.supcon_grad)
 
