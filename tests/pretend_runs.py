@@ -218,7 +218,7 @@ def in_tiles(loss: type[nn.Module], **options: Any) -> Callable[[int], nn.Module
 # Aimed at: about 25. A tile is computed in forward and once more in backward (Contrastive and Triplet in forward alone, where their
 # gradient is known but for a factor). NTXent needs 29 since each positive is a softmax of its own, against the negatives of its row and
 # of its column; MultiSimilarity 26 since a row is two log-sum-exps. Bands of columns, of matrices over `MASKED_BYTES`, cost some launches
-# of a few bytes more. How much of their cost a GPU hides behind tiles of 256 MiB has not been measured.
+# of a few bytes more, and less time on a GPU (`benchmarks/README.md`).
 SLOPES: dict[str, Slope] = {
     "SupCon": Slope(in_tiles(pml.SupConLoss), pairs_of_rows, 20),
     "NTXent": Slope(in_tiles(pml.NTXentLoss), pairs_of_rows, 29),
@@ -227,7 +227,7 @@ SLOPES: dict[str, Slope] = {
     "Triplet": Slope(
         in_tiles(pml.TripletMarginLoss), classes_of_rows, 30
     ),  # 24 with cumsum, which is not deterministic on CUDA
-    "SupCon, over 64 MiB": Slope(in_tiles(pml.SupConLoss), pairs_of_rows, 20, is_large=True),
+    "SupCon, over 64 MiB": Slope(in_tiles(pml.SupConLoss), pairs_of_rows, 22, is_large=True),
     "NTXent, over 64 MiB": Slope(in_tiles(pml.NTXentLoss), pairs_of_rows, 65, is_large=True),
     "MultiSimilarity, over 64 MiB": Slope(in_tiles(pml.MultiSimilarityLoss), pairs_of_rows, 65, is_large=True),
     "Contrastive, over 64 MiB": Slope(in_tiles(pml.ContrastiveLoss), pairs_of_rows, 61, is_large=True),

@@ -82,9 +82,7 @@ class _Towers(Contest):
         self.loss: Any = loss.to(device)
         self.leaves = {"images": self.images, "texts": self.texts, "scale": self.loss.logit_scale}
         ways = {"": lambda: self._ours("float32"), ", products='auto'": lambda: self._ours("auto")}
-        self.ours = {f"ours{name}": way for name, way in ways.items()} | _compiled(
-            device, self.loss, "_compiler", ways
-        )
+        self.ours = {f"ours{name}": way for name, way in ways.items()} | _compiled(device, self.loss, "_compiler", ways)
         self.plain = {
             "torch, bf16": lambda: self._plain(torch.bfloat16),
             "torch, float32": lambda: self._plain(torch.float32),

@@ -13,6 +13,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
@@ -64,7 +65,12 @@ def versions() -> Iterator[ReportLine]:
     """Yield the versions of this package, of Python and of each requirement. A requirement that is not met is a fault."""
     yield "ddp-losses", __version__, False
     yield "Python", f"{platform.python_version()}, {platform.platform()}", False
-    for wanted in map(Requirement, importlib.metadata.requires("lightning-ddp-losses") or ()):
+    try:
+        requirements = importlib.metadata.requires("lightning-ddp-losses") or ()
+    except importlib.metadata.PackageNotFoundError:
+        yield "installed", f"no, read from {Path(__file__).parents[2]}: its requirements are not known", False
+        return
+    for wanted in map(Requirement, requirements):
         if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
             version = next((found.version for found in importlib.metadata.distributions(name=wanted.name)), "")
             is_met = bool(version) and wanted.specifier.contains(version, prereleases=True)

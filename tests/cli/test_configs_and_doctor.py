@@ -7,6 +7,7 @@ import re
 import sys
 from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -143,6 +144,15 @@ def test_the_doctor_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "other" not in text
     assert "GLOO_SOCKET_IFNAME=eth7" in text
     assert "Look at: torch, absent, two ranks." in text
+
+
+def test_sources_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU machine that has a copy of the repository on its path."""
+    monkeypatch.setattr(importlib.metadata, "requires", mock.Mock(side_effect=importlib.metadata.PackageNotFoundError))
+    assert list(doctor.versions())[2:] == [
+        ("installed", f"no, read from {ROOT}: its requirements are not known", False)
+    ]
+    assert "read from" in doctor.version_line()
 
 
 def test_ranks_that_cannot_start_are_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
