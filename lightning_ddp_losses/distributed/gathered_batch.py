@@ -127,9 +127,13 @@ def gather_batch(
         travelling.append(TravellingRows(value.detach(), rows_form, narrow_dtypes[i]))
     receive = partial(_gather_packed, travelling, sent, counts, group)
     if all(offer.is_inline for offer in offers):
-        receive = partial(_unpack, travelling, counts, [_as_buffer(offer.rows) for offer in offers])
+        receive = partial(_unpack, travelling, counts, _as_buffers([offer.rows for offer in offers]))
     gathered = gather_with_grad(what, receive, values, counts, how, group)
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
+
+
+Messages: TypeAlias = Tensor | Sequence[Tensor]
+"""Bytes of each rank, (W, n), or (n,) of each if these are of different lengths."""
 
 
 @functools.cache
@@ -174,22 +178,30 @@ def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
         yield bytes(aligned(len(data)) - len(data))
 
 
-def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], buffers: Sequence[Tensor]) -> list[Tensor]:
+def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], messages: Messages) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
-    out, starts = [], [0] * len(buffers)
+    out, starts = [], [0] * len(messages)
     for each, rows in zip(travelling, counts, strict=True):
-        blocks = []
-        for rank, buffer in enumerate(buffers):
-            size = each.num_bytes(rank, rows[rank])
-            blocks.append(each.rows_in(buffer[starts[rank] : starts[rank] + size], rank, rows[rank]))
-            starts[rank] += aligned(size)
+        if isinstance(messages, Tensor) and len({*zip(starts, rows, each.dtypes, strict=True)}) == 1:
+            # the usual case, with no work per rank: all have as many rows at the same place
+            sizes = [each.num_bytes(0, rows[0])] * len(messages)
+            blocks = each.rows_in(messages[:, starts[0] : starts[0] + sizes[0]], 0, rows[0]).unbind()
+        else:
+            sizes = list(map(each.num_bytes, range(len(rows)), rows))
+            parts = [message[a : a + size] for message, a, size in zip(messages, starts, sizes, strict=True)]
+            blocks = tuple(map(each.rows_in, parts, range(len(rows)), rows))
+        starts = [start + aligned(size) for start, size in zip(starts, sizes, strict=True)]
         out.append(each.joined(blocks))
     return out
 
 
-def _as_buffer(data: bytes) -> Tensor:
-    """Return a tensor of bytes."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+def _as_buffers(parts: Sequence[bytes]) -> Messages:
+    """Return the bytes of all ranks as one tensor, or as one of each rank if they are of different lengths, or none."""
+    size = len(parts[0])
+    if size and all(len(part) == size for part in parts):
+        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8).view(-1, size)
+    none = torch.empty(0, dtype=torch.uint8)
+    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else none for part in parts]
 
 
 def _gather_packed(
@@ -211,7 +223,7 @@ def _gather_packed(
     # 2. one gather
     gather(everyone, packed, group=group_for(packed, group))
     # 3. each tensor's block of each rank
-    return _unpack(travelling, counts, everyone.split(longest))  # type: ignore[no-untyped-call]
+    return _unpack(travelling, counts, everyone.view(-1, longest))
 
 
 def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:

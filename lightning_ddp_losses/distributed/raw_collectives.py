@@ -86,9 +86,9 @@ class TravellingRows:
         return rows * like.shape[1:].numel() * like.element_size()
 
     def rows_in(self, message: Tensor, rank: int, rows: int) -> Tensor:
-        """Return so many travelling rows of a rank, a view of their bytes."""
+        """Return so many travelling rows of a rank, a view of their bytes (n,), or those of all ranks, of (W, n)."""
         like = self.like(rank)
-        return message.view(like.dtype).view(rows, *like.shape[1:])
+        return message.view(like.dtype).view(*message.shape[:-1], rows, *like.shape[1:])
 
     def expanded(self, rank: int, rows: Tensor) -> Tensor:
         """Return the rows of the tensor that a rank's travelling rows stand for."""
