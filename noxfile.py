@@ -208,7 +208,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Check and measure on a GPU, with the packages of the interpreter that runs nox: `--part a` to `d`, `--device pretend`."""
+    """Check and measure on a GPU, with the packages of the interpreter that runs nox: `--part a` to `e`, `--device pretend`."""
     session.run(sys.executable, "-m", "benchmarks", "gpu", *session.posargs)
 
 

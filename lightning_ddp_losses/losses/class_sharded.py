@@ -102,7 +102,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             ``predict`` are float32.
         compile_tiles: Let ``torch.compile`` fuse the elementwise part of a chunk of classes, if logits are cosines times numbers, with one
             center a class. All ranks compile at the first call, which takes seconds. If it fails on any, all compute eagerly, with a
-            warning.
+            warning. For many classes on a GPU: ArcFace with 3 million took 113 ms in place of 170 with ``products="bf16"``, and 330 in
+            place of 351 without (NVIDIA H200, torch 2.11).
         name: Name among losses of its kind, as in ``GlobalBatchLoss``.
         group: Process group over which the classes are sharded. None is the world. If it is a part (the ranks of a node), every part
             holds all classes, the loss is still that of the rows of all ranks, and the weight's gradient is averaged over its replicas.

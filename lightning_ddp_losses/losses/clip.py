@@ -45,7 +45,8 @@ class ClipLoss(TwoTowerLoss):
             where the towers give bfloat16 (autocast), rows of float32 are rounded by 2^-9. ``"auto"``: that where both towers are
             bfloat16, else float32. In all but ``"float32"`` the gradient of a product is rounded by 2^-17. float64 stays float64.
         compile_tiles: Compile a tile's computations next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
-            none. It takes seconds at the first call.
+            none. It takes seconds at the first call. For many bfloat16 rows on a GPU: with ``products="auto"``, on an NVIDIA H200 with
+            torch 2.11, a step of 32,768 rows took 53 ms in place of 80, of 16,384 and fewer 1.04 to 1.19 times as long.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.

@@ -80,7 +80,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also know ``"ring"``.
         compile_tiles: Let ``torch.compile`` fuse the elementwise part of a tile (in ``rows``, without a miner's tuples or smooth triplets).
-            All ranks compile at the first call. If it fails on any, all compute eagerly, with a warning.
+            All ranks compile at the first call. If it fails on any, all compute eagerly, with a warning. SupCon of 65,536 rows took 344
+            ms and 769 MiB in place of 380 and 1,286, of 1,024 rows 1.2 times as long (NVIDIA H200, torch 2.11, float32).
         products: Form of the products of rows in tiles that compare by a product (cosine similarity, dot product), as in ``ClipLoss``:
             ``"float32"``, ``"bf16"`` or ``"auto"``. All else (few rows) is float32.
         name: Name that tells this loss from others of its kind, which every rank must call in one order. None: its path in the module

@@ -37,7 +37,8 @@ class SigLipLoss(TwoTowerLoss):
             its own rows a rank holds two ranks' texts at a time, and in backward the gradients of three.
         products: How rows are multiplied, as in ``ClipLoss``: ``"float32"``, ``"bf16"`` or ``"auto"``.
         compile_tiles: Compile a tile's computations next to its products, with ``torch.compile``: on all ranks or, if it fails on one, on
-            none. It takes seconds at the first call.
+            none. It takes seconds at the first call. For many bfloat16 rows on a GPU: with ``products="auto"``, on an NVIDIA H200 with
+            torch 2.11, a step of 65,536 rows took 125 ms in place of 172, of 8,192 and fewer 1.06 to 1.14 times as long.
         name: Tells it from others of its kind, as in ``GlobalBatchLoss``.
         check_weights: Compare its numbers between the ranks, as in ``GlobalBatchLoss``.
         group: Process group. None is the world.
