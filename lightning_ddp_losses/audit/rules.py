@@ -438,11 +438,11 @@ def mean_of_means(context: AuditContext) -> Iterator[Diagnosis]:
         return
     # weights in proportion to rows: the ranks' batches differ. Else valid targets in them differ
     reason = "valid targets (ignored, masked or zero elements do not count)"
-    pairs = zip(weights, rows, strict=True)
+    pairs = zip(weights, rows, strict=False)
     if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
         reason = f"rows ({comma_list(rows)})"
-    shown = comma_list(f"{weight:.3f}" for weight in weights)
-    yield context.diagnosis("F30", weights=shown, reason=reason)
+    shown, case = comma_list(f"{weight:.3f}" for weight in weights), "audit" if len(weights) == context.W else "windows"
+    yield context.diagnosis("F30", case, weights=shown, reason=reason, count=len(weights))
 
 
 def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
