@@ -474,7 +474,7 @@ def _refuse_other_items(what: str, tensors: Sequence[Sequence[Sent]], has_object
     if len({*found} - {"nothing"}) > 1:
         fix = "Append the same kind of items on every rank."
         expected = "tensors, or other objects, on every rank"
-        raise RankMismatchError(what, expected=expected, ranks=found, fix=fix, collective=True)
+        raise RankMismatchError(what, expected=expected, ranks=found, fix=fix, collective=True, page="F52")
 
 
 def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
@@ -490,7 +490,7 @@ def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
             by_rank.append(", ".join(dict.fromkeys(rows)) or "no data")
         fix = "Call update with inputs of the same number of dimensions, width and dtype on every rank."
         expected = "rows of one shape and dtype on every rank"
-        raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True)
+        raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True, page="F52")
     return found.pop() if found else (torch.float32, ())
 
 
@@ -509,7 +509,7 @@ def _common_shape(what: str, tensors: Sequence[Sequence[Sent]], is_default: Sequ
             return dtype, wanted
         expected = f"a default that fits the shape {wanted} of the ranks with data"
         fix = "Give every rank data before compute."
-    raise RankMismatchError(what, expected=expected, ranks=described, fix=fix, collective=True)
+    raise RankMismatchError(what, expected=expected, ranks=described, fix=fix, collective=True, page="F52")
 
 
 def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
