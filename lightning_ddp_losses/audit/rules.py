@@ -456,8 +456,8 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
         return
     losses = context.losses_at_step
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
-    cosine = min(row.cosine for row in context.wrong)
-    found = f"Gradients point elsewhere (cosine down to {cosine:.3f})"
+    cosine = f"{min(row.cosine for row in context.wrong):.3f}"
+    found = "Gradients differ" if cosine == "1.000" else f"Gradients point elsewhere (cosine down to {cosine})"
     if None not in losses:  # a loop of the user's returns none
         found += f". Ranks' losses {comma_list(map(number_text, losses))}"
     of_one = context.one.records[0].losses[0]
