@@ -484,10 +484,8 @@ def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
     dtypes = [dtype for dtype, shape in with_rows if shape[0]]
     found = {(dtype if shape[0] or not dtypes else dtypes[0], shape[1:]) for dtype, shape in with_rows}
     if len(found) > 1:
-        by_rank = []
-        for of_rank in tensors:
-            rows = [f"rows of shape {sent.shape[1:]} {str(sent.dtype)[6:]}" for sent in of_rank]
-            by_rank.append(", ".join(dict.fromkeys(rows)) or "no data")
+        rows = [[f"rows of shape {sent.shape[1:]} {str(sent.dtype)[6:]}" for sent in of_rank] for of_rank in tensors]
+        by_rank = [", ".join(dict.fromkeys(of_rank)) or "no data" for of_rank in rows]
         fix = "Call update with inputs of the same number of dimensions, width and dtype on every rank."
         expected = "rows of one shape and dtype on every rank"
         raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True, page="F52")
