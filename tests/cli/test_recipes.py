@@ -459,7 +459,7 @@ class Recipe:
 
 
 def flags(local: bool, grad: bool) -> tuple[str, str]:
-    return "local_loss=False, gather_with_grad=False", f"local_loss={local}, gather_with_grad={grad}"
+    return "local_loss=False,\n    gather_with_grad=False", f"local_loss={local}, gather_with_grad={grad}"
 
 
 BARE: Names = {"bare": True}
