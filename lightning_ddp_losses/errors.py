@@ -7,7 +7,7 @@ decided by all ranks together is marked ``collective``: no rank needs to report 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 
 def explained_by(topic: str) -> str:
@@ -26,6 +26,7 @@ class DDPLossError(RuntimeError):
         fix: Advice, as a sentence.
         findings: Findings of the checks, if a check raised it. Else empty.
         collective: True if every rank raises this error at the same place, so the peers need no report.
+        page: The topic of ``ddp-losses explain``, if it is another than that of the class.
 
     Attributes: the arguments, by name.
 
@@ -40,7 +41,7 @@ class DDPLossError(RuntimeError):
         Drop the last batch.
     """
 
-    page: ClassVar[str] = ""
+    page: str = ""
     """The topic of ``ddp-losses explain`` where there is one."""
 
     def __init__(
@@ -53,11 +54,12 @@ class DDPLossError(RuntimeError):
         fix: str | None = None,
         findings: Sequence[Any] = (),
         collective: bool = False,
+        page: str = "",
     ) -> None:
         super().__init__(format_error(what, expected=expected, got=got, ranks=ranks, fix=fix))
         self.what, self.expected, self.got, self.ranks, self.fix = what, expected, got, ranks, fix
         self.findings = list(findings)
-        self.collective = collective
+        self.collective, self.page = collective, page or self.page
         if self.page:
             self.__notes__ = [explained_by(self.page)]
 

@@ -8,7 +8,10 @@ import pickle
 import pytest
 
 from lightning_ddp_losses import errors
+from lightning_ddp_losses.distributed import messages
 from lightning_ddp_losses.errors import DDPLossError, PeerError, error_class, format_error, register_error
+from lightning_ddp_losses.metrics.exchange import _refuse_other_items
+from lightning_ddp_losses.strategies.loss_forward import refuse_other_upstream_grads
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, DDPLossError)]
 
@@ -76,3 +79,17 @@ def test_an_error_of_a_known_fault_names_its_page_and_keeps_it_in_a_pickle() -> 
     assert str(error) == "self.losses[0]\nRegister it."
     assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
     assert not hasattr(DDPLossError("text"), "__notes__")
+
+
+def test_ranks_that_differ_are_sent_to_the_page_of_what_differs() -> None:
+    lines = {name: [["loss", f"{name}={rank}"] for rank in "ab"] for name in ("weights", "width")}
+    assert {name: messages._different_calls(texts).page for name, texts in lines.items()} == {
+        "weights": "F02",
+        "width": "F47",
+    }
+    with pytest.raises(errors.RankMismatchError) as caught:
+        refuse_other_upstream_grads(["1", "2"])
+    assert pickle.loads(pickle.dumps(caught.value)).page == "GlobalBatchLoss"
+    with pytest.raises(errors.RankMismatchError) as caught:
+        _refuse_other_items("state", [["a"], ["b"]], [True, False])  # type: ignore[list-item]
+    assert caught.value.__notes__ == ["More: ddp-losses explain F52"]

@@ -335,11 +335,20 @@ class AuditContext:
     def rank_weights(self) -> list[float] | None:
         """Weights of the ranks' own gradients in that of one process at step 1, by least squares over all parameters together.
 
-        None if the ranks do not take the plain mean of their local gradients, or if no weights explain the gradient of one process.
+        Those of each micro-batch's own gradient if only they explain it. None if the ranks do not take the plain mean of their local
+        gradients, or if no weights explain the gradient of one process.
         """
         if not self.wrong or self.desynchronized or self.step != 1 or not self.is_local_mean:
             return None
-        gram = self._gradient_products()
+        weights = self._weights_of(self.single_ranks)
+        count = self.W * sum(batch.step == 1 for batch in self.record.batches)
+        # no more processes side by side than that
+        if weights is None and self.info.automatic and self.W < count <= 16:
+            weights = self._weights_of(self.runs.replays(self.off, *range(count), steps=1, whole_windows=True))
+        return weights
+
+    def _weights_of(self, alone: Sequence[Recording]) -> list[float] | None:
+        gram = self._gradient_products(alone)
         of_ranks, with_one, total = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
         if not torch.isfinite(gram).all() or total == 0:
             return None
@@ -351,9 +360,8 @@ class AuditContext:
         allowed = max(1e-4, min(0.05, max(row.tolerance for row in self.wrong)))
         return [float(weight) for weight in weights] if unexplained <= allowed else None
 
-    def _gradient_products(self) -> Tensor:
-        """Multiply the ranks' own gradients and one process's (the last) with each other, a piece at a time."""
-        alone = self.single_ranks
+    def _gradient_products(self, alone: Sequence[Recording]) -> Tensor:
+        """Multiply the gradients of parts alone and one process's (the last) with each other, a piece at a time."""
         gram = torch.zeros(len(alone) + 1, len(alone) + 1, dtype=torch.float64)
         for name, of_one in self.one.entries(0, 1, "gradient").items():
             entries: list[Entry] = [run.entry(0, 1, "gradient", name) for run in alone]

@@ -438,11 +438,11 @@ def mean_of_means(context: AuditContext) -> Iterator[Diagnosis]:
         return
     # weights in proportion to rows: the ranks' batches differ. Else valid targets in them differ
     reason = "valid targets (ignored, masked or zero elements do not count)"
-    pairs = zip(weights, rows, strict=True)
+    pairs = zip(weights, rows, strict=False)
     if uneven and all(abs(weight - count / sum(rows)) < 0.02 for weight, count in pairs):
         reason = f"rows ({comma_list(rows)})"
-    shown = comma_list(f"{weight:.3f}" for weight in weights)
-    yield context.diagnosis("F30", weights=shown, reason=reason)
+    shown, case = comma_list(f"{weight:.3f}" for weight in weights), "audit" if len(weights) == context.W else "windows"
+    yield context.diagnosis("F30", case, weights=shown, reason=reason, count=len(weights))
 
 
 def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
@@ -456,8 +456,8 @@ def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
         return
     losses = context.losses_at_step
     without_pairs = [rank for rank, loss in enumerate(losses) if loss == 0.0]
-    cosine = min(row.cosine for row in context.wrong)
-    found = f"Gradients point elsewhere (cosine down to {cosine:.3f})"
+    cosine = f"{min(row.cosine for row in context.wrong):.3f}"
+    found = "Gradients differ" if cosine == "1.000" else f"Gradients point elsewhere (cosine down to {cosine})"
     if None not in losses:  # a loop of the user's returns none
         found += f". Ranks' losses {comma_list(map(number_text, losses))}"
     of_one = context.one.records[0].losses[0]

@@ -328,11 +328,8 @@ def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
         )
     values = [dict(line.split("=", 1) for line in lines[1:] if "=" in line) for lines in texts]
     all_names = dict.fromkeys(itertools.chain.from_iterable(values))  # in the order in which they stand
-    shown = {}
-    for name in all_names:
-        of_ranks = [own.get(name) for own in values]
-        if len(set(of_ranks)) > 1:
-            shown[name] = _around_difference(of_ranks)
+    by_name = {name: [own.get(name) for own in values] for name in all_names}
+    shown = {name: _around_difference(of_ranks) for name, of_ranks in by_name.items() if len(set(of_ranks)) > 1}
     entries = []
     for rank, lines in enumerate(texts):
         differing = ", ".join(f"{name}={of_ranks[rank]}" for name, of_ranks in shown.items())
@@ -346,6 +343,7 @@ def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:
         ranks=entries,
         fix=" ".join(dict.fromkeys(_FIXES.get(name, "Make these equal on all ranks.") for name in shown)),
         collective=True,
+        page="F02" if "weights" in shown else "",
     )
 
 
@@ -354,13 +352,8 @@ def _around_difference(values: Sequence[str | None]) -> list[str | None]:
     columns = zip(*(value or "" for value in values), strict=False)
     equal = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
     start = max(0, equal - _SHOWN_BEFORE)
-    shown: list[str | None] = []
-    for value in values:
-        if value is not None and len(value) > _SHOWN_CHARACTERS:
-            shown.append(f"...{value[start : start + _SHOWN_CHARACTERS]}")
-        else:
-            shown.append(value)
-    return shown
+    stop = start + _SHOWN_CHARACTERS
+    return [f"...{value[start:stop]}" if value and len(value) > _SHOWN_CHARACTERS else value for value in values]
 
 
 def _one_line(lines: list[str]) -> str:

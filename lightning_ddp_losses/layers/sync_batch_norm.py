@@ -483,7 +483,7 @@ def check_same_names(what: str, names: Iterable[str], fix: str, *, group: Group 
     common = set.intersection(*map(set, gathered))
     others = [[name for name in of_rank if name not in common] for of_rank in gathered]
     ranks = [f"{len(common)} in common" + "; ".join(["", listed(names)] if names else []) for names in others]
-    raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True)
+    raise RankMismatchError(what, expected="the same on every rank", ranks=ranks, fix=fix, collective=True, page="F61")
 
 
 def raise_in_scope(scope: Scope, error: Exception, where: str) -> NoReturn:

@@ -225,6 +225,7 @@ class ShardedWeight:
                 fix="Something broadcast the shards, as strategy='ddp' does. Use strategy='ddp_losses', or keep the loss out of "
                 "DistributedDataParallel.",
                 collective=True,
+                page="F16",
             )
 
 

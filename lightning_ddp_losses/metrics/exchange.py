@@ -474,7 +474,7 @@ def _refuse_other_items(what: str, tensors: Sequence[Sequence[Sent]], has_object
     if len({*found} - {"nothing"}) > 1:
         fix = "Append the same kind of items on every rank."
         expected = "tensors, or other objects, on every rank"
-        raise RankMismatchError(what, expected=expected, ranks=found, fix=fix, collective=True)
+        raise RankMismatchError(what, expected=expected, ranks=found, fix=fix, collective=True, page="F52")
 
 
 def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
@@ -484,13 +484,11 @@ def _common_row(what: str, tensors: Sequence[Sequence[Sent]]) -> Entry:
     dtypes = [dtype for dtype, shape in with_rows if shape[0]]
     found = {(dtype if shape[0] or not dtypes else dtypes[0], shape[1:]) for dtype, shape in with_rows}
     if len(found) > 1:
-        by_rank = []
-        for of_rank in tensors:
-            rows = [f"rows of shape {sent.shape[1:]} {str(sent.dtype)[6:]}" for sent in of_rank]
-            by_rank.append(", ".join(dict.fromkeys(rows)) or "no data")
+        rows = [[f"rows of shape {sent.shape[1:]} {str(sent.dtype)[6:]}" for sent in of_rank] for of_rank in tensors]
+        by_rank = [", ".join(dict.fromkeys(of_rank)) or "no data" for of_rank in rows]
         fix = "Call update with inputs of the same number of dimensions, width and dtype on every rank."
         expected = "rows of one shape and dtype on every rank"
-        raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True)
+        raise RankMismatchError(what, expected=expected, ranks=by_rank, fix=fix, collective=True, page="F52")
     return found.pop() if found else (torch.float32, ())
 
 
@@ -509,7 +507,7 @@ def _common_shape(what: str, tensors: Sequence[Sequence[Sent]], is_default: Sequ
             return dtype, wanted
         expected = f"a default that fits the shape {wanted} of the ranks with data"
         fix = "Give every rank data before compute."
-    raise RankMismatchError(what, expected=expected, ranks=described, fix=fix, collective=True)
+    raise RankMismatchError(what, expected=expected, ranks=described, fix=fix, collective=True, page="F52")
 
 
 def _expands(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:

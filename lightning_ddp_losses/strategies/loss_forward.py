@@ -312,6 +312,7 @@ def refuse_other_upstream_grads(noted: Sequence[str]) -> None:
             fix="Multiply a global value by the same number on every rank; or give GlobalBatchLoss(backward='sum') where ranks shall "
             "differ. Nothing was reduced.",
             collective=True,
+            page="GlobalBatchLoss",
         )
 
 

@@ -398,16 +398,15 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     tables: list[list[str]] = handshake.all_gather_json("all names", {}, own)
     columns = list(itertools.zip_longest(*tables, fillvalue="nothing"))
     places = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    ranks = []
-    for rank in range(len(tables)):
-        shown = [f"position {i}: {columns[i][rank]}" for i in places[:_MAX_SHOWN]]
-        ranks.append("; ".join(shown))
+    first = places[:_MAX_SHOWN]
+    ranks = ["; ".join(f"position {i}: {columns[i][rank]}" for i in first) for rank in range(len(tables))]
     raise RankMismatchError(
         f"parameters and buffers ({len(places)} of {len(columns)} positions)",
         expected="the same names, shapes and dtypes in the same order on every rank",
         ranks=ranks,
         fix="Register submodules in a fixed order (sort names; no iteration over sets), with the same sizes on every rank.",
         collective=True,
+        page="F12",
     )
 
 

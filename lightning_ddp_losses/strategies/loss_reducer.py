@@ -149,6 +149,7 @@ class ReducedParameters:
                 got=f"different values of {', '.join(differ)}",
                 fix="Create them in __init__ or configure_model, where they are broadcast, or from the same seed on every rank.",
                 collective=True,
+                page="F05",
             )
         self._equal_on_all_ranks.update({p.name: p.parameter for p in new})
 

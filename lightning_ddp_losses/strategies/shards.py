@@ -357,6 +357,7 @@ def _owners_of_blocks(name: str, column: list[ClassShard]) -> Owners:
             ranks=[f"{s.start} to {s.stop} of {s.num_classes}" for s in column],
             fix="Build the loss with the same group and the same classes on every rank.",
             collective=True,
+            page="F16",
         )
     return [(rank, column[rank]) for rank in ranks]
 

@@ -326,14 +326,18 @@ def test_loading(pool: RankPool, tmp_path: Path, sick: bool) -> None:
     assert not of(again[0], "F76")
 
 
-def on_devices(names: tuple[str, ...], visible: int) -> Found:
+def on_devices(names: tuple[str, ...], visible: int, kind: str = "cuda") -> Found:
+    check = device_check.DeviceCheck
     before = device_check.device_identity, device_check.visible_devices
+    find_idle = check._find_idle_devices
     device_check.device_identity = lambda _: names[dist.get_rank()]  # type: ignore[assignment]
     device_check.visible_devices = lambda: visible  # type: ignore[assignment]
+    check._find_idle_devices = lambda *given: find_idle(*given[:2], torch.device(kind))  # type: ignore[method-assign]
     try:
         return found_in(Subject)
     finally:
         device_check.device_identity, device_check.visible_devices = before
+        check._find_idle_devices = find_idle  # type: ignore[method-assign]
 
 
 def test_ranks_on_one_device_and_devices_without_a_rank(pool: RankPool) -> None:
@@ -342,6 +346,7 @@ def test_ranks_on_one_device_and_devices_without_a_rank(pool: RankPool) -> None:
     for found in pool.run(2, on_devices, ("gpu 0", "gpu 0"), 4):
         assert "(rank 0, 1)" in of(found, "F73")[0]
         assert "4 accelerators are visible, 2 of them in use" in of(found, "IDLE")[0]
+    assert not of(pool.run(2, on_devices, ("", ""), 4, "cpu")[0], "IDLE")
 
 
 def use_of_ranks() -> tuple[dict[str, float], list[str], int]:

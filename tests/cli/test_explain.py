@@ -321,10 +321,12 @@ def test_commands_that_messages_name_have_a_page() -> None:
     named = set()
     for path in (ROOT / "lightning_ddp_losses").rglob("*.py"):
         named |= set(
-            re.findall(r"""ddp-losses explain ((?:migrate )?[\w-]+)|explained_by\("(\w+)"\)""", path.read_text())
+            re.findall(
+                r"""ddp-losses explain ((?:migrate )?[\w-]+)|(?:explained_by\(|\bpage=)"(\w+)\"""", path.read_text()
+            )
         )
     topics = {topic for pair in named for topic in pair if topic and topic not in ("TOPIC", "loss", "--all")}
-    assert {"sentence_transformers", "torchrun", "migrate fabric"} <= topics
+    assert {"sentence_transformers", "torchrun", "migrate fabric", "F16", "F61"} <= topics
     assert [topic for topic in topics if not find_page(topic.split())] == []
 
 

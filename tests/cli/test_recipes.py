@@ -459,7 +459,7 @@ class Recipe:
 
 
 def flags(local: bool, grad: bool) -> tuple[str, str]:
-    return "local_loss=False, gather_with_grad=False", f"local_loss={local}, gather_with_grad={grad}"
+    return "local_loss=False,\n    gather_with_grad=False", f"local_loss={local}, gather_with_grad={grad}"
 
 
 BARE: Names = {"bare": True}
@@ -612,6 +612,7 @@ def test_a_page_is_whole(page: str) -> None:
     assert headings in ([OURS], [THEIRS, OURS, "What was wrong", "In numbers", *further.get(page, [])])
     # code can be read, and what it imports from us is there
     for language, code in BLOCK.findall(text):
+        assert max(map(len, code.splitlines())) <= 78
         if language != "python":
             continue
         for node in ast.walk(ast.parse(code)):

@@ -221,6 +221,24 @@ def token_mean(model: Any, batch: Batch) -> Tensor:
     return off[batch["keep"]].mean()
 
 
+def kept_apart() -> dict[str, Any]:
+    """Two micro-batches, of which the second keeps more rows of the last ranks."""
+    first, second = batches(2)
+    return {"batches": [first, second | {"keep": second["keep"].flip(0)}], "accumulate": 2}
+
+
+def window_token_mean(model: Any, optimizer: Any, micro_batches: list[Batch]) -> None:
+    """A loop that divides by the kept rows of the window, over all ranks."""
+    count = sum(batch["keep"].sum() for batch in micro_batches)
+    if world() > 1:
+        dist.all_reduce(count)
+    optimizer.zero_grad()
+    for batch in micro_batches:
+        off = (model(batch["x"]) - batch["y"]).square().sum(1)
+        (off[batch["keep"]].sum() * world() / count).backward()
+    optimizer.step()
+
+
 def global_token_mean(model: Any, batch: Batch) -> Tensor:
     off = (model(batch["x"]) - batch["y"]).square().sum(1)
     count = batch["keep"].sum().to(off)
@@ -353,6 +371,7 @@ CASES = [
     Case("gather and W", stepping(gathered_times_w), "F21", "{W} times", stepping(gathered)),
     Case("W on the loss's weights", stepping(pml_wrapper, with_loss), "F24", "{W}", stepping(exact_loss, with_loss)),
     Case("token means", stepping(token_mean), "F30", "weights", stepping(global_token_mean)),
+    Case("windows", stepping(token_mean, **kept_apart()), "F30", "micro-batches", looping(window_token_mean, **kept_apart())),
     Case("uneven rows", stepping(regression, splits="uneven"), "F30", "rows", stepping(regression)),
     Case("local negatives", stepping(local_negatives), "F29", "", stepping(gathered)),
     Case("own rows first", stepping(own_rows_first), "F26", "", stepping(rows_by_rank)),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lightning_ddp_losses import parity
 from tests.parity.loops import CASES, Case
@@ -22,3 +24,15 @@ def test_wrong_loops_are_named_and_mended_ones_silent(case: Case, ranks: int) ->
     mended = parity(ranks=ranks, **case.mended)
     assert mended.equal, str(mended)
     assert "F18" not in [note.fault for note in mended.notes]
+
+
+def test_gradients_of_one_direction_have_no_cosine_in_their_diagnosis() -> None:
+    report = parity(lambda: nn.Linear(1, 1, bias=False), squared_mean, [torch.arange(8.0)[:, None]])
+    (found,) = report.diagnoses
+    assert found.fault == "F29"
+    assert "Gradients differ. " in found.evidence
+    assert "cosine" not in found.evidence
+
+
+def squared_mean(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean().square()
