@@ -281,7 +281,7 @@ class TiledCall:
             return True
         if not self.on_device:
             return False
-        matrix_bytes = len(rows) * self.call.total_references * rows.element_size()
+        matrix_bytes: int = len(rows) * self.call.total_references * rows.element_size()
         return matrix_bytes <= MASKED_BYTES
 
     def _known_pairs(self, like: Tensor) -> Pairs:
