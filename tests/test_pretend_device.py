@@ -50,7 +50,7 @@ def found_by(module: str, folder: Path, *, carried: bool = True) -> Results:
     file = folder / "found.json"
     program = "from tests.pretend_forks import install\ninstall()\n" if carried else ""
     program += f"from tests.{module} import main\nmain(device, Path(sys.argv[1]))"
-    done = run_python("-c", PROGRAM.format(program), str(file), seconds=300)
+    done = run_python("-c", PROGRAM.format(program), str(file), seconds=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     found: Results = json.loads(file.read_text())
     return found

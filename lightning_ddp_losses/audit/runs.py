@@ -201,11 +201,17 @@ def redirect_output(log: Path) -> None:
 
 def _stacks(worker: Worker) -> str:
     """Ask a silent process where each of its threads is."""
+    text, start, quiet = "", None, 0
     with contextlib.suppress(ProcessLookupError, TypeError):
         os.kill(worker.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-    text = worker.output()
-    start = re.search(r"(Current thread|Thread) 0x", text)
+        # a busy machine writes it in pieces: until nothing has come for a second, for ten at most
+        for _ in range(100):
+            time.sleep(0.1)
+            before, text = text, worker.output()
+            start = re.search(r"(Current thread|Thread) 0x", text)
+            quiet = quiet + 1 if start and text == before else 0
+            if quiet == 10:
+                break
     return text[start.start() if start else 0 :][:_TAIL]
 
 
