@@ -315,9 +315,10 @@ def nccl_device(backend: str | None, device: torch.device | None) -> str | None:
     """Return the identity that no two ranks of NCCL may share. None for another backend."""
     if device is None or "nccl" not in str(backend):
         return None
+    identity = device_identity(device)
     # ranks that NCCL takes for other hosts may share a device
     host = os.environ.get("NCCL_HOSTID", "")
-    return f"{host} {device_identity(device)}".strip() or None
+    return f"{host} {identity}".strip() if identity else None
 
 
 def _judge_reports(reports: Sequence[Report]) -> DDPLossError | None:

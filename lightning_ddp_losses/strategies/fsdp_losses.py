@@ -57,7 +57,8 @@ class _ShardedBackward(FitPart):
         """Watch each sharded module. Backward may reach an inner one first. Let optimizers step whole and divided parameters apart."""
         for number, optimizer in enumerate(self.fit.strategy.optimizers):
             _refuse_mixed_groups(self.fit.module, number, optimizer)
-            self._step_mixed_groups_singly(optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer):  # Lightning takes others too, which have no `foreach`
+                self._step_mixed_groups_singly(optimizer)
         # before fully_shard's own hook, which registers what gathers
         for inner in _sharded_modules(self.fit.module):
             hook = inner.register_forward_hook(self._watch, prepend=True)  # type: ignore[attr-defined]

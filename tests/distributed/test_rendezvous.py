@@ -138,6 +138,7 @@ def test_a_device_is_known_by_what_it_is_and_not_by_its_number(monkeypatch: pyte
     assert rendezvous.nccl_device("nccl", torch.device("cuda", 3)) == own
     monkeypatch.setenv("NCCL_HOSTID", "another host")
     assert rendezvous.nccl_device("nccl", torch.device("cuda", 3)) == f"another host {own}", "as NCCL tells hosts apart"
+    assert rendezvous.nccl_device("cpu:gloo,cuda:nccl", torch.device("cpu")) is None, "ranks share a CPU on any host"
 
 
 # ---------------------------------------------------------------------- a world of somebody else under an agent

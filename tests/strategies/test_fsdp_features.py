@@ -351,6 +351,28 @@ def test_a_group_of_divided_and_whole_parameters(pool: RankPool, optimizer: str)
         assert_close(state, alone("arcface", optimizer))
 
 
+class Wrapped:  # what Lightning takes for an optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = optimizer
+        self.param_groups, self.defaults, self.state = optimizer.param_groups, optimizer.defaults, optimizer.state
+        self.state_dict, self.load_state_dict, self.step = (
+            optimizer.state_dict,
+            optimizer.load_state_dict,
+            optimizer.step,
+        )
+        self.zero_grad = optimizer.zero_grad
+
+
+def wrap(module: Towers) -> None:
+    make = module.configure_optimizers
+    module.configure_optimizers = lambda: Wrapped(make())  # type: ignore[method-assign]
+
+
+def test_an_optimizer_that_is_not_torchs(pool: RankPool) -> None:
+    for state in pool.run(2, fit_sharded_model, "arcface", prepare=wrap):
+        assert_close(state, alone("arcface"))
+
+
 def configure(how: Callable[[Towers], None], module: Towers) -> None:
     module.configure_model = partial(how, module)  # type: ignore[method-assign]
 

@@ -58,8 +58,8 @@ MASKED_BYTES = 64 << 20
 
 To know the bands costs a wait, and with it the launches of everything that could have been queued meanwhile, about a millisecond. Masks of
 all columns cost bytes: of a tile's elements, forward and backward, 20 (SupCon) to 40 (NTXent) times the tile's own bytes, next to 14 with
-a band of a few columns. At 64 MiB and 3 TB/s the difference is 0.6 ms. On an H200 bands take 0.94 (SupCon) and 0.81 (NTXent) of the time
-of all columns for 16,384 rows, 0.84 and 0.68 for 65,536.
+a band of a few columns. At 64 MiB and 3 TB/s the difference is 0.6 ms. On an H200 bands take 0.95 (SupCon) and 0.81 (NTXent) of the time
+of all columns for 16,384 rows, 0.84 and 0.67 for 65,536.
 """
 _MOST_STATS = 3  # the largest k of any pair loss
 _FEWEST_PAIRS = 6  # with more pairs there are two of one kind, whatever the labels
