@@ -152,10 +152,11 @@ def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, 
     losses, pulls = _ntxent_pair_(below, tiny)
     passing = _passing(losses, positives, limits)
     recorded = _recorded(losses, positives, limits) if records else ()
+    number = masks.number_of_positives(matrix) if limits is None else passing.sum(1, dtype=matrix.dtype)
     # each positive compares itself with all negatives of its row
     if limits is not None or masks.counted:
         losses, pulls = losses.mul_(passing), pulls.mul_(passing)
-    return lse, pulls.sum(1), losses.sum(1), passing.sum(1, dtype=matrix.dtype), *recorded
+    return lse, pulls.sum(1), losses.sum(1), number, *recorded
 
 
 def ntxent_grad(
