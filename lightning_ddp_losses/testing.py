@@ -316,6 +316,7 @@ def serve(rank: int, pipe: Connection, stack_pipe: Connection, home: str) -> Non
     threading.Thread(target=_write_stacks, args=(stack_pipe,), name="stacks", daemon=True).start()
     sys.dont_write_bytecode = False  # else each of a dozen processes would compile every file of tests again
     os.chdir(home)  # files in the working directory go when the pool goes
+    multiprocessing.set_start_method(None, force=True)  # that of the platform, not the one of the pool
     sys.argv = ["rank"]  # pytest's arguments are not the test's
     torch.set_num_threads(1)
     look_for_plugins_once()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.pretend_norms import BAD_STEP, ENDS, FAILS, LAYERS, ODD, SAME, STRATEGIES
 from tests.test_pretend_device import found_by
 
@@ -25,6 +27,7 @@ WORDS = {  # what the error of every rank names
 }
 
 
+@pytest.mark.slow
 def test_costs_numbers_and_errors_of_a_plan(tmp_path: Path) -> None:
     for world_size, ranks in found_by("pretend_norms", tmp_path).items():
         for found in ranks:

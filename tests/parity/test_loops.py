@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses import parity
 from tests.parity.loops import CASES, Case
+from tests.slow_parameters import slow_parameters
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", slow_parameters([2, 3], {3}))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_wrong_loops_are_named_and_mended_ones_silent(case: Case, ranks: int) -> None:
     report = parity(ranks=ranks, **case.wrong)

@@ -98,7 +98,7 @@ KINDS: dict[str, Any] = {
     "uneven": lambda: Two(Rows(uneven=True)),
     "uneven, set back": lambda: Two(SetBackAtItsEnd(uneven=True)),
     "two loaders": two_lengths,
-    "workers": lambda: Two(Rows(), num_workers=1, multiprocessing_context="fork"),
+    "workers": lambda: Two(Rows(), num_workers=1),
     "fails to load": lambda: Two(FailsToLoad()),
     "fewer loaders": lambda: [Two(Rows()), Two(Rows())],
 }
