@@ -333,10 +333,11 @@ class PendingHandshake:
         messages = _finish_gather_bytes(self._messages, self._work, self._size, timeout)
         heads = [bytes(message[:HEADER_BYTES]) for message in messages]
         first = Header.read(messages[0])
-        if heads.count(heads[0]) == len(heads) and first.message_bytes <= self._size:
+        start, end = first.payload_start, first.message_bytes
+        if heads.count(heads[0]) == len(heads) and end <= self._size:
             # the usual case, with little work per rank
-            self._observe(first.message_bytes)
-            return [first._replace(payload=first.payload_in(message)) for message in messages]
+            self._observe(end)
+            return [Header(*first[:-1], bytes(message[start:end])) for message in messages]
         headers = [Header.read(message) for message in messages]
         if any(header.version != VERSION for header in headers):  # the layout is unknown
             return headers

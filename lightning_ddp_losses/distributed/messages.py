@@ -182,7 +182,7 @@ class Header(NamedTuple):
             return header
         start = header.payload_start
         text, payload = message[HEADER_BYTES:start], message[start : start + header.payload_bytes]
-        return header._replace(text=bytes(text), payload=bytes(payload))
+        return cls(*header[:-2], bytes(text), bytes(payload))
 
     @property
     def payload_start(self) -> int:
@@ -193,10 +193,6 @@ class Header(NamedTuple):
     def message_bytes(self) -> int:
         """The length of header, text and payload together."""
         return self.payload_start + self.payload_bytes
-
-    def payload_in(self, message: memoryview) -> bytes:
-        """Return the inline payload of a message."""
-        return bytes(message[self.payload_start : self.message_bytes])
 
     @property
     def lines(self) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -422,7 +422,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return must_match
 
-    @property
+    @cached_property
     def _title(self) -> str:
         return f"GlobalBatchLoss({type(self.loss).__name__})"
 
