@@ -1,7 +1,8 @@
 """Part c: what one call costs a GPU, forward and backward, from the third call on, against the suite's table of bounds.
 
-The table counts operators; a GPU may start several kernels for one, so more kernels than operators are told and not judged. Waits that a
-line of ours asks for are. Those of PML and torchmetrics, and of the backward of their formulas (a boolean index waits there too), are told.
+The table counts operators. A GPU may start several kernels for one, so more kernels than operators are reported and not judged. Waits
+for which a line of ours asks are judged. Those of PML and torchmetrics are reported, and those of the backward of their formulas (a
+boolean index waits there too).
 """
 
 from __future__ import annotations

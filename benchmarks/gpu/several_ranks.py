@@ -74,7 +74,7 @@ def rows_of(device: Device, every: int = 1) -> Iterator[Row]:
         off: float | str
         try:
             off = fit_difference(device, job, alone)
-        except Exception as error:  # the jobs before it are told all the same
+        except Exception as error:  # the jobs before it are reported all the same
             off = f"{type(error).__name__}: {error}"[:1500]
         yield row_of(_TABLE, name, size, off, FIT_EXACT)
 
