@@ -15,8 +15,8 @@ Then::
 Below both is the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test costs
 seconds. A task for a living pool costs a millisecond. Workers come from a
 forkserver that has torch and lightning loaded, meet through a file (no ports), and talk to the test through one pipe each.
-A group of ranks is one *generation*: after a failure, or when W changes, the next task brings a new generation and every
-rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
+A group of ranks is one *generation*: after a failure, when W changes, or after some tasks, the next task brings a new generation and
+every rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
 them are three teams of workers: most tests go through 1, 2 and 3 ranks in turn, and a generation costs as much as a small fit.
 
 This package is not preloaded: coverage can measure its import in the workers too. Each task carries the warning filters of the test that
