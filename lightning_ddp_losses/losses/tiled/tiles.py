@@ -85,6 +85,8 @@ class Masks:
         self._row_labels, self._column_labels, self._own_columns = row_labels.unsqueeze(1), column_labels, own_columns
         self.band, self.most_positives, self._counts = band, most_positives, counts
         self._overwrites, self._lowest, self._functional = overwrites, lowest, functional
+        # the CPU copies faster than it compares labels, or fills a part of a matrix
+        self._copies = band is not None and row_labels.is_cpu
         self._same: Tensor | None = None
         self._positives: Tensor | None = None
 
@@ -102,13 +104,10 @@ class Masks:
 
     @property
     def positives(self) -> Tensor:
-        """(T, b), entries of the same label without the rows themselves.
-
-        Without a band in the memory of ``same``, which is then made again if needed. The CPU copies a mask faster than it compares labels.
-        """
+        """(T, b), entries of the same label without the rows themselves. May take the memory of ``same``, which is then made again."""
         if self._positives is None:
             same, self._same = self.same, None
-            if self.band is not None:
+            if self._copies:
                 same, self._same = same.clone(), same
             self._positives = self.fill_itself(same, False)
         return self._positives
@@ -182,10 +181,10 @@ class Masks:
 
     def _overwrite_same(self, band: Tensor, fill: float) -> None:
         """Overwrite (T, b) entries of the same label."""
-        if self.band is None:
-            band.masked_fill_(self.same, fill)
-        else:  # twice as fast on the CPU
+        if self._copies:
             band.copy_(torch.where(self.same, fill, band))
+        else:
+            band.masked_fill_(self.same, fill)
 
 
 class CountedMasks(Masks):
