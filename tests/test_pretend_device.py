@@ -170,6 +170,7 @@ def test_three_ranks(tmp_path: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_in_its_tiles(tmp_path: Path) -> None:
     """The peers' hosts wait for no device, so that they learn of it in their next handshake: all ranks end, and the next call is right."""
     for world_size, ranks in found_by("pretend_failures", tmp_path).items():

@@ -376,6 +376,7 @@ print([run_explain(topic.split()) for topic in ("GlobalBatchLoss", "loss is nan"
 """
 
 
+@pytest.mark.slow
 def test_the_manual_needs_no_package_of_development() -> None:
     done = run_python("-c", WITHOUT, folder=ROOT)
     assert done.returncode == 0, done.stderr

@@ -44,7 +44,7 @@ def with_masks(names: list[str], tile_bytes: int | None, sizes: list[int] | None
     return found
 
 
-@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {3}))
+@pytest.mark.parametrize("world_size", slow_parameters([1, 2, 3], {2, 3}))
 def test_masks_are_one_process(pool: RankPool, world_size: int) -> None:
     tile_bytes = TILE_BYTES if world_size != 2 else None  # several tiles, or one that is kept for backward
     names = WITH_MASKS if world_size > 1 else WITH_MASKS[::3]  # a tile does not know how many ranks there are
