@@ -113,7 +113,7 @@ class DeviceCheck(RankCheck, default=True):
                 self.add("F50", "compute_on_cpu", name=name)
 
     def _find_idle_devices(self, trainer: Trainer, device: torch.device) -> None:
-        """Find accelerators that no rank uses, unless the ranks are on the CPU: Lightning tells that itself."""
+        """Find accelerators that no rank uses, unless the ranks are on the CPU: Lightning reports that itself."""
         visible = visible_devices()
         in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
         if visible > in_use and device.type != "cpu":

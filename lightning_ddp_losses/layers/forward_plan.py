@@ -200,7 +200,7 @@ class ForwardPlan(PendingHandshake):
             for call in left:  # peers that go on number them
                 if call.in_backward:
                     BackwardExchange(call.title, self._groups[1])
-            # where the peers or this rank's device are gone, the reason is still to be told
+            # where the peers or this rank's device are gone, the reason is still to be reported
             with torch.no_grad(), contextlib.suppress(RuntimeError):
                 for call in left:
                     gather_stacked(call.without_rows(), self._groups[0])

@@ -1,10 +1,10 @@
 """Validation, test and prediction: each row once (`EvaluationLoaders`), and one meeting of all ranks at the end (`EvaluationEnds`).
 
 With ``evaluation="exact"`` each row is seen once, although Lightning would pad the ranks' rows.
-Lightning replaces the sampler of a DataLoader when it is set up, before the strategy gets the loader. So while an evaluation is set up it
-is told that the loader needs no sampler, and the strategy puts ``EvaluationSampler`` into a copy. What Lightning would have left alone
-(``use_distributed_sampler=False``, a ``DistributedSampler`` of the user's, iterable data sets) is left alone here too. Batch samplers of
-the user's own stay as Lightning makes them, and treat rows as they like.
+Lightning replaces the sampler of a DataLoader when it is set up, before the strategy gets the loader. So while an evaluation is set up,
+Lightning takes the loader for one that needs no sampler, and the strategy puts ``EvaluationSampler`` into a copy. What it would have left
+alone (``use_distributed_sampler=False``, a ``DistributedSampler`` of the user's, iterable data sets) is left alone here too. Batch
+samplers of the user's own stay as Lightning makes them, and treat rows as they like.
 
 If ranks have different numbers of batches (a batch size of one), a step that exchanges something would wait for ever in the last
 batch. That is seen in the first batch, which all ranks have.
