@@ -15,8 +15,8 @@ Then::
 Below both is the `RankPool`: ``pool.run(W, fn)`` calls ``fn`` on W ranks of a gloo group. Starting processes for each test costs
 seconds. A task for a living pool costs a millisecond. Workers come from a
 forkserver that has torch and lightning loaded, meet through a file (no ports), and talk to the test through one pipe each.
-A group of ranks is one *generation*: after a failure, when W changes, or after some tasks, the next task brings a new generation and
-every rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
+A group of ranks is one *generation*: after a failure, or when W changes, the next task brings a new generation and every
+rank first leaves its old group. A worker that hangs or dies is replaced, so that the next test runs. One rank, two and more of
 them are three teams of workers: most tests go through 1, 2 and 3 ranks in turn, and a generation costs as much as a small fit.
 
 This package is not preloaded: coverage can measure its import in the workers too. Each task carries the warning filters of the test that
@@ -63,8 +63,6 @@ __all__ = ["RankError", "RankFailure", "RankPool", "Ranks"]
 GROUP_TIMEOUT = timedelta(seconds=120)  # generous: no test that passes waits for it, however busy the machine is
 # more than the time after which a group gives up: a peer's time-out is an error, not a hang
 TASK_SECONDS = 30.0 + GROUP_TIMEOUT.total_seconds()
-# after so many tasks a team gets a new world: each group that a test has left is a thread that wakes a hundred times a second
-TASKS_OF_A_GENERATION = 20
 PRELOAD = ["torch", "torch.distributed", "pytest", "lightning", "pytorch_metric_learning.losses", "torchmetrics"]
 
 
@@ -129,7 +127,6 @@ class _Team:
     workers: list[_PoolWorker | None] = field(default_factory=list)
     key: int | None = None  # ranks of the living generation, 0 without a group, None if the next task needs a new one
     generation: int = 0
-    tasks: int = 0  # of this generation
 
 
 class RankPool:
@@ -209,10 +206,9 @@ class RankPool:
         """Call a function on each rank. The answer is its result, or a ``Failure``."""
         assert distributed or world_size == 1, "several ranks without a process group are not a world"
         team, key = self._team(world_size), world_size if distributed else 0
-        if fresh or key != team.key or team.tasks == TASKS_OF_A_GENERATION:
+        if fresh or key != team.key:
             self._generation += 1
-            team.key, team.generation, team.tasks = key, self._generation, 0
-        team.tasks += 1
+            team.key, team.generation = key, self._generation
         store = str(self._folder / f"store-{team.generation}")
         task = Task(team.generation, key, store, _sendable(fn, args, kwargs), _portable_filters())
         workers = [self._worker(team, rank) for rank in range(world_size)]

@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from unittest import mock
 
 import coverage
 import lightning as L
@@ -18,8 +17,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_ddp_losses import testing
-from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.testing import RankFailure, RankPool
 
 
@@ -91,12 +88,6 @@ def find_traces() -> tuple[bool, torch.dtype, bool, str, int]:
     return "LEFT_BEHIND" in os.environ, torch.get_default_dtype(), torch.is_grad_enabled(), os.getcwd(), os.getpid()
 
 
-def leave_a_group() -> int:  # how many groups tests have left in this world
-    groups = process_groups.internal_groups(None).notes.setdefault("left", [])
-    groups.append(dist.new_group())
-    return len(groups)
-
-
 def start_method() -> str:
     return multiprocessing.get_context().get_start_method()
 
@@ -118,12 +109,6 @@ def test_run_returns_results_in_rank_order_at_any_world_size(pool: RankPool) -> 
 
 def test_ranks_start_processes_as_the_platform_does(pool: RankPool) -> None:
     assert pool.run(2, start_method) == [start_method()] * 2
-
-
-def test_groups_that_tests_leave_go_after_some_tasks(own_pool: RankPool) -> None:
-    with mock.patch.object(testing, "TASKS_OF_A_GENERATION", 2):
-        worlds = [own_pool.run(2, leave_a_group, fresh=task == 0)[1] for task in range(5)]
-    assert worlds == [1, 2, 1, 2, 1]
 
 
 def test_workers_persist_and_change_of_world_size_keeps_them(pool: RankPool) -> None:

@@ -453,7 +453,7 @@ class TiledForward:
             found.append(numbers)
             for sums, grad in zip(self._grad_sums, grads, strict=True):
                 # on an accelerator a product more is cheaper than to wait
-                if grad.device.type != "cpu" or (len(grad.T) and any(map(bool, grad.aminmax()))):
+                if grad.device.type != "cpu" or (grad.numel() and any(map(bool, grad.aminmax()))):
                     tiles.add_vjp_(tile, grad, sums)
             if keeps:
                 self._kept_tile = tile
