@@ -11,6 +11,7 @@ or a device that no backend knows), they travel through host memory (``is_staged
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -127,19 +128,17 @@ def _wait_for(work: dist.Work | None, tensor: Tensor) -> None:
 
 def awake_seconds() -> float:
     """Return how long this rank waits awake: 0 if there are more ranks than processors for it."""
-    return _AWAKE_SECONDS if _local_ranks() <= _num_processors() else 0.0
+    return _AWAKE_SECONDS if has_own_processor(process_groups.world_size()) else 0.0
 
 
-def _local_ranks() -> int:
-    """Return how many ranks run on this machine, as torchrun reports it, or the world size."""
+@functools.cache  # each wait asks, and to find out takes 10 microseconds
+def has_own_processor(world_size: int) -> bool:
+    """Return whether each rank on this machine has a processor. They are as many as torchrun reports, or the world."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() else process_groups.world_size()
-
-
-def _num_processors() -> int:
     # a container or a job may have fewer than the machine
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    processors = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return (int(told) if told.isdecimal() else world_size) <= processors
 
 
 # torch 2.13 renames these two and deprecates the old names

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -206,17 +206,17 @@ def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
         )
 
 
-def note_parts(value: Tensor, parts: Sequence[WindowPart]) -> None:
-    """Note the parts of a global loss, for checks that look at its graph."""
+def note_parts(value: Tensor, parts: Callable[[], Sequence[WindowPart]]) -> None:
+    """Note the parts of a global loss, for checks that look at its graph. Only they compute them."""
     if value.grad_fn is not None:
         notes: Any = value.grad_fn.metadata
-        notes[_PARTS] = tuple(parts)
+        notes[_PARTS] = parts
 
 
 def noted_parts(node: Any) -> Sequence[WindowPart] | None:
     """Return the parts of the global loss that made its value at a graph node. None for other nodes."""
-    found: Sequence[WindowPart] | None = node.metadata.get(_PARTS)
-    return found
+    parts: Callable[[], Sequence[WindowPart]] | None = node.metadata.get(_PARTS)
+    return None if parts is None else parts()
 
 
 # ---------------------------------------------------------------------- the graph of a window

@@ -347,7 +347,7 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
     if window_source is None or window is None:
         result = value_with_grad(value, *totals, factors=factors, once=once)
         if window_source is not None:
-            note_parts(result, sums.window_parts())
+            note_parts(result, sums.window_parts)
         return result
     # in an accumulation window: each sub-loss as a part of that in all its micro-batches
     call = window.enter(*window_source, sums.window_parts())
@@ -564,7 +564,7 @@ def global_mean(
     share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)
     graph = for_mean_over_ranks(totals, group) * share
     mean = value_with_grad(value, graph, once=title if process_groups.world_size(group) > 1 else None)
-    note_parts(mean, parts)
+    note_parts(mean, lambda: parts)
     if call is not None:
         mean = call.mark(mean)
     remember_global_value(mean)

@@ -107,9 +107,10 @@ class State:
 
     def reduced(self, gathered: list[Tensor], rows: Sequence[float]) -> Any:
         """Reduce the tensors of all ranks as torchmetrics does. Means are weighted by the ``rows`` of each rank."""
-        if self.kind == "rows":
+        kind = self.kind
+        if kind == "rows":
             return gathered[0] if gathered else []
-        if self.kind == "list":
+        if kind == "list":
             return gathered if self.reduce is None or not gathered else self.reduce(gathered)
         (stacked,) = gathered
         if self.reduce is None:
@@ -265,13 +266,13 @@ class Sent(NamedTuple):
 
     Attributes:
         number: Number among the tensors that the rank sends.
-        offset: First byte in the message.
+        bytes: Its bytes in the message.
         dtype: Data type.
         shape: Shape.
     """
 
     number: int
-    offset: int
+    bytes: slice
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -283,7 +284,7 @@ class Sent(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Length in bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
+        return int(self.bytes.stop - self.bytes.start)
 
 
 class Contents(NamedTuple):
@@ -318,8 +319,8 @@ def _unpack_contents(text: str) -> Contents:
     offset = 0
     for count, dtype, shape in runs:
         for _ in range(count):
-            sent.append(Sent(len(sent), offset, getattr(torch, dtype), tuple(shape)))
-            offset += sent[-1].num_bytes
+            start, offset = offset, offset + getattr(torch, dtype).itemsize * math.prod(shape)
+            sent.append(Sent(len(sent), slice(start, offset), getattr(torch, dtype), tuple(shape)))
     remaining = iter(sent)
     tensors = [list(itertools.islice(remaining, count)) for count in counts]
     return Contents([tensors[holder] for holder in holders], holders, defaults, objects)
@@ -340,10 +341,10 @@ class Region(NamedTuple):
 
     def of(self, buffer: Tensor) -> Tensor:
         """Return the tensor in the buffer's memory. To autograd it is not a view, so that it may be changed in place."""
-        offset = self.start // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
-        strides = torch.empty(self.shape, device="meta").stride()
-        return empty.set_(buffer.untyped_storage(), offset, self.shape, strides)
+        # contiguous: torch computes the strides, which its types do not know
+        empty: Any = buffer.new_empty(0, dtype=self.dtype)
+        tensor: Tensor = empty.set_(buffer.untyped_storage(), self.start // self.dtype.itemsize, self.shape)
+        return tensor
 
 
 class Slot(NamedTuple):
@@ -351,7 +352,7 @@ class Slot(NamedTuple):
 
     Attributes:
         sent: The tensor in the rank's message.
-        start: First byte in the buffer.
+        bytes: Its bytes in the buffer.
         state: Index of its state.
         tensor: Index of the tensor that is read for that state.
         first_row: First row in that tensor. None: it is all of it.
@@ -359,16 +360,11 @@ class Slot(NamedTuple):
     """
 
     sent: Sent
-    start: int
+    bytes: slice
     state: int
     tensor: int
     first_row: int | None
     rows: int
-
-    @property
-    def bytes(self) -> slice:
-        """Its bytes in the buffer."""
-        return slice(self.start, self.start + self.sent.num_bytes)
 
 
 @dataclass
@@ -396,9 +392,8 @@ class BufferPlan:
         state, start, first_row = len(self.regions), self.size, 0
         for rank, sent in _in_one_process(tensors):
             rows = sent.shape[0] if sent.shape[1:] == row_shape else 0  # a tensor of shape (0,) has none
-            self.slots[rank].append(Slot(sent, self.size, state, 0, first_row, rows))
+            self.slots[rank].append(Slot(sent, self._take(sent), state, 0, first_row, rows))
             first_row += rows
-            self.size += sent.num_bytes
         regions = [Region(start, dtype, (first_row, *row_shape))] if any(tensors) else []
         self.regions.append(regions)
         self.size = aligned(self.size)
@@ -410,10 +405,15 @@ class BufferPlan:
         if stacked is not None:
             self.expanded[state] = stacked
         for rank, sent in _in_one_process(tensors):
-            slot = Slot(sent, self.size, state, len(self.regions[state]), None, 0)
+            slot = Slot(sent, self._take(sent), state, len(self.regions[state]), None, 0)
             self.slots[rank].append(slot if stacked is None else slot._replace(tensor=0, first_row=rank, rows=1))
-            self.regions[state].append(Region(self.size, sent.dtype, sent.shape))
-            self.size = aligned(self.size + sent.num_bytes)
+            self.regions[state].append(Region(slot.bytes.start, sent.dtype, sent.shape))
+            self.size = aligned(self.size)
+
+    def _take(self, sent: Sent) -> slice:
+        """Return the next bytes of the buffer, for a tensor."""
+        start, self.size = self.size, self.size + sent.num_bytes
+        return slice(start, self.size)
 
     def read(self, buffer: Tensor) -> list[list[Tensor]]:
         """Return the tensors of each state, in the buffer's memory."""
@@ -526,7 +526,7 @@ def _buffer_from_bytes(plan: BufferPlan, received: Sequence[bytes]) -> Tensor:
     gathered = bytearray(plan.size)
     for data, slots in zip(received, plan.slots, strict=True):
         for slot in slots:
-            gathered[slot.bytes] = data[slot.sent.offset : slot.sent.offset + slot.sent.num_bytes]
+            gathered[slot.bytes] = data[slot.sent.bytes]
     return torch.frombuffer(gathered, dtype=torch.uint8)
 
 
