@@ -374,7 +374,7 @@ def _write_stacks(asked: Connection) -> None:
         while True:
             asked.recv_bytes()
             faulthandler.dump_traceback(file=2, all_threads=True)
-            # below Python: a lock, a lost connection and a file look alike above
+            # Python's stack does not show whether torch waits for a lock, a connection or a file
             if (syscall := Path("/proc/self/syscall")).exists():
                 print(f"The main thread is in system call {syscall.read_text()}", file=sys.stderr, flush=True)
             asked.send_bytes(b"")

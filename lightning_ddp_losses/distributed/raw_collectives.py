@@ -133,7 +133,7 @@ def awake_seconds() -> float:
 
 @functools.cache  # each wait asks, and to find out takes 10 microseconds
 def has_own_processor(world_size: int) -> bool:
-    """Return whether each rank on this machine has a processor. They are as many as torchrun reports, or the world."""
+    """Return whether there is a processor for each rank on this machine. Without torchrun all ranks of the world count."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     # a container or a job may have fewer than the machine
     affinity = getattr(os, "sched_getaffinity", None)
