@@ -396,8 +396,13 @@ def _own_store(rank: int) -> Store | None:
     store = compat.default_store()
     if store is None:
         return None
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    # a wait of the main thread must not block the watching one. That on a file does not, and torch removes the file of a living world
+    # when forked processes (workers of a DataLoader) drop what they have inherited of clones
     with contextlib.suppress(Exception):
-        store = store.clone()  # so that a wait of the main thread does not block the watching one
+        store = store if isinstance(base, dist.FileStore) else store.clone()  # type: ignore[attr-defined]
     # counted in the store, which lives as long as the group: the id of an object can come back, and not on every rank
     run = store.add(f"{_PREFIX}/runs_of_rank/{rank}", 1)
     return PrefixStore(f"{_PREFIX}/own/{run}", store)

@@ -107,10 +107,9 @@ class State:
 
     def reduced(self, gathered: list[Tensor], rows: Sequence[float]) -> Any:
         """Reduce the tensors of all ranks as torchmetrics does. Means are weighted by the ``rows`` of each rank."""
-        kind = self.kind
-        if kind == "rows":
+        if self.kind == "rows":
             return gathered[0] if gathered else []
-        if kind == "list":
+        if self.kind == "list":
             return gathered if self.reduce is None or not gathered else self.reduce(gathered)
         (stacked,) = gathered
         if self.reduce is None:
