@@ -104,7 +104,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         float16 travel as they are, gradients as float32. Few bytes on the CPU
         (``handshake.inline_capacity``) need no gather and no exchange: they travel in the handshake from the second call on. On
         an accelerator sums and statistics do not: one gather more (two where symmetric). The host waits once a call
-        if it has to know the pairs: for a matrix of them over 64 MiB (SupCon: at no size), smooth triplets and row tiles. It waits up to
+        if it has to know the pairs: for a matrix of them over 64 MiB, smooth triplets and row tiles. It waits up to
         five times for a miner's tuples, and for the statistics of ``collect_stats``.
 
     Raises:

@@ -39,6 +39,9 @@ ProductChoice: TypeAlias = Literal["float32", "bf16", "auto"]
 ProductForm: TypeAlias = Literal["float32", "bf16"]
 """The form that a call uses."""
 
+Terms: TypeAlias = tuple[Tensor, ...]
+"""A gradient (n, m) in the form for a product with rows: itself, or two bf16 numbers, the second of which is subtracted."""
+
 SMALLEST_LENGTH = 1e-12  # as in torch.nn.functional.normalize
 
 DEVICE_BYTES = 256 << 20
@@ -51,9 +54,15 @@ def tile_budget(device: torch.device, host_bytes: int, device_bytes: int = DEVIC
     """Return how many bytes of intermediate results a loss keeps at a time: ``host_bytes`` on the CPU, ``device_bytes`` elsewhere.
 
     On a CPU small pieces stay in the cache. On an accelerator a piece must be large to be worth its launches: with 256 MiB, 65,536 rows
-    against as many columns are 64 tiles of float32. The square tiles of two towers are worth theirs at 64 MiB: 4,096 rows and columns.
+    against as many columns are 64 tiles of float32. The square tiles of two towers are worth
+    theirs at 64 MiB, 4,096 rows and columns, unless they are compiled.
     """
     return host_bytes if device.type == "cpu" else device_bytes
+
+
+def aligned_columns(columns: int) -> int:
+    """Round a number of columns down so that each row of a tile begins at a multiple of 16 bytes, or products take many times as long."""
+    return columns // 64 * 64 or columns
 
 
 # ---------------------------------------------------------------------- the form of a call
@@ -280,7 +289,7 @@ def add_factors_(
     return products.mul_(of_columns) if plus is None else torch.addcmul(plus, products, of_columns, out=products)
 
 
-def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, device_splits: bool) -> Tensor:
+def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, device_splits: bool) -> Terms:
     """Return a gradient times factors of its rows and columns (``add_factors_``) in the form for a product with rows.
 
     Args:
@@ -288,55 +297,45 @@ def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, devic
         of_rows: (n,). None: 1.
         of_columns: (m,). None: 1.
         device_splits: True if it is the difference of two bf16 numbers.
-
-    Returns:
-        (n, m), or (n, 2, m), the larger numbers, then the smaller ones, which are subtracted.
     """
     if not device_splits:
-        return add_factors_(grad, of_rows, of_columns)
+        return (add_factors_(grad, of_rows, of_columns),)
     if torch.compiler.is_compiling():
         grad = add_factors_(grad, of_rows, of_columns)
         # in bits: the compiler takes a conversion there and back for none, and the smaller numbers would be 0
         high = ((grad.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
-        return torch.stack([high.to(torch.bfloat16), (high - grad).to(torch.bfloat16)], 1)
+        # not in one tensor: the compiler would compute its two halves apart, and everything twice
+        return high.to(torch.bfloat16), (high - grad).to(torch.bfloat16)
     grad = add_factors_(grad, of_rows, None)
     of_columns = grad.new_ones(1) if of_columns is None else of_columns
-    terms = grad.new_empty((len(grad), 2, grad.shape[1]), dtype=torch.bfloat16)
-    high, low = terms.unbind(1)
     # both with the factors of the columns: a pass less than a product of its own
+    high, low = (torch.empty_like(grad, dtype=torch.bfloat16) for _ in range(2))
     torch.mul(grad, of_columns, out=high)
     torch.addcmul(high, grad, of_columns, value=-1, out=low)
-    return terms
+    return high, low
 
 
-def add_to_left_(sums: Tensor, terms: Tensor, right: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_to_left_(sums: Tensor, terms: Terms, right: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
     """Add the products of a gradient with the right rows (m, D) to the sums (n, D) of the left ones.
 
     Args:
         sums: Sums of the left rows.
-        terms: From ``split``. Both numbers of an entry are one product: along the inner dimension the rows come twice, then negative.
+        terms: From ``split``.
         right: Rows, in the form of products.
         scale: Factor.
         overwrite: The sums are overwritten instead.
     """
-    if terms.ndim == 3:
-        terms, right = terms.flatten(1), torch.cat([right, -right])
-    _addmm_(sums, terms, right, scale, overwrite=overwrite)
+    for term, factor in zip(terms, (scale, -scale), strict=False):
+        beta, overwrite = 0 if overwrite else 1, False
+        if term.dtype == torch.bfloat16:
+            torch.addmm(sums, term, right, out_dtype=torch.float32, beta=beta, alpha=factor, out=sums)
+        else:
+            torch.addmm(sums, term, right.to(term.dtype), beta=beta, alpha=factor, out=sums)
 
 
-def add_to_right_(sums: Tensor, terms: Tensor, left: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_to_right_(sums: Tensor, terms: Terms, left: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
     """Add the same of the left rows (n, D) to the sums (m, D) of the right ones."""
-    if terms.ndim == 3:
-        terms, left = terms.flatten(0, 1), torch.stack([left, -left], 1).flatten(0, 1)
-    _addmm_(sums, terms.t(), left, scale, overwrite=overwrite)
-
-
-def _addmm_(sums: Tensor, terms: Tensor, rows: Tensor, scale: float, *, overwrite: bool) -> None:
-    beta = 0 if overwrite else 1
-    if terms.dtype == torch.bfloat16:
-        torch.addmm(sums, terms, rows, out_dtype=torch.float32, beta=beta, alpha=scale, out=sums)
-    else:
-        torch.addmm(sums, terms, rows.to(terms.dtype), beta=beta, alpha=scale, out=sums)
+    add_to_left_(sums, tuple(term.t() for term in terms), left, scale=scale, overwrite=overwrite)
 
 
 def total_of(parts: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     Operand,
     RunningLogSumExp,
+    Terms,
     add_factors_,
     add_to_left_,
     add_to_right_,
@@ -249,7 +250,7 @@ def class_stats(products: Tensor, chunk: Chunk, target: Tensor, has_margin: bool
 
 def class_terms(
     products: Tensor, chunk: Chunk, minus_lse: Tensor, at_targets: Tensor | None, factors: Factors, device_splits: bool
-) -> Tensor:
+) -> Terms:
     """Return the gradient of a chunk's logits (``products.split``): the softmax, less 1 at the targets.
 
     Args:
@@ -407,7 +408,7 @@ class _Backward:
                 # in the logits' memory, which is free: no step of a head keeps its result for backward
                 chunk = self.call.chunk(self.targets, start, stop)
                 chunk.targets.add_(logits, self.call.head.target_offset)
-                return class_terms(logits, chunk, self.minus_lse, self.at_targets, (self.grad, None), False)
+                return class_terms(logits, chunk, self.minus_lse, self.at_targets, (self.grad, None), False)[0]
 
             found_rows, found_block = _vjp(self.call.head.logits, self.rows, block, grad_of)
             self.grad_rows.add_(found_rows)

@@ -40,13 +40,16 @@ from lightning_ddp_losses.distributed.raw_collectives import (
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
+    DEVICE_BYTES,
     TOWER_BYTES,
     Operand,
     ProductChoice,
     ProductForm,
+    Terms,
     add_factors_,
     add_to_left_,
     add_to_right_,
+    aligned_columns,
     choose_form,
     dot_rows,
     pieces_of,
@@ -105,7 +108,7 @@ class Factors(NamedTuple):
             of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
         return add_factors_(products, of_rows, self.of_columns, plus)
 
-    def terms(self, grad: Tensor, device_splits: bool) -> Tensor:
+    def terms(self, grad: Tensor, device_splits: bool) -> Terms:
         """Return the gradient of logits in the form for a product with rows (``products.split``), but for the scale."""
         return split(grad, self.of_rows, self.of_columns, device_splits)
 
@@ -151,7 +154,7 @@ class ProductTile(NamedTuple):
     images: Tensor
     partners: Tensor
 
-    def add_grads_(self, terms: Tensor, image_sums: Tensor, column_sums: Tensor | None) -> None:
+    def add_grads_(self, terms: Terms, image_sums: Tensor, column_sums: Tensor | None) -> None:
         """Add the sums of both towers from the gradient of the logits, but for the scale.
 
         Args:
@@ -186,7 +189,7 @@ class ColumnBlock:
 def tiles_of(rows: int, columns: int, entries: int) -> Iterator[tuple[slice, slice]]:
     """Yield rows and columns of tiles of at most so many entries. Nearly square, columns inside rows."""
     height = max(1, min(rows, int(entries**0.5)))
-    width = max(1, entries // height)
+    width = max(1, aligned_columns(entries // height))
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
@@ -424,7 +427,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         init_temperature: ``logit_scale`` starts at ``log(1 / init_temperature)``. None: each call gives it.
         max_scale: Upper limit of the own scale. None: none.
         normalize: Divide embeddings by their length.
-        tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB.
+        tile_bytes: Bytes of products alive at a time. None: 2 MiB, on an accelerator 64 MiB, compiled 256 MiB.
         gather: ``"all"``: every rank holds all columns. ``"ring"``: they go round a ring.
         products: Dtype of the products, as in ``products``.
         compile_tiles: Compile the functions of a tile.
@@ -579,9 +582,10 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         elif len(text_counts) > 1:
             columns = prepare(concatenated(batch.tensors[: len(second_tower)]))
             paired = batch.tensors[len(second_tower) :]
+        tile_bytes = TOWER_BYTES if self._compiler is None else DEVICE_BYTES
         call = TowerCall(
             form,
-            self.tile_bytes or tile_budget(images.device, _HOST_TILE_BYTES, TOWER_BYTES),
+            self.tile_bytes or tile_budget(images.device, _HOST_TILE_BYTES, tile_bytes),
             text_counts,
             extra_counts,
             column_counts,
