@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from lightning_ddp_losses import PeerError
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.distributed.liveness import ProcessInfo, Watch, World
 
@@ -178,3 +181,25 @@ def test_checks_leave_the_listener_of_a_world_to_its_strategy(worlds: list[World
     own = Watch(HashStore(), 0, 2)
     liveness.release(own)
     assert own._ended.is_set()
+
+
+@pytest.mark.parametrize("wrap", [lambda store: store, lambda store: PrefixStore("default", store)])
+def test_a_watch_leaves_the_file_of_a_living_world(
+    wrap: Callable[[Store], Store], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Torch counts in the file who uses it. What a forked process drops is counted once more, and the last one removes the file."""
+    file = tmp_path / "world"
+    store = wrap(FileStore(str(file), 1))
+    monkeypatch.setattr(compat, "default_store", lambda: store)
+    dropped = [liveness._own_store(0)]
+    assert dropped[0] is not None
+    dropped.append(dropped)  # type: ignore[arg-type]  # garbage that waits for a collection
+    del dropped
+    # as a worker of a DataLoader does
+    worker = multiprocessing.get_context("fork").Process(target=gc.collect)
+    worker.start()
+    worker.join()
+    gc.collect()
+    assert file.exists()
+    store.set("later", "key")
+    assert store.get("later") == b"key"
