@@ -193,7 +193,7 @@ def test_a_watch_leaves_the_file_of_a_living_world(
     monkeypatch.setattr(compat, "default_store", lambda: store)
     dropped = [liveness._own_store(0)]
     assert dropped[0] is not None
-    dropped.append(dropped)  # type: ignore[arg-type]  # garbage that waits for a collection
+    dropped.append(dropped)  # garbage that waits for a collection
     del dropped
     # as a worker of a DataLoader does
     worker = multiprocessing.get_context("fork").Process(target=gc.collect)
