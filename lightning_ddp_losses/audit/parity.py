@@ -287,7 +287,9 @@ class _Training(Recorder):
 
     def _built(self) -> tuple[nn.Module, Callable[[nn.Module], Optimizer]]:
         found = self.target.build()
-        model, make_optimizer = found if isinstance(found, tuple) else (found, _default_optimizer)
+        model, make_optimizer = (
+            found if isinstance(found, tuple) else (found, lambda made: SGD(made.parameters(), lr=0.1))
+        )
         expect(isinstance(model, nn.Module), "build()", expected="a model", got=type(model).__name__)
         expect(
             not isinstance(make_optimizer, Optimizer),
@@ -462,7 +464,3 @@ def _as_if_wrapped(model: nn.Module) -> nn.Module:
     extras |= dict.fromkeys(switches, lambda *_, **__: None)
     model.__dict__.update({name: extra for name, extra in extras.items() if not hasattr(model, name)})
     return model
-
-
-def _default_optimizer(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1)

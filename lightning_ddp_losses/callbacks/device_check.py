@@ -97,6 +97,7 @@ class DeviceCheck(RankCheck, default=True):
 
     def _find_elsewhere(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         """Find modules that compute in threads, and losses and metrics that are not on the device of their inputs."""
+        only_nccl = process_groups.is_distributed() and torch.distributed.get_backend() == "nccl"
         for name, inner in modules.items():
             if isinstance(inner, nn.DataParallel):
                 self.add("F73", "threads", name=name)
@@ -109,7 +110,7 @@ class DeviceCheck(RankCheck, default=True):
             if wrong:
                 self.add("F50", name=name, wrong=", ".join(sorted(wrong)), device=device)
             computes_on_cpu = any(getattr(metric, "compute_on_cpu", False) for metric in metrics)
-            if computes_on_cpu and device.type != "cpu" and _has_only_nccl():
+            if computes_on_cpu and device.type != "cpu" and only_nccl:
                 self.add("F50", "compute_on_cpu", name=name)
 
     def _find_idle_devices(self, trainer: Trainer, device: torch.device) -> None:
@@ -165,7 +166,3 @@ def _span(values: Sequence[float], form: str) -> str:
 def _is_same(used: torch.device, device: torch.device) -> bool:
     """Return whether two devices are one. A device without an index is any of its type."""
     return used.type == device.type and (used.index == device.index or None in (used.index, device.index))
-
-
-def _has_only_nccl() -> bool:
-    return process_groups.is_distributed() and torch.distributed.get_backend() == "nccl"

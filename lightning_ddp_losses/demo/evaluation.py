@@ -26,11 +26,7 @@ from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, a
 from lightning_ddp_losses.errors import InputError, expect, format_error
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
 
-_NAMES = {
-    "precision_at_1": "precision_at_1",
-    "r_precision": "r_precision",
-    "map_at_r": "mean_average_precision_at_r",
-}
+_NAMES = {"precision_at_1": "precision_at_1", "r_precision": "r_precision", "map_at_r": "mean_average_precision_at_r"}
 _QUERIES_AT_ONCE = 1024  # bounds the distances that are alive to this many times G
 
 

@@ -133,7 +133,7 @@ def accumulation_window(
             window.expect_counts(counts, totals)
         of_strategy = current_reduction()  # which makes up for it in other parameters itself
         reduction = of_strategy or gradient_reduction_of(model.named_modules())
-        with reduced_by(reduction), active(window), register_optimizer_step_pre_hook(_refuse_step):
+        with reduced_by(lambda: reduction), active(window), register_optimizer_step_pre_hook(_refuse_step):
             yield window
     # before anything is judged, ranks with another number of micro-batches are found
     handshake.all_gather("end of accumulation_window", {"micro-batches": window.micro_batch - 1})
@@ -285,7 +285,8 @@ class AccumulationWindow:
             expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
         must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())
-        sums = [_sums_over_ranks(of_ranks) for of_ranks in zip(*map(json.loads, payloads), strict=True)]
+        columns = (zip(*of_ranks, strict=True) for of_ranks in zip(*map(json.loads, payloads), strict=True))
+        sums = [list(map(math.fsum, numbers)) for numbers in columns]
         for source, several in zip(by_loss, sums, strict=False):
             if source is _ALL:
                 (self._expected_of_all,) = several
@@ -454,10 +455,6 @@ def _refuse_other_numbers(what: str, title: str, expected: float | None, got: fl
 
 def _several(number: float | Sequence[float]) -> list[float]:
     return [float(each) for each in number] if isinstance(number, Sequence) else [float(number)]
-
-
-def _sums_over_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
-    return [math.fsum(numbers) for numbers in zip(*of_ranks, strict=True)]
 
 
 def _inner(source: object) -> object:

@@ -91,17 +91,17 @@ class GradientReduction:
         return f"{divided} over {len(self.ranks)} ranks ({self.source})"
 
 
-_current: ContextVar[GradientReduction | None] = ContextVar("reduction", default=None)
+_current: ContextVar[Callable[[], GradientReduction | None]] = ContextVar("reduction", default=lambda: None)
 
 
 def current_reduction() -> GradientReduction | None:
     """Return how the strategy's module, or the window's model, is reduced. None if that is unknown."""
-    return _current.get()
+    return _current.get()()
 
 
 @contextlib.contextmanager
-def reduced_by(reduction: GradientReduction | None) -> Iterator[None]:
-    """Let the gradients of exact values inside the block make up for a reduction."""
+def reduced_by(reduction: Callable[[], GradientReduction | None]) -> Iterator[None]:
+    """Let the gradients of exact values inside the block make up for a reduction. Each value asks for it."""
     before = _current.set(reduction)
     try:
         yield
@@ -117,7 +117,7 @@ def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
         scale: Factor. None: that of the current reduction.
     """
     if scale is None:
-        current = _current.get()
+        current = current_reduction()
         scale = 1.0 if current is None else current.scale
     if scale == 1.0 or not value.requires_grad:
         return value
@@ -196,7 +196,7 @@ def chosen_reduction(
     else:
         is_known = math.isfinite(reduces) and reduces > 0 and not isinstance(reduces, bool)
     expect(is_known, "reduces", expected='"auto", "mean", "sum", or a number above 0', got=repr(reduces))
-    model = _current.get()
+    model = current_reduction()
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):

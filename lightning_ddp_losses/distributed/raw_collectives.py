@@ -262,11 +262,6 @@ def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:
     return mean_of_sum
 
 
-def reduce_mean_(tensor: Tensor, *, group: Group = None) -> Tensor:
-    """Replace a tensor by its mean over ranks, in place. Communication: as ``start_mean``."""
-    return start_mean(tensor, group=group)()
-
-
 def broadcast_(tensors: Sequence[Tensor], *, group: Group = None) -> None:
     """Overwrite tensors with those of the group's rank 0, in place.
 

@@ -282,9 +282,10 @@ def head_of(loss: Any) -> Head:
     """
     head: type[Head] | None = pml_registry.head_class_of(loss)
     if head is None:
+        known = sorted(kind.__name__ for kind, facts in pml_registry.LOSSES.items() if facts.head is not None)
         raise ConfigurationError(
             "ClassShardedLoss: loss",
-            expected=f"one of {', '.join(pml_registry.losses_with_head())}",
+            expected=f"one of {', '.join(known)}",
             got=type(loss).__name__,
             fix="Other losses run over the global batch in GlobalBatchLoss, with the whole weight on every rank.",
         )

@@ -301,11 +301,6 @@ def head_class_of(loss: nn.Module) -> Any:
     return _class_named(getattr(LOSSES.get(type(loss)), "head", None))
 
 
-def losses_with_head() -> list[str]:
-    """Return the names of the losses with classes that can be split over ranks."""
-    return sorted(cls.__name__ for cls, facts in LOSSES.items() if facts.head is not None)
-
-
 @cache
 def _class_named(place: str | type | None) -> Any:
     """Return a class of this folder by its file and name. A class, and None, are returned as they are."""

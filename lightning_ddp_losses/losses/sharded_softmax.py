@@ -362,7 +362,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             step.add_targets_(grad_target)
         # 5. replicas saw other rows
         if call.replica_group is not None and wants_weight:
-            raw_collectives.reduce_mean_(grad_weight, group=call.replica_group)
+            raw_collectives.start_mean(grad_weight, group=call.replica_group)()  # in its memory
         if call.on_backward is not None and classes.sampled is not None:
             call.on_backward(classes.sampled, grad_weight)
         # 6. DDP takes the mean over ranks of what goes on to the encoder

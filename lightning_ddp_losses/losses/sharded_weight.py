@@ -100,11 +100,7 @@ class ShardedWeight:
             got=world,
             fix="Save a checkpoint with the strategy, which holds the whole weight, and load it into a new loss.",
         )
-        must_match = {
-            "classes": self.num_classes,
-            "built": self._seed is not None,
-            "configuration": configuration,
-        }
+        must_match = {"classes": self.num_classes, "built": self._seed is not None, "configuration": configuration}
         local_seed = (self._seed or 0).to_bytes(8, "little")
         seeds = handshake.all_gather(f"{self._title} divides its classes", must_match, local_seed, group=group)
         if self.num_classes < world:

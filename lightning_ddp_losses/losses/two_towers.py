@@ -556,7 +556,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
         flags = bytes([is_trained, torch.is_grad_enabled() and own_rows.requires_grad, form == "bf16"])
         sent = {name: _to_travel(tensor, dtype) for name, tensor in second_tower.items()}
-        narrow = {name: NarrowRows(tensor.detach(), _as_it_is) for name, tensor in second_tower.items()}
+        narrow = {name: NarrowRows(tensor.detach(), lambda rows: rows) for name, tensor in second_tower.items()}
         counted = [*sent] if in_ring else []
         if paired and not in_ring:
             sent["products with their own text"] = paired[0]
@@ -576,7 +576,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         column_counts = [sum(rows) for rows in zip(text_counts, extra_counts, strict=True)]
         columns, ring = own, None
         if in_ring and len(text_counts) > 1:
-            travelling = NarrowRows(own_rows.detach(), _as_it_is)
+            travelling = NarrowRows(own_rows.detach(), lambda rows: rows)
             wide = _to_travel(own_rows, dtype)
             ring = TravellingRows(wide, travelling, batch.narrow_dtypes[0])
         elif len(text_counts) > 1:
@@ -657,12 +657,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ refused inputs
 
     def _check_rows(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> None:
-        title, given = type(self).__name__, {"images": images, "texts": texts}
-        # optional ones
-        if extra is not None:
-            given["extra_texts"] = extra
-        if queue is not None:
-            given["queue"] = queue
+        title, optional = type(self).__name__, {"extra_texts": extra, "queue": queue}
+        given = {"images": images, "texts": texts, **{name: t for name, t in optional.items() if t is not None}}
         for name, tensor in given.items():
             if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
                 fix, number = None, _PLACES_OF_NUMBERS.get(name)
@@ -716,10 +712,6 @@ def _kind_of_number(number: Tensor | float | None) -> object:
 def concatenated(parts: list[Tensor]) -> Tensor:
     """Return the rows of some tensors. Those of one without a copy."""
     return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def _as_it_is(rows: Tensor) -> Tensor:
-    return rows
 
 
 def _to_travel(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -336,9 +336,5 @@ def _read(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
     planner.set_up_planner(tree, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    found: dict[str, Any] = inputs.map_tensors(_without_block, tree[title])
+    found: dict[str, Any] = inputs.map_tensors(lambda t: t.part if isinstance(t, _Block) else t, tree[title])
     return found
-
-
-def _without_block(read: Tensor) -> Tensor:
-    return read.part if isinstance(read, _Block) else read

@@ -17,12 +17,12 @@ DDP ignores by the user's choice). Every gradient has its mean when ``reduce`` r
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import is_
@@ -448,16 +448,16 @@ class ModelReduction(FitPart):
             handshake.all_gather_between_steps("the model's gradients", must_match)
             self._reduced = [(name, module) for name, module in self._reduced if isinstance(module, FSDPModule)]
 
-    @contextlib.contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Read the reduction, which the user may set at any time."""
+    def training_step(self) -> AbstractContextManager[None]:
+        """Let exact values read the reduction, which the user may set at any time."""
         ddp = self.fit.strategy.wrapped_model  # another one since parameters were frozen
-        reduction = gradient_reduction_of(self._reduced if ddp is None else [("", ddp)])
+        if ddp is not None:  # a mean, or what a hook returns: nothing to undo
+            return reduced_by(lambda: gradient_reduction_of([("", ddp)]))
+        reduction = gradient_reduction_of(self._reduced)
         self._scale = 1.0 if reduction is None else reduction.scale
         if self._scale != 1.0:
             self._watch_others()
-        with reduced_by(reduction):
-            yield
+        return reduced_by(lambda: reduction)
 
     def _watch_others(self) -> None:
         """Undo the scale in the gradients of all parameters that the model does not hold."""

@@ -47,11 +47,6 @@ def _maximum_and_softmax(values: Tensor) -> Numbers:
     return values.amax(1), values.softmax(1).amax(1)
 
 
-def _log_sum_exp(values: Tensor) -> Tensor:
-    """Return (T,), the log-sum-exp of rows."""
-    return values.amax(1) - values.log_softmax(1).amax(1)
-
-
 Term = Sequence[Tensor]
 """Numbers of a tile's rows, (T, 1), and of its columns, (C,). Without the second the transposed entries have no gradient here."""
 
@@ -145,7 +140,7 @@ def ntxent_rows(matrix: Tensor, keys: Keys, limits: Limits | None, tiny: float, 
     """
     masks = masks_of(keys)
     negatives, entries = masks.split(matrix, _lowest(matrix))
-    lse = _log_sum_exp(negatives)
+    lse = negatives.amax(1) - negatives.log_softmax(1).amax(1)
     positives = masks.positives
     # entries that are no positives lie so far above that they have no loss and no pull
     below = masks.lowest_but(positives, lse.unsqueeze(1) - entries)
