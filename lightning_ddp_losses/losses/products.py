@@ -54,8 +54,8 @@ def tile_budget(device: torch.device, host_bytes: int, device_bytes: int = DEVIC
     """Return how many bytes of intermediate results a loss keeps at a time: ``host_bytes`` on the CPU, ``device_bytes`` elsewhere.
 
     On a CPU small pieces stay in the cache. On an accelerator a piece must be large to be worth its launches: with 256 MiB, 65,536 rows
-    against as many columns are 64 tiles of float32. The square tiles of two towers are worth theirs at 64 MiB: 4,096 rows and columns. If
-    they are compiled, fewer launches hide less of the host's time, and larger tiles are faster.
+    against as many columns are 64 tiles of float32. The square tiles of two towers are worth theirs at 64 MiB: 4,096 rows and columns. The
+    device computes a compiled tile of that size faster than the host launches it: these are four times as large.
     """
     return host_bytes if device.type == "cpu" else device_bytes
 
