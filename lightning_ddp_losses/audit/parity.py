@@ -287,9 +287,7 @@ class _Training(Recorder):
 
     def _built(self) -> tuple[nn.Module, Callable[[nn.Module], Optimizer]]:
         found = self.target.build()
-        model, make_optimizer = (
-            found if isinstance(found, tuple) else (found, lambda made: SGD(made.parameters(), lr=0.1))
-        )
+        model, make_optimizer = found if isinstance(found, tuple) else (found, lambda it: SGD(it.parameters(), lr=0.1))
         expect(isinstance(model, nn.Module), "build()", expected="a model", got=type(model).__name__)
         expect(
             not isinstance(make_optimizer, Optimizer),

@@ -285,8 +285,8 @@ class AccumulationWindow:
             expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
         must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())
-        columns = (zip(*of_ranks, strict=True) for of_ranks in zip(*map(json.loads, payloads), strict=True))
-        sums = [list(map(math.fsum, numbers)) for numbers in columns]
+        by_title = zip(*map(json.loads, payloads), strict=True)
+        sums = [list(map(math.fsum, zip(*of_ranks, strict=True))) for of_ranks in by_title]
         for source, several in zip(by_loss, sums, strict=False):
             if source is _ALL:
                 (self._expected_of_all,) = several

@@ -439,8 +439,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class
-        classes = aligned_columns(tile_budget(device, _CHUNK_BYTES) // class_bytes)
-        return self.chunk_size or max(_MIN_CHUNK, classes)
+        return self.chunk_size or aligned_columns(max(_MIN_CHUNK, tile_budget(device, _CHUNK_BYTES) // class_bytes))
 
     def _reduce(self, losses: Tensor, found: RowLosses, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Apply PML's own reducer to the losses of all rows, which every rank knows, and add its regularisers."""

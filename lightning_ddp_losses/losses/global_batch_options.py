@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pytorch_metric_learning.miners import BaseMiner
+from pytorch_metric_learning.reducers import DoNothingReducer
 from torch import nn
 
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES, torchmetrics_states
@@ -56,7 +57,7 @@ def refuse_unfit(loss: nn.Module) -> None:
     title = f"GlobalBatchLoss({type(loss).__name__})"
     # a loss that is reduced later cannot be made global here
     expect(
-        not any(pml_registry.returns_no_number(getattr(module, "reducer", None)) for module in loss.modules()),
+        not any(isinstance(getattr(module, "reducer", None), DoNothingReducer) for module in loss.modules()),
         f"{title}: reducer",
         expected="one that returns a number",
         got="DoNothingReducer, which returns a dict",

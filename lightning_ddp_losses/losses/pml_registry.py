@@ -457,11 +457,6 @@ def collects_counts(loss: nn.Module) -> bool:
     return any(module.collect_stats for module in loss.modules() if isinstance(module, reducers.BaseReducer))
 
 
-def returns_no_number(reducer: object) -> bool:
-    """Return whether a reducer hands the element losses on as they are."""
-    return isinstance(reducer, reducers.DoNothingReducer)
-
-
 # ---------------------------------------------------------------------- distances
 
 
