@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.core.modules import eager_recursive
 
 _inside_global_batch: ContextVar[bool] = ContextVar("inside_global_batch", default=False)
 
@@ -261,6 +262,7 @@ _last_paths: dict[int, list[int]] = {}
 """Where parameters were found last, by id: below which output, then at each node as which of its children."""
 
 
+@eager_recursive  # a compiled frame around it would be compiled again for each other path
 def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters that the outputs do not depend on, looking no further than the inputs."""
     # a walk over all nodes takes three times as long as the known way to a parameter

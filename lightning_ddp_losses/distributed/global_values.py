@@ -117,8 +117,7 @@ def with_scaled_gradient(value: Tensor, scale: float | None = None) -> Tensor:
         scale: Factor. None: that of the current reduction.
     """
     if scale is None:
-        current = current_reduction()
-        scale = 1.0 if current is None else current.scale
+        scale = getattr(current_reduction(), "scale", 1.0)
     if scale == 1.0 or not value.requires_grad:
         return value
     passed = value.view_as(value)

@@ -336,5 +336,4 @@ def _read(blocks: Path, title: str, places: dict[str, Any]) -> dict[str, Any]:
     planner.set_up_planner(tree, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    found: dict[str, Any] = inputs.map_tensors(lambda t: t.part if isinstance(t, _Block) else t, tree[title])
-    return found
+    return dict(inputs.map_tensors(lambda t: t.part if isinstance(t, _Block) else t, tree[title]))
