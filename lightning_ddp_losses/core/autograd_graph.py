@@ -262,7 +262,7 @@ _last_paths: dict[int, list[int]] = {}
 """Where parameters were found last, by id: below which output, then at each node as which of its children."""
 
 
-@eager_recursive  # a compiled frame around it would be compiled again for each other path
+@eager_recursive  # compiled, it would be compiled again whenever a path changes
 def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the parameters that the outputs do not depend on, looking no further than the inputs."""
     # a walk over all nodes takes three times as long as the known way to a parameter

@@ -21,7 +21,7 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
-from lightning_ddp_losses.losses.products import ProductChoice, RunningLogSumExp, Terms, max_and_sum_exp
+from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, RunningLogSumExp, max_and_sum_exp
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
@@ -150,7 +150,7 @@ def clip_terms(
     own: Tensor,
     device_splits: bool,
     are_logits: bool,
-) -> Terms:
+) -> GradTerms:
     """Return the gradient of a tile's logits (``Factors.terms``): the softmax of the rows plus that of the columns.
 
     Args:

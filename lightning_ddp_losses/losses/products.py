@@ -39,7 +39,7 @@ ProductChoice: TypeAlias = Literal["float32", "bf16", "auto"]
 ProductForm: TypeAlias = Literal["float32", "bf16"]
 """The form that a call uses."""
 
-Terms: TypeAlias = tuple[Tensor, ...]
+GradTerms: TypeAlias = tuple[Tensor, ...]
 """A gradient (n, m) in the form for a product with rows: itself, or two bf16 numbers, the second of which is subtracted."""
 
 SMALLEST_LENGTH = 1e-12  # as in torch.nn.functional.normalize
@@ -289,7 +289,7 @@ def add_factors_(
     return products.mul_(of_columns) if plus is None else torch.addcmul(plus, products, of_columns, out=products)
 
 
-def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, device_splits: bool) -> Terms:
+def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, device_splits: bool) -> GradTerms:
     """Return a gradient times factors of its rows and columns (``add_factors_``) in the form for a product with rows.
 
     Args:
@@ -315,7 +315,7 @@ def split(grad: Tensor, of_rows: Tensor | None, of_columns: Tensor | None, devic
     return high, low
 
 
-def add_to_left_(sums: Tensor, terms: Terms, right: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_to_left_(sums: Tensor, terms: GradTerms, right: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
     """Add the products of a gradient with the right rows (m, D) to the sums (n, D) of the left ones.
 
     Args:
@@ -333,7 +333,7 @@ def add_to_left_(sums: Tensor, terms: Terms, right: Tensor, *, scale: float = 1.
             torch.addmm(sums, term, right.to(term.dtype), beta=beta, alpha=factor, out=sums)
 
 
-def add_to_right_(sums: Tensor, terms: Terms, left: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
+def add_to_right_(sums: Tensor, terms: GradTerms, left: Tensor, *, scale: float = 1.0, overwrite: bool = False) -> None:
     """Add the same of the left rows (n, D) to the sums (m, D) of the right ones."""
     add_to_left_(sums, tuple(term.t() for term in terms), left, scale=scale, overwrite=overwrite)
 

@@ -25,9 +25,9 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
+    GradTerms,
     Operand,
     RunningLogSumExp,
-    Terms,
     add_factors_,
     add_to_left_,
     add_to_right_,
@@ -250,7 +250,7 @@ def class_stats(products: Tensor, chunk: Chunk, target: Tensor, has_margin: bool
 
 def class_terms(
     products: Tensor, chunk: Chunk, minus_lse: Tensor, at_targets: Tensor | None, factors: Factors, device_splits: bool
-) -> Terms:
+) -> GradTerms:
     """Return the gradient of a chunk's logits (``products.split``): the softmax, less 1 at the targets.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.products import ProductChoice, Terms, total_of
+from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, total_of
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
@@ -121,7 +121,7 @@ class SigLipLoss(TwoTowerLoss):
 
 def siglip_tile(
     products: Tensor, factors: Factors, bias: Tensor, with_grads: bool, device_splits: bool
-) -> tuple[Tensor, Tensor | None, Terms | None]:
+) -> tuple[Tensor, Tensor | None, GradTerms | None]:
     """Return the sums of a tile's rows, (T,): of the losses of their pairs, and if it is wanted of their gradient, with the gradient.
 
     Args:

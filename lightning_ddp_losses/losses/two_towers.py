@@ -42,10 +42,10 @@ from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
     DEVICE_BYTES,
     TOWER_BYTES,
+    GradTerms,
     Operand,
     ProductChoice,
     ProductForm,
-    Terms,
     add_factors_,
     add_to_left_,
     add_to_right_,
@@ -108,7 +108,7 @@ class Factors(NamedTuple):
             of_rows = self.scale.reshape(1) if of_rows is None else of_rows * self.scale
         return add_factors_(products, of_rows, self.of_columns, plus)
 
-    def terms(self, grad: Tensor, device_splits: bool) -> Terms:
+    def terms(self, grad: Tensor, device_splits: bool) -> GradTerms:
         """Return the gradient of logits in the form for a product with rows (``products.split``), but for the scale."""
         return split(grad, self.of_rows, self.of_columns, device_splits)
 
@@ -154,7 +154,7 @@ class ProductTile(NamedTuple):
     images: Tensor
     partners: Tensor
 
-    def add_grads_(self, terms: Terms, image_sums: Tensor, column_sums: Tensor | None) -> None:
+    def add_grads_(self, terms: GradTerms, image_sums: Tensor, column_sums: Tensor | None) -> None:
         """Add the sums of both towers from the gradient of the logits, but for the scale.
 
         Args:
