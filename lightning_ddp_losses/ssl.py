@@ -17,7 +17,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from lightning_ddp_losses.losses.moments import (
     vicreg,
 )
 from lightning_ddp_losses.losses.partial_sums import global_mean
+from lightning_ddp_losses.losses.tile_results import TileResults
 
 __all__ = ["Center", "Moments", "barlow_twins", "cross_correlation", "koleo", "moments", "sinkhorn", "vicreg"]
 
@@ -224,9 +225,7 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
         own = functional.normalize(own, dim=1, eps=eps)
         everywhere = _gather(own, counts, group)
         # the nearest neighbour of each row in its part
-        nearest = torch.cat(
-            [own.new_empty(0, dtype=torch.int64), *_nearest_rows(own, everywhere, counts, groups, group)]
-        )
+        nearest = _nearest_rows(own, everywhere, counts, groups, group)
         distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
         total = -(distances + eps).log().sum()
     return global_mean(total, len(rows), name="koleo", group=group)
@@ -241,11 +240,10 @@ def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
 
 
 @torch.no_grad()
-def _nearest_rows(
-    own: Tensor, everywhere: Tensor, counts: Sequence[int], groups: int, group: Group
-) -> Iterator[Tensor]:
-    """Yield the places of the nearest neighbours of this rank's rows among those of all ranks, tile by tile."""
+def _nearest_rows(own: Tensor, everywhere: Tensor, counts: Sequence[int], groups: int, group: Group) -> Tensor:
+    """Return the places (B,) of the nearest neighbours of this rank's rows among the rows of all ranks."""
     rank, starts = process_groups.rank(group), [sum(counts[:rank]) for rank in range(len(counts))]
+    nearest = TileResults(len(own), own.new_empty(0, dtype=torch.int64))
     for part in range(groups):
         # places of this part's rows, of all ranks
         ranges = []
@@ -263,7 +261,9 @@ def _nearest_rows(
             # a row is not its own neighbour
             itself = torch.arange(first + start, first + stop, device=own.device)
             similarities.scatter_(1, itself[:, None], -torch.inf)
-            yield places[similarities.argmax(1)]
+            nearest.store_(places[similarities.argmax(1)], part * size + start)
+            del similarities  # else it would be there next to the next tile
+    return nearest.joined()
 
 
 # ---------------------------------------------------------------------- steps

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.errors import expect, expect_option
+from lightning_ddp_losses.losses.tile_results import TileResults
 
 ProductChoice: TypeAlias = Literal["float32", "bf16", "auto"]
 """The user's option."""
@@ -219,19 +220,19 @@ class Operand(NamedTuple):
         factors = self.factors
         return self.rows.sum(0) if factors is None else factors @ self.rows.to(factors.dtype)
 
-    def vjp(self, sums: Tensor, out: Tensor, factor: Tensor | None = None) -> list[Tensor]:
-        """Write the gradient of the caller's rows to ``out``. Return the products of rows and sums, (n,) in pieces.
+    def vjp(self, sums: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
+        """Write the gradient of the caller's rows to ``out``. Return the products (n,) of rows and sums.
 
         Args:
             sums: (n, D), sums over the partners of each row of the product's gradient times the partner (``add_to_left_``).
             out: (n, D), of any floating dtype. May be ``sums``.
             factor: Factor of the gradient, 0-dim. None: 1.
         """
-        dots = []
+        dots = TileResults(len(sums), sums)
         for part in pieces_of(sums):
             rows, found = self.rows[part], sums[part]
             along = dot_rows(rows, found)
-            dots.append(along)
+            dots.store_(along, part.start)
             if self.lengths is not None:
                 lengths = self.lengths[part]
                 # a gradient along the row changes its length only. A row that is too short for a length is only multiplied
@@ -246,7 +247,7 @@ class Operand(NamedTuple):
                 torch.mul(found, factor, out=out[part])
             elif found.data_ptr() != out[part].data_ptr():
                 out[part].copy_(found)
-        return dots
+        return dots.joined()
 
 
 def pieces_of(rows: Tensor) -> Iterator[slice]:
@@ -338,13 +339,6 @@ def add_to_right_(sums: Tensor, terms: GradTerms, left: Tensor, *, scale: float 
     add_to_left_(sums, tuple(term.t() for term in terms), left, scale=scale, overwrite=overwrite)
 
 
-def total_of(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the sum of all numbers of 1-D parts, 0-dim."""
-    if not parts:
-        return like.new_zeros(())
-    return parts[0].sum() if len(parts) == 1 else torch.cat(list(parts)).sum()
-
-
 # ---------------------------------------------------------------------- rows of unit length
 
 
@@ -398,8 +392,12 @@ class RunningLogSumExp:
 
     def __init__(self, rows: int, like: Tensor) -> None:
         self._rows, self._like = rows, like
-        # by the first of its rows: the pieces of a part of the rows
-        self._pieces: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # piece k of a part of the rows begins k * n behind the first of these rows
+        self._maxima = TileResults(_MOST_PIECES * rows, like)
+        self._sums = TileResults(_MOST_PIECES * rows, like)
+        # how many pieces each part has, by its first row
+        self._piece_counts: dict[int, int] = {}
+        self._whole: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def merged(cls, maxima: Tensor, sums: Tensor) -> RunningLogSumExp:
@@ -420,10 +418,14 @@ class RunningLogSumExp:
 
     def add_piece(self, numbers: tuple[Tensor, Tensor], start: int = 0) -> None:
         """Add the numbers of a piece (``max_and_sum_exp``), (T,) each. ``start``: the first of its rows. Different ones do not overlap."""
-        pieces = self._pieces.setdefault(start, [])
-        pieces.append(numbers)
-        if len(pieces) == _MOST_PIECES:
-            pieces[:] = [_merge(pieces)]
+        count = self._piece_counts.get(start, 0)
+        self._store_(numbers, count * self._rows + start)
+        count += 1
+        if count == _MOST_PIECES:
+            self._store_(_merge(self._pieces(start, start + len(numbers[0]), count)), start)
+            count = 1
+        self._piece_counts[start] = count
+        self._whole = None
 
     def above_maximum(self) -> Tensor:
         """Return (n,), the log-sum-exp less the maximum: exactly 0 if one entry outweighs all others."""
@@ -435,21 +437,27 @@ class RunningLogSumExp:
 
     def _merged(self) -> tuple[Tensor, Tensor]:
         """Merge all pieces. Return both numbers, (n,) each."""
-        if not self._pieces:
-            lowest = torch.finfo(self._like.dtype).min
-            return self._like.new_full((self._rows,), lowest), self._like.new_zeros(self._rows)
-        parts = [pieces for _, pieces in sorted(self._pieces.items())]
-        if len(parts) == 1:
-            whole = _merge(parts[0])
-        else:
-            # every part has as many pieces
-            pieces = []
-            for of_parts in zip(*parts, strict=True):
-                maxima, sums = zip(*of_parts, strict=True)
-                pieces.append((torch.cat(maxima), torch.cat(sums)))
-            whole = _merge(pieces)
-        self._pieces = {0: [whole]}
-        return whole
+        if self._whole is None:
+            if self._piece_counts:
+                # every part has as many pieces
+                count = next(iter(self._piece_counts.values()))
+                self._whole = _merge(self._pieces(0, self._rows, count))
+            else:
+                lowest = torch.finfo(self._like.dtype).min
+                self._whole = self._like.new_full((self._rows,), lowest), self._like.new_zeros(self._rows)
+        return self._whole
+
+    def _store_(self, numbers: tuple[Tensor, Tensor], place: int) -> None:
+        for results, each in zip((self._maxima, self._sums), numbers, strict=True):
+            results.store_(each, place)
+
+    def _pieces(self, start: int, stop: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the first pieces of some rows."""
+        pieces = []
+        for index in range(count):
+            place = index * self._rows + start, index * self._rows + stop
+            pieces.append((self._maxima.part(*place), self._sums.part(*place)))
+        return pieces
 
 
 def max_and_sum_exp(values: Tensor, *, keep: bool = False) -> tuple[Tensor, Tensor]:

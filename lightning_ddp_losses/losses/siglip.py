@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, total_of
+from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
+from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
@@ -168,20 +169,24 @@ def _visit_tiles(
     call: TowerCall, scale: Tensor, bias: Tensor, *, with_grads: bool
 ) -> tuple[Tensor, list[Tensor | None], Tensor]:
     """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias."""
-    losses, d_biases = list[Tensor](), list[Tensor]()
+    # for each tile the sums of its rows
+    size, stored = call.tile_rows(scale), 0
+    losses, d_biases = TileResults(size, scale), TileResults(size if with_grads else 0, scale)
     image_sums = call.zero_sums(call.images) if with_grads else None
 
     def visit(block: ColumnBlock) -> Tensor | None:
+        nonlocal stored
         column_sums = call.column_sums(block) if with_grads else None
         for tile, products in call.tiles(block, scale):
             found, d_bias, terms = call.run(siglip_tile, products, tile.factors, bias, with_grads, call.splits)
-            losses.append(found)
+            losses.store_(found, stored)
             if image_sums is not None:
-                d_biases.append(d_bias)
+                d_biases.store_(d_bias, stored)
                 tile.add_grads_(terms, image_sums, column_sums)
+            stored += len(found)
             del terms  # else it would be there next to the next tile
         return column_sums
 
     counts = call.column_counts if with_grads and call.columns_trained else None
     sums = [image_sums, call.collect(visit, counts=counts)]
-    return total_of(losses, scale), sums if with_grads else [], total_of(d_biases, scale)
+    return losses.joined().sum(), sums if with_grads else [], d_biases.joined().sum()

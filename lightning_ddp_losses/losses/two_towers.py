@@ -58,7 +58,6 @@ from lightning_ddp_losses.losses.products import (
     split,
     splits,
     tile_budget,
-    total_of,
     warn_of_tf32,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
@@ -291,8 +290,8 @@ class TowerCall:
         images, columns = self.images, block.columns
         of_rows, of_columns = images.factors, columns.factors
         scale_of_tiles = None if self.form == "float32" else scale
-        buffer, entries = scale.new_empty(0), self.tile_bytes // scale.element_size()
-        for rows, place in tiles_of(len(images.rows), len(columns.rows), entries):
+        buffer = scale.new_empty(0)
+        for rows, place in self._tiles_of(len(columns.rows), scale):
             left, right = images.rows[rows], columns.rows[place]
             if place.start == 0:  # neighbours share them
                 scaled = left if scale_of_tiles is not None else left * scale
@@ -307,6 +306,17 @@ class TowerCall:
                 products = product(scaled, right, out=buffer[:size].view(len(left), len(right)))
             text_count = max(0, min(place.stop, block.text_count) - place.start)
             yield ProductTile(rows, place, text_count, factors, left, right), products
+
+    def tile_rows(self, scale: Tensor) -> int:
+        """Return the number of rows of all tiles of the call together. A row counts in each of its tiles."""
+        widths = [len(self.columns.rows)] if self.ring is None else [*self.column_counts]
+        if self.queue is not None:
+            widths.append(len(self.queue.rows))
+        return sum(rows.stop - rows.start for width in widths for rows, _ in self._tiles_of(width, scale))
+
+    def _tiles_of(self, width: int, scale: Tensor) -> Iterator[tuple[slice, slice]]:
+        """Yield rows and columns of the tiles of a block of so many columns."""
+        return tiles_of(len(self.images.rows), width, self.tile_bytes // scale.element_size())
 
     def _own(self, shift: int | None, rows: slice, columns: slice) -> OwnPairs | Tensor:
         """Return the own pairs of a tile. ``shift``: column of the first image's own text in the block."""
@@ -375,7 +385,7 @@ class TowerCall:
         image_sums = sums.pop(0)
         assert image_sums is not None
         grad_images = torch.empty_like(images)
-        along = total_of(self.images.vjp(image_sums, grad_images, factor), factor)
+        along = self.images.vjp(image_sums, grad_images, factor).sum()
         del image_sums
         column_sums = sums.pop()
         if column_sums is None:

@@ -37,8 +37,8 @@ from lightning_ddp_losses.losses.pml_registry import (
 )
 from lightning_ddp_losses.losses.products import Operand, ProductForm, tile_budget, warn_of_tf32
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
+from lightning_ddp_losses.losses.tile_results import TileResults
 from lightning_ddp_losses.losses.tiled.pair_losses import PairLoss
-from lightning_ddp_losses.losses.tiled.tile_functions import Numbers
 from lightning_ddp_losses.losses.tiled.tiles import (
     NamedPairs,
     NamedTriplets,
@@ -446,18 +446,23 @@ class TiledForward:
             self._grad_sums = [tiles.zeros() for _ in pair_loss.sub_losses]
         # so small a batch is not computed twice
         keeps = backward_comes and not with_grads and len(tiles.parts) == 1
-        found: list[Numbers] = []
+        results: list[TileResults] = []
         for part in tiles:
             tile = tiles.tile(part, keep=keeps)
             numbers, grads = pair_loss.rows(tile, with_grads=with_grads)
-            found.append(numbers)
+            results = results or [TileResults(len(tiles.rows.rows), each) for each in numbers]
+            for stored, each in zip(results, numbers, strict=True):
+                stored.store_(each, part.start)
             for sums, grad in zip(self._grad_sums, grads, strict=True):
                 # on an accelerator a product more is cheaper than to wait
                 if grad.device.type != "cpu" or (grad.numel() and any(map(bool, grad.aminmax()))):
                     tiles.add_vjp_(tile, grad, sums)
             if keeps:
                 self._kept_tile = tile
-        numbers = _of_all_rows(found) if found else pair_loss.nothing(len(tiles.rows.rows))
+        if results:
+            numbers = tuple(stored.joined() for stored in results)
+        else:
+            numbers = pair_loss.nothing(len(tiles.rows.rows))
         labels = call.local_labels
         if labels is not None:
             labels = _sorted(labels, tiles.pairs.row_order)
@@ -572,13 +577,6 @@ class TiledForward:
             for sums in totals:
                 if sums is not None:
                     sums.mul_(pair_loss.factor)
-
-
-def _of_all_rows(parts: Sequence[Numbers]) -> Numbers:
-    """Return the numbers of the rows of all tiles."""
-    if len(parts) == 1:
-        return parts[0]
-    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
 
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
