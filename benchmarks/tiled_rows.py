@@ -9,8 +9,8 @@ rows, its NT-Xent not beyond 256 (it compares every positive pair with every neg
 of their gradient, in blocks that stay in the cache. `ours/products` is the distance to them, a figure that compares across machines.
 
 Limits: from 4096 up, 0.3x the time of PML exact, 0.5x of PML efficient (whose gradient is another), 0.7x of open_clip; from 512 up never
-more than 1.1x; 72 MiB of extra peak memory at 8192, at most 2.2 times that at 16,384, and 1 GiB at 65,536. Times and memory as in
-`global_batch`.
+more than 1.1x; 72 MiB of extra peak memory at 8192, at most 2.2 times that at 16,384, and 400 MiB at 65,536. Times as in `global_batch`.
+Memory is that of fresh processes with the allocator as it comes: the most of five runs of ours, as it depends on what the heap has free.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ SMALLEST, SMALL, SMALL_LIMIT = (
     1.1,
 )  # from the first on nobody may be much faster, from the second on nobody as fast
 PML_UP_TO = {"NTXent": 256}
-MEMORY = {8192: 72.0, 16384: None, 65536: 1024.0}  # MiB
+MEMORY = {8192: 72.0, 16384: None, 65536: 400.0}  # MiB
+FRESH_PROCESSES = 5
 GROWTH = 2.2
 TIMES = (256, 512, 2048, 4096, 8192, 16384)
 SIZES = (256, 512, 2048, 8192, 16384, 65536)
@@ -188,7 +189,8 @@ def time_row(kind: str, total: int, rounds: int, seconds: float) -> Row:
 def memory_row(kind: str, who: str, totals: Sequence[int]) -> Row:
     """Extra peak memory of one loss."""
     able = [t for t in totals if who in contestants(kind, t) and (who == "ours" or t <= 16384)]
-    mib = {total: max(run_ranks(peak, who, kind, total)) / MIB for total in able}
+    runs = FRESH_PROCESSES if who == "ours" else 1
+    mib = {total: max(max(run_ranks(peak, who, kind, total)) for _ in range(runs)) / MIB for total in able}
     growth = mib[16384] / mib[8192] if {8192, 16384} <= set(mib) else None
     within = all(limit is None or mib[t] <= limit for t, limit in MEMORY.items() if t in mib)
     met = "met" if within and (growth is None or growth <= GROWTH) else "WRONG"
