@@ -1,4 +1,4 @@
-"""Modules: methods in another's place, modules that are not registered, and a configuration as text.
+"""Modules: methods in another's place, and modules that are not registered.
 
 A patch surrounds one method of one module for the length of a fit, without a change of the module's type. It sits in the instance under the
 method's name: attributes, parameter names, hooks and ``isinstance`` stay those of the plain module. A copy or a pickle of the module
@@ -7,15 +7,12 @@ carries the plain method again.
 ``nn.Module`` sees only modules in its attributes. Other places that hold modules (a list, a dict, a closure, a callback) are searched
 here. Lightning does not move, synchronise or save unregistered ones. *Hidden* modules are held by an optimizer (or run with gradients
 inside ``training_step``) without being in ``module.parameters()``. Copies without an optimizer are left alone.
-
-The configuration of a loss or a metric is what ranks compare once: values that must be equal, without those that training changes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,19 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_ddp_losses.core import compat
-
 _MAX_OBJECTS = 20_000  # looked into
 _MAX_ITEMS = 1_000  # of one container: a longer one is data
 _MAX_DEPTH = 8
 _LIBRARIES = frozenset({"torch", "lightning", "builtins", "numpy", "collections", "rich", "logging"})
 _BACK_REFERENCES = ("_trainer", "trainer", "_fabric")
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, Tensor)
-_READ_CHARACTERS = 2000  # of a configuration, in an error
-_SETTINGS = (bool, int, float, str, type(None), torch.dtype)  # compared as they are
-_COUNTERS = ("training", "queue_idx", "has_been_filled")  # change in the course of training
-# tensors that hold a loss's earlier batches
-_MEMORIES = ("embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr")
 
 
 # ---------------------------------------------------------------------- methods
@@ -221,59 +211,3 @@ def find_hidden(module: nn.Module, optimizers: Iterable[Optimizer], elsewhere: M
             idle[path] = found
     # 3. the rest belongs to no module within reach
     return Hidden(optimised, idle, list(unregistered.values()))
-
-
-# ---------------------------------------------------------------------- the configuration as text
-
-
-def configuration(loss: nn.Module) -> str:
-    """Return classes and plain attributes of a loss and everything inside it, sorted, without statistics and states of metrics."""
-    lines = []
-    for name, module in loss.named_modules():
-        settings = ", ".join(_settings(module))
-        lines.append(f"{name or 'loss'}: {type(module).__name__}({settings})")
-    return "; ".join(lines)
-
-
-def configuration_digest(module: nn.Module) -> str:
-    """Return the configuration, for an error that shows how ranks differ, and a hash of all of it."""
-    text = configuration(module)
-    return f"{text[:_READ_CHARACTERS]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-
-
-def _settings(module: nn.Module) -> list[str]:
-    """Return what must be equal of one module: plain attributes, hashes of tensors that are settings, shapes of parameters."""
-    states = compat.torchmetrics_states(module)
-    is_metric = states is not None
-    changing = {*compat.recorded_statistics(module), *(states or ())}
-    settings = []
-    for key, value in sorted(vars(module).items()):
-        if key.startswith("_") or key in changing or key in _COUNTERS:
-            continue
-        if _is_setting(value):
-            settings.append(f"{key}={value!r}")
-    # a metric also remembers batches in plain attributes
-    tensors: dict[str, Any] = {} if is_metric else dict(vars(module))
-    tensors.update(compat.buffer_slots(module))
-    own = [key for key in sorted(tensors) if key not in changing and _sets_up(key, tensors[key])]
-    settings += [f"{key}#{_hash(tensors[key])}" for key in own]
-    settings += [f"{key}{tuple(parameter.shape)}" for key, parameter in module.named_parameters(recurse=False)]
-    return settings
-
-
-def _sets_up(name: str, value: Any) -> bool:
-    """Return whether a value is a tensor that sets the loss up (class weights), and not one that remembers its batches."""
-    return isinstance(value, torch.Tensor) and not name.startswith("_") and name not in _MEMORIES
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
-    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
-
-
-def _is_setting(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_setting(item) for item in value)
-    if isinstance(value, dict):
-        return all(_is_setting(item) for item in value.values())
-    return isinstance(value, _SETTINGS)

@@ -155,15 +155,21 @@ class WeightFingerprints:
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
         self._calls = 0
+        self._failures = 0  # of the group, at the last call
         self._started = HostNumbers([])  # at the last call, on an accelerator
 
     def take(self, weights: Iterable[Tensor], group: Group) -> str:
         """Return the fingerprint that ranks compare in a call. On an accelerator it is that of the call before. Empty: none."""
         if not self._wanted or process_groups.world_size(group) == 1:
             return ""
+        failures = process_groups.internal_groups(group).failures
+        if failures != self._failures:  # some ranks may have come to the failed call, and others not
+            self._calls, self._failures, self._started = 0, failures, HostNumbers([])
         part = self._calls % _WEIGHT_PARTS
         self._calls += 1
         pieces = [_part_of(weight, part) for weight in weights if type(weight) in (Tensor, Parameter)]
+        if not pieces:
+            return ""
         late, self._started = self._started, start_fingerprints(pieces)
         on_host = all(piece.device.type == "cpu" for piece in pieces)
         found = combine((self._started if on_host else late).read())

@@ -295,10 +295,12 @@ class _NotedGrad(NamedTuple):
     Attributes:
         grad: Upstream gradient. That of an accelerator is on its way to the host and may still be computed.
         number: Notes of all watches count up.
+        failures: Number of errors of the value's group before it.
     """
 
     grad: Tensor | HostCopy
     number: int
+    failures: int
 
     @property
     def is_late(self) -> bool:
@@ -329,6 +331,7 @@ class UpstreamGradWatch:
 
     def __init__(self) -> None:
         self._noted: list[_NotedGrad] = []
+        self._group: Group = None
         self._last_take = 0  # number that a note of that moment would have had
         self._everywhere = False
 
@@ -348,6 +351,7 @@ class UpstreamGradWatch:
             group: Ranks that weigh it equally. Subgroups of the world may differ.
             scale: Factor, as in ``with_scaled_gradient``.
         """
+        self._group = group
         self._everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
         return inputs.map_tensors(lambda tensor: self._watch(with_scaled_gradient(tensor, scale)), value)
 
@@ -374,9 +378,13 @@ class UpstreamGradWatch:
 
     def take_some(self, wanted: Callable[[_NotedGrad], bool]) -> list[_NotedGrad]:
         """Return some of the notes. They are not reported again."""
-        taken = [note for note in self._noted if wanted(note)]
-        self._noted = [note for note in self._noted if not wanted(note)]
-        return taken
+        if not self._noted:
+            return []
+        # a call that has failed took the notes of some ranks only
+        failures = process_groups.internal_groups(self._group).failures
+        noted = [note for note in self._noted if note.failures == failures]
+        self._noted = [note for note in noted if not wanted(note)]
+        return [note for note in noted if wanted(note)]
 
     @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor) -> None:
@@ -390,7 +398,8 @@ class UpstreamGradWatch:
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
         noted = grad.detach().clone() if grad.device.type == "cpu" else HostCopy(grad)
-        self._noted.append(_NotedGrad(noted, next(_note_numbers)))
+        failures = process_groups.internal_groups(self._group).failures
+        self._noted.append(_NotedGrad(noted, next(_note_numbers), failures))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UpstreamGradWatch, ()

@@ -192,19 +192,20 @@ class Channel:
 
     Attributes:
         group: One of our groups.
+        groups: All of our groups over the same ranks.
         handshake_bytes: The size of the next handshake.
         pending: The one that was sent and not received yet.
         opened: Number of handshakes so far. It is equal on all ranks while they agree.
         meetings: Losses of the ranks that have met in them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, world_size: int) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, groups: process_groups.ProcessGroups) -> None:
+        self.group, self.groups = group, groups
         self.handshake_bytes = HANDSHAKE_BYTES
         self.pending: PendingHandshake | None = None
         self.opened = 0
         self.meetings = Meetings()
-        self._largest = max(_LARGEST_HANDSHAKE, _largest_inline(world_size))
+        self._largest = max(_LARGEST_HANDSHAKE, _largest_inline(len(groups.ranks)))
         self._seen, self._longest = 0, 0
 
     @classmethod
@@ -218,7 +219,7 @@ class Channel:
             all_gather_between_steps(f"the group of {name}", {}, group=group)  # all ranks come to make it
         carrier = internal_groups.get(name)
         # where two names share a group, they share its handshakes
-        channel: Channel = internal_groups.notes.setdefault((cls, carrier), cls(carrier, len(internal_groups.ranks)))
+        channel: Channel = internal_groups.notes.setdefault((cls, carrier), cls(carrier, internal_groups))
         internal_groups.notes[cls, name] = channel
         return channel
 
@@ -294,6 +295,7 @@ class PendingHandshake:
         else:
             error = other_instances_error(headers)
         mark_reported(error, self._channel.group)
+        self._channel.groups.failures += 1
         raise error
 
     def _is_same_instance(self, headers: Sequence[Header]) -> bool:
@@ -432,6 +434,7 @@ def raise_on_all_ranks(
         mark_reported(error, channel.group)
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
         headers = pending.receive(timeout)
+        channel.groups.failures += 1
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         note_on(error, is_unheard=True)
         raise error from None

@@ -85,6 +85,8 @@ class ProcessGroups:
         handshakes: gloo on the CPU, for metadata on the host: every collective of losses, metrics and the strategy opens here.
         ranks: The global ranks of the members, in group order.
         notes: Values that modules keep as long as these groups live, each under a separate key.
+        failures: Number of errors that all members have received in a handshake. What a rank noted before is not compared after it, as
+            the failed call has taken the notes of some ranks only.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class ProcessGroups:
     ) -> None:
         self.handshakes, self.ranks = handshakes, ranks
         self.notes: dict[Any, Any] = {}
+        self.failures = 0
         self._device, self._new = device, new
         # the world of our strategy has been asked when it started
         is_asked = device is None or liveness.has_begun()

@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
-from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
+from lightning_ddp_losses.core.configuration import Configuration
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
@@ -192,7 +193,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._sampled_gradient = SampledGradient()
         self._row_optimizer: SampledRowOptimizer | None = None
         # compared between ranks
-        self._fingerprint = ""
+        self._configuration = Configuration()
         self._upstream_grads = UpstreamGradWatch()
         self._weights = WeightFingerprints(wanted=True)
         self.value_reading = inputs.ValueReading()
@@ -312,6 +313,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             )
         except Exception as error:
             self._raise_on_all_ranks(error)
+        finally:
+            self._configuration.follow(self.loss)
         remember_global_value(value, self._title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
@@ -348,7 +351,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 batches[_NAMED] = named[0]
             title = f"{self._title}: replicas"
             weights = self._weights.take([self.weight.data], self._replica_group)
-            must_match = {"which": self._instance, "weights": weights}
+            must_match = {"which": self._instance, "configuration": self._read_configuration(), "weights": weights}
             try:
                 world = gather_batch(title, batches, must_match, backward="own_slice", group=self._replica_group)
             except DDPLossError as error:
@@ -369,13 +372,12 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             batches[_NAMED] = self._times_named(indices_tuple, len(labels))
-        self._fingerprint = self._fingerprint or configuration_digest(self.loss)
         sampler = self._training_sampler()
         must_match = {
             "which": self._instance,
             "classes": self.num_classes,
             "sampling": "none" if sampler is None else f"{sampler.rate} {sampler.unbiased}",
-            "configuration": self._fingerprint,
+            "configuration": self._read_configuration(),
             "products": f"{self.products}, here {form}",
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._upstream_grads.take(),
@@ -390,6 +392,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
         return batch
+
+    def _read_configuration(self) -> str:
+        """Return the loss's configuration. Empty: there are no peers."""
+        rank = process_groups.rank()
+        return self._configuration.read(self.loss, rank) if process_groups.world_size() > 1 else ""
 
     def _raise_on_all_ranks(self, error: Exception) -> NoReturn:
         """Raise on every rank an error of one, or of one part of the world. Errors that all ranks raise pass through."""
@@ -504,7 +511,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if sharded.world_size == world:
             return
         # the same loss everywhere
-        seed = sharded.agree_on_seed(configuration_digest(self.loss), self._group)
+        seed = sharded.agree_on_seed(Configuration().read(self.loss, process_groups.rank()), self._group)
         # the same options in all parts of the world, if the group is one of several
         replica_group = process_groups.replica_group(self._group)
         if replica_group is not self._group:

@@ -555,7 +555,7 @@ class SeedCounter(CountedDraws):
 
 def shared_seed(gathered: GatheredBatch) -> int:
     """Return rank 0's seed for this call."""
-    seed, calls = _SEED.unpack(gathered.extras[0])
+    seed, calls = _SEED.unpack_from(gathered.extras[0])
     return int((seed * 1_000_003 + calls) % (1 << 63))
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
-from lightning_ddp_losses.core.modules import configuration_digest, eager_recursive
+from lightning_ddp_losses.core.configuration import Configuration
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
@@ -39,6 +40,7 @@ from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_o
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
 from lightning_ddp_losses.losses.tuples import GlobalTuples
@@ -46,18 +48,20 @@ from lightning_ddp_losses.losses.tuples import GlobalTuples
 _WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own rows
 
 
-class RowsAsGiven(NamedTuple):
-    """Properties of one call's rows before they are made wider.
+class PreparedCall(NamedTuple):
+    """Properties of one call before its rows are made wider and its loss runs.
 
     Attributes:
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
         form: Form of their products.
         weights: A fingerprint of a part of the loss's weights. Empty: it is not compared.
+        configuration: The loss's. Empty: there are no peers.
     """
 
     narrow_dtype: torch.dtype | None
     form: ProductForm
     weights: str
+    configuration: str
 
 
 class GlobalBatchLoss(WithProcessGroup, nn.Module):
@@ -145,16 +149,16 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.backward = backward
         self.batch_dims = dict(batch_dims or {})
         self.tile_bytes = tile_bytes
-        self.gather = gather
         self._tile_compiler = TileCompiler() if compile_tiles else None
         self.products = products
         self.set_group(group, self._title, name)
         # state of the calls
-        self._fingerprint = ""
+        self._configuration = Configuration()
         self._seeds = SeedCounter()
         self._warned = False
         self._upstream_grad = UpstreamGradWatch()
         self._weights = WeightFingerprints(wanted=check_weights)
+        self._replicated_value = ReplicatedValue(wanted=check_weights)
         self.value_reading = inputs.ValueReading()
         memories = [module for module in loss.modules() if isinstance(module, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
@@ -206,9 +210,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
-        args, kwargs, tensors, rows = self._prepare(args, kwargs)
-        evaluate = partial(self._evaluate, rows)
-        value = autograd_graph.run_full_precision(self, evaluate, args, kwargs, tensors=tensors)
+        args, kwargs, tensors, prepared = self._prepare(args, kwargs)
+        evaluate = partial(self._evaluate, prepared)
+        try:
+            value = autograd_graph.run_full_precision(self, evaluate, args, kwargs, tensors=tensors)
+        finally:
+            self._configuration.follow(self.loss)
         remember_global_value(value, self._title)
         if self.backward == "sum":
             return value
@@ -216,7 +223,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _prepare(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors, RowsAsGiven]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors, PreparedCall]:
         """Refuse inputs that this rank cannot take, together with the peers, and return them as they may be used.
 
         One walk over the arguments and the loss serves all questions: device, shape, labels, dtype.
@@ -224,6 +231,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tensors = precision.CallTensors.of(self, args, kwargs)
         read = self.value_reading.next_call(tensors.given)
         form: ProductForm = "float32"
+        configuration = ""
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
             self._check_devices(tensors, args, kwargs)
@@ -231,19 +239,20 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             inputs.check_inputs(
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
-            weights = self._weights.take(tensors.parameters, self._group) if tensors.parameters else ""
+            # before the loss runs and changes its own state
+            if process_groups.world_size(self._group) > 1:
+                configuration = self._configuration.read(self.loss, process_groups.rank())
+            weights = self._weights.take([*tensors.parameters, *self._own_buffers()], self._group)
             if self.products != "float32":
                 rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
                 form = choose_form(self._title, self.products, rows) if rows else "float32"
         if not read:
             args, kwargs = inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
-        return args, kwargs, tensors, RowsAsGiven(precision.narrow_dtype(tensors.given), form, weights)
+        return args, kwargs, tensors, PreparedCall(precision.narrow_dtype(tensors.given), form, weights, configuration)
 
     def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors on several devices, class weights of torch's own losses among them."""
-        buffers: list[Tensor] = []
-        if isinstance(self.loss, TORCH_LOSS_TYPES):
-            buffers = [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
+        buffers = self._own_buffers()
         if not tensors.are_on_one_device(buffers):
             names = (
                 self._argument_names(args) if is_pml_loss(self.loss) else map("argument {}".format, range(len(args)))
@@ -251,7 +260,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             inputs.check_devices(self._title, given, precision.parameters_of(self.loss), buffers=buffers)
 
-    def _evaluate(self, rows: RowsAsGiven, /, *args: Any, **kwargs: Any) -> Any:
+    def _own_buffers(self) -> list[Tensor]:
+        """Return the buffers of torch's own losses: class weights, which are options."""
+        if not isinstance(self.loss, TORCH_LOSS_TYPES):
+            return []
+        return [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
+
+    def _evaluate(self, prepared: PreparedCall, /, *args: Any, **kwargs: Any) -> Any:
         """Choose an evaluation for this call, and run it."""
         modes = self.exact_modes()
         mode = modes[0] if self.mode == "auto" else self.mode
@@ -259,27 +274,27 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             if mode not in modes:
                 raise not_exact(self._title, mode, modes)
             if is_pml_loss(self.loss):
-                value = self._evaluate_pml(mode, rows, args, kwargs)
+                value = self._evaluate_pml(mode, prepared, args, kwargs)
             else:
-                value = self._evaluate_torch(mode, rows, args, kwargs)
+                value = self._evaluate_torch(mode, prepared, args, kwargs)
         if self.queue_position is not None:
             self.queue_position.update_()
         return value
 
     # ------------------------------------------------------------------ choose
 
-    def _evaluate_torch(self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate_torch(self, mode: str, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate a loss that is not PML's."""
         if mode == "elements":
-            return by_elements(self.loss, self._exchange(rows), args, kwargs)
+            return by_elements(self.loss, self._exchange(prepared), args, kwargs)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             self._upstream_grad.take()  # the coefficients are compared by the sums' own watch
             return by_moments(self.loss, views, self._group)
-        gather = partial(self._gather, rows, self.backward)
-        return replicated(self.loss, TensorCall(self._title, args, kwargs, self.batch_dims, gather))
+        gather = partial(self._gather, prepared, self.backward)
+        return self._replicated(self.loss, TensorCall(self._title, args, kwargs, self.batch_dims, gather))
 
-    def _evaluate_pml(self, mode: str, rows: RowsAsGiven, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate_pml(self, mode: str, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""
         given = gathered_call.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
         # a loss of two views makes labels, and the loss inside it compares rows by them
@@ -288,33 +303,33 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.loss and are_of_samples:
-            return by_elements(self.loss, self._exchange(rows), (), given)
+            return by_elements(self.loss, self._exchange(prepared), (), given)
 
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
         def backward(counts: dict[str, list[int]]) -> Backward:
             return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
 
-        gather = partial(self._gather, rows, backward)
+        gather = partial(self._gather, prepared, backward)
         call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
-        value = self._evaluate_gathered(mode, rows, loss, call)
+        value = self._evaluate_gathered(mode, prepared, loss, call)
         # last: if warnings are errors, peers are not in the middle of the evaluation
         self._warn_identities(call)
         self._warn_moved_pairs(call)
         return value
 
-    def _evaluate_gathered(self, mode: str, rows: RowsAsGiven, loss: Any, call: PMLCall) -> Any:
+    def _evaluate_gathered(self, mode: str, prepared: PreparedCall, loss: Any, call: PMLCall) -> Any:
         """Evaluate a PML loss that has gathered the rows of all ranks."""
         # a sum over anchors: our own tiles if there are any, else PML's formula on this rank's anchors
         if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(call.given):
             plan = tiled_plan(loss)
             if plan is not None and call.ref_labels is not None:
-                form = rows.form
+                form = prepared.form
                 if self.products == "auto" and not call.is_bf16_on_all_ranks():
                     form = "float32"
                 options = self.tile_bytes, self._tile_compiler, form
-                return TiledCall(loss, plan, call, self._exchange(rows), *options).run()
+                return TiledCall(loss, plan, call, self._exchange(prepared), *options).run()
             if call.rows_possible():
-                return by_rows(loss, self._exchange(rows), call, self.tile_bytes)
+                return by_rows(loss, self._exchange(prepared), call, self.tile_bytes)
         # the full loss on every rank
         if self.queue_position is not None:
             expect(
@@ -326,7 +341,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 collective=True,
             )
             self.queue_position.check(call.rows_to_remember(), self._title)
-        return replicated(loss, call)
+        return self._replicated(loss, call)
+
+    def _replicated(self, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
+        """Evaluate the full loss, and note its value for the next call."""
+        value = replicated(loss, call)
+        self._replicated_value.note(value, self._group)
+        return value
 
     def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Return PML's names of the positional arguments. A memory also takes as many as a plain loss does."""
@@ -380,43 +401,43 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ exchange
 
     def _gather(
-        self, rows: RowsAsGiven, backward: Backward | BackwardChoice, batches: dict[str, Tensor]
+        self, prepared: PreparedCall, backward: Backward | BackwardChoice, batches: dict[str, Tensor]
     ) -> GatheredBatch:
-        seed, must_match = self._seeds.next(), self._take_must_match(rows)
-        return gather_batch(
+        seed, must_match = self._seeds.next(), self._take_must_match(prepared)
+        gathered = gather_batch(
             self._title,
             batches,
             must_match,
             backward=backward,
-            extra=seed,
-            narrow=narrow_batches(batches, rows.narrow_dtype),
+            extra=seed + self._replicated_value.take(),
+            narrow=narrow_batches(batches, prepared.narrow_dtype),
             group=self._group,
         )
+        self._replicated_value.refuse_other(self._title, [extra[len(seed) :] for extra in gathered.extras])
+        return gathered
 
-    def _exchange(self, rows: RowsAsGiven) -> SumExchange:
+    def _exchange(self, prepared: PreparedCall) -> SumExchange:
         def must_match(like: Tensor) -> dict[str, object]:
             form = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
             gradients = "on" if torch.is_grad_enabled() else "off"
-            return {**self._take_must_match(rows), "rows of embeddings": form, "gradients": gradients}
+            return {**self._take_must_match(prepared), "rows of embeddings": form, "gradients": gradients}
 
         return SumExchange(self._title, must_match, self._group)
 
-    def _take_must_match(self, rows: RowsAsGiven) -> dict[str, object]:
+    def _take_must_match(self, prepared: PreparedCall) -> dict[str, object]:
         """Return values that must be equal on all ranks, and take the notes of the last backward."""
-        if not self._fingerprint:
-            self._fingerprint = configuration_digest(self.loss)
         must_match: dict[str, object] = {
             "mode": self.mode,
             "backward": self.backward,
-            "configuration": self._fingerprint,
+            "configuration": prepared.configuration,
             "products": self.products,
             "which": self._instance,
             **micro_batch_to_match(),
         }
         if self.compile_tiles:
             must_match["compile_tiles"] = True
-        if rows.weights:
-            must_match["weights"] = rows.weights
+        if prepared.weights:
+            must_match["weights"] = prepared.weights
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
@@ -458,7 +479,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self.miner = miner
         self.set_group(group, self._title, name)
         self._seeds = SeedCounter()
-        self._fingerprint = ""
+        self._configuration = Configuration()
 
     @eager_recursive
     @torch.no_grad()
@@ -473,17 +494,19 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
 
     def _mine(self, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
-        if not self._fingerprint:
-            self._fingerprint = configuration_digest(self.miner)
+        configuration = self._configuration.read(self.miner, process_groups.rank())
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            must_match = {"which": self._instance, "configuration": self._fingerprint}
+            must_match = {"which": self._instance, "configuration": configuration}
             seed, narrow = self._seeds.next(), narrow_batches(batches, narrow_dtype)
             return gather_batch(self._title, batches, must_match, extra=seed, narrow=narrow, group=self._group)
 
         call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
-        with same_draws(self.miner, call.seed, call.batches):
-            tuples = self.miner(**call.arguments)
+        try:
+            with same_draws(self.miner, call.seed, call.batches):
+                tuples = self.miner(**call.arguments)
+        finally:
+            self._configuration.follow(self.miner)
         ranks = process_groups.members(self._group)
         rows_of_ranks = dict(zip(ranks, call.counts["embeddings"], strict=True))
         return GlobalTuples.of(tuples, rows_of_ranks, call.total_references)

@@ -20,7 +20,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.modules import configuration, eager_recursive
+from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import current_window, name_value, remember_global_value
 from lightning_ddp_losses.distributed.messages import Instance
@@ -256,8 +256,8 @@ class DifferentiableMetric(MetricStates):
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
-        record.configuration = record.configuration or configuration(self)
-        return Packet(states, self.process_group, record.configuration, record.upstream_grads.take(), self._instance)
+        configuration = record.configuration.read(self, process_groups.rank())
+        return Packet(states, self.process_group, configuration, record.upstream_grads.take(), self._instance)
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether an update has no rows while other ranks may have some."""

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs, precision
-from lightning_ddp_losses.core.modules import configuration
+from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.errors import expect
@@ -56,7 +56,7 @@ class MetricRecord:
         keep_graph: Whether ``update`` keeps its graph for ``compute``.
         expects_gradient: Whether a value without a graph is an error.
         upstream_grads: Gradients that came back into its values.
-        configuration: Text of the configuration, made once, before the first update.
+        configuration: Options, read before the first update and in each exchange.
         seen: Updates since the last reset.
         in_forward: Whether a forward is running, which calls ``update`` and ``compute`` itself.
         inputs_without_rows: Inputs of skipped updates that ask for a gradient, if ``update`` keeps its graph.
@@ -66,7 +66,7 @@ class MetricRecord:
     keep_graph: bool = False
     expects_gradient: bool = True
     upstream_grads: UpstreamGradWatch = field(default_factory=UpstreamGradWatch)
-    configuration: str = ""
+    configuration: Configuration = field(default_factory=Configuration)
     seen: Seen = field(default_factory=Seen)
     in_forward: bool = False
     inputs_without_rows: list[Tensor] = field(default_factory=list)
@@ -174,7 +174,8 @@ class MetricStates(ExchangingMetric):
         if len({tensor.device for tensor in (*given, *parameters, *states.values())}) > 1:
             arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
             inputs.check_devices(f"metric {type(self).__name__}", arguments, parameters, states=states)
-        record.configuration = record.configuration or configuration(self)
+        if not record.configuration.is_read:
+            record.configuration.read(self, process_groups.rank())
         dtype = precision.compute_dtype([*parameters, *given])
         for name, default in self._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():

@@ -459,10 +459,7 @@ class TiledForward:
                     tiles.add_vjp_(tile, grad, sums)
             if keeps:
                 self._kept_tile = tile
-        if results:
-            numbers = tuple(stored.joined() for stored in results)
-        else:
-            numbers = pair_loss.nothing(len(tiles.rows.rows))
+        numbers = tuple(stored.joined() for stored in results) or pair_loss.nothing(len(tiles.rows.rows))
         labels = call.local_labels
         if labels is not None:
             labels = _sorted(labels, tiles.pairs.row_order)

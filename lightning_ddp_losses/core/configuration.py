@@ -1,0 +1,326 @@
+"""The configuration of a module, as ranks compare it in each call: what was set from outside.
+
+Ranks with different options compute no common loss. A walk over the attributes of a module reads three kinds of values:
+
+* *Configuration* was set from outside: options, the training mode, a temperature that is annealed. Ranks compare it.
+* *State* was changed by the module's own forward: counters, running means, queues. It is followed and not compared, as ranks may hold
+  different values. ``Configuration.follow`` notes it after each forward.
+* What cannot be read (an open file, an object of a library) is not compared, nor is the number of a rank.
+
+A walk takes a few microseconds and is compared with the last one. Text and hash are made only if it differs. Contents of tensors are
+hashed at the first walk, and when a tensor that is no buffer was written to from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import functools
+import hashlib
+import inspect
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import compat
+
+Place: TypeAlias = tuple[str, str]
+"""Path of a module, and the name of an attribute. An empty name stands for the class of the module."""
+
+_READ_CHARACTERS = 2000  # of a configuration, in an error
+_MOST_ITEMS = 1_000  # of a container: a longer one is data
+_DEEPEST = 4  # containers and objects inside each other
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN_TYPES = frozenset(_PLAIN)
+# what torch, and patches of methods, keep in a module
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
+_COUNTERS = frozenset(
+    {"queue_idx", "has_been_filled"}
+)  # of pytorch-metric-learning's memory, which a checkpoint restores
+# tensors that hold a loss's earlier batches
+_MEMORIES = frozenset({"embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr"})
+_PACKAGE = __name__.partition(".")[0]
+_INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+
+
+class Configuration:
+    """What one module was told from outside, which must be equal on all ranks.
+
+    A copy or a pickle knows what its original knew.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[Place, str] = {}  # from outside, as text
+        self._last: dict[Place, Any] | None = None  # values of the last walk
+        self._digest = ""
+
+    def read(self, module: nn.Module, rank: int) -> str:
+        """Return the configuration for an error that shows how ranks differ, and a hash of all of it.
+
+        Args:
+            module: The module.
+            rank: This rank. An attribute that says so is no option.
+        """
+        is_first = self._last is None
+        values = dict(_walk(module, is_first=is_first))
+        if is_first or values != self._last:
+            last = self._last or {}
+            for place, value in values.items():
+                is_other = place not in last or last[place] != value
+                if is_other and not _is_rank(place[1], value, rank):
+                    self._told[place] = _shown(place[1], value)
+            self._digest = _digest(self._told)
+        self._last = values
+        return self._digest
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it was read before."""
+        return self._last is not None
+
+    def follow(self, module: nn.Module) -> None:
+        """Note the values after the module's own forward. What it changed is state."""
+        if self.is_read:
+            self._last = dict(_walk(module, is_first=False))
+
+
+def _is_rank(name: str, value: Any, rank: int) -> bool:
+    """Return whether an attribute is the number of this rank, in the world or on its host."""
+    return "rank" in name and type(value) is int and str(value) in (str(rank), os.environ.get("LOCAL_RANK"))
+
+
+def _digest(told: Mapping[Place, str]) -> str:
+    modules: dict[str, list[str]] = {}
+    for path, name in sorted(told):
+        text = told[path, name]
+        settings = modules.setdefault(path, [])
+        if not name:
+            modules[path] = [text, *settings]
+        # of the modules inside, only a mode of its own is shown
+        elif name != "training" or not path or text != told.get(("", "training")):
+            settings.append(text)
+    shown = [f"{path or 'loss'}: {kind}({', '.join(settings)})" for path, (kind, *settings) in modules.items()]
+    text = "; ".join(shown)
+    return f"{text[:_READ_CHARACTERS]} #{_hash(text.encode())}"
+
+
+def _shown(name: str, value: Any) -> str:
+    """Return a setting as text. Shapes and hashes follow the name immediately."""
+    text = repr(value)
+    return f"{name}{text}" if not name or isinstance(value, (_Shape, _Written)) else f"{name}={text}"
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+# ---------------------------------------------------------------------- the walk
+
+
+def _walk(module: nn.Module, path: str = "", *, is_first: bool) -> Iterator[tuple[Place, Any]]:
+    """Yield the values of a module and of all modules inside it.
+
+    Args:
+        module: The module.
+        path: Its path.
+        is_first: True if values that no later walk compares are wanted too: buffers, and what a metric computes from its options.
+    """
+    attributes = vars(module)
+    yield (path, ""), _Name(type(module).__name__)
+    states = attributes.get("_defaults")
+    if states is None:
+        yield from _settings(module, path)
+    else:
+        yield from _options_of_metric(module, path, states, is_first=is_first)
+    for name, parameter in compat.parameter_slots(module).items():
+        if parameter is not None:
+            yield (path, name), _Shape(parameter.shape)
+    if is_first and states is None:
+        for name, buffer in compat.buffer_slots(module).items():
+            if buffer is not None and name not in _MEMORIES:
+                yield (path, name), _Written(buffer)
+    for name, inner in attributes["_modules"].items():
+        if inner is not None:
+            yield from _walk(inner, f"{path}.{name}" if path else name, is_first=is_first)
+
+
+def _settings(module: nn.Module, path: str) -> Iterator[tuple[Place, Any]]:
+    """Yield what a module that is no metric keeps in plain attributes."""
+    attributes = vars(module)
+    statistics = attributes.get("_record_these_stats", ())
+    # what a library keeps in private attributes is no option
+    reads_private = _is_of_program(type(module).__module__)
+    for name, value in attributes.items():
+        if name in _OF_MODULES or name in _COUNTERS or name in statistics or (name[0] == "_" and not reads_private):
+            continue
+        if type(value) in _PLAIN_TYPES:
+            yield (path, name), value
+        elif name not in _MEMORIES:
+            read = _read(value)
+            if read is not _UNREAD:
+                yield (path, name), read
+
+
+def _options_of_metric(
+    module: nn.Module, path: str, states: Mapping[str, Any], *, is_first: bool
+) -> Iterator[tuple[Place, Any]]:
+    """Yield the plain options of a metric. Its other attributes may change in each update."""
+    options = _constructor_names(type(module))
+    for name, value in vars(module).items():
+        is_option = name.lstrip("_") in options
+        if name in _OF_MODULES or name in states or not (is_option or (is_first and name[0] != "_")):
+            continue
+        if isinstance(value, (*_PLAIN, list, tuple, dict)):
+            read = _read(value)
+            if read is not _UNREAD:
+                yield (path, name), read
+
+
+@functools.lru_cache(maxsize=256)
+def _constructor_names(cls: type) -> frozenset[str]:
+    """Return the names of all parameters that a class and its bases are made with."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" in vars(base) and base is not object:
+            names.update(inspect.signature(base.__init__).parameters)
+    return frozenset(names)
+
+
+# ---------------------------------------------------------------------- a value
+
+
+class _Name(str):
+    """A name, which is shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class _Shape(tuple):  # type: ignore[type-arg]
+    """The shape of a parameter."""
+
+    __slots__ = ()
+
+
+class _Unread:
+    """Stands for a value that cannot be read, or that is not compared."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+    def __reduce__(self) -> str:
+        return "_UNREAD"
+
+
+_UNREAD = _Unread()
+
+
+class _Unknown:
+    """Stands in a copy for a tensor of the original: any tensor may have taken its place."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+class _Written:
+    """A tensor, array or long container that is compared by identity and by its count of writes. Its text is a hash of its content."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("_value", "_version")
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        is_counted = isinstance(value, Tensor) and not value.is_inference()
+        self._version = compat.tensor_version(value) if is_counted else 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Written):
+            return NotImplemented
+        return self._value is other._value and self._version == other._version
+
+    def __repr__(self) -> str:
+        if not isinstance(self._value, Tensor):
+            return f"#{_hash(repr(self._value).encode())}"
+        data = self._value.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
+        return f"#{_hash(data.view(torch.uint8).numpy().tobytes())}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Unknown, ()
+
+
+def _read(value: Any, depth: int = 0) -> Any:
+    """Return a copy of a value whose changes can be seen, or ``_UNREAD``."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, (enum.Enum, type)):
+        return _Name(getattr(value, "__qualname__", value))
+    if depth == _DEEPEST or isinstance(value, (nn.Parameter, nn.Module)):
+        return _UNREAD
+    reader = next((reader for kinds, reader in _READERS if isinstance(value, kinds)), _read_object)
+    return reader(value, depth + 1)
+
+
+def _read_tensor(tensor: Tensor, _: int) -> Any:
+    return _Written(tensor) if tensor.layout == torch.strided and not tensor.is_quantized else _UNREAD
+
+
+def _read_object(value: Any, depth: int) -> Any:
+    """Return the attributes of an object of the user's program."""
+    holds_nothing_else = isinstance(value, (types.SimpleNamespace, argparse.Namespace))
+    if holds_nothing_else or (_is_of_program(type(value).__module__) and hasattr(value, "__dict__")):
+        return _Name(type(value).__name__), _read_container(vars(value), depth)
+    return _UNREAD
+
+
+def _read_container(container: Any, depth: int) -> Any:
+    if len(container) > _MOST_ITEMS:
+        return _Written(container)
+    if isinstance(container, dict):
+        return {key if isinstance(key, _PLAIN) else repr(key): _read(item, depth) for key, item in container.items()}
+    items = [_read(item, depth) for item in container]
+    if isinstance(container, (set, frozenset)):
+        return sorted(items, key=repr)
+    return tuple(items) if isinstance(container, tuple) else items
+
+
+def _read_function(function: Any, depth: int) -> Any:
+    """Return what a function carries: its defaults, the variables around it, and numbers and texts in its code."""
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if isinstance(function, functools.partial):
+        return [_read(part, depth) for part in (function.func, function.args, function.keywords)]
+    name = _Name(function.__qualname__)
+    if not _is_of_program(function.__module__ or ""):
+        return name
+    carried = [function.__defaults__, function.__kwdefaults__]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # a variable without a value yet
+            carried.append(cell.cell_contents)
+    constants = [constant for constant in function.__code__.co_consts if isinstance(constant, (bool, int, float))]
+    return [name, constants, *(_read(part, depth) for part in carried)]
+
+
+_READERS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
+    (Tensor, _read_tensor),
+    ((list, tuple, set, frozenset, dict), _read_container),
+    ((types.FunctionType, types.MethodType, functools.partial), _read_function),
+)
+"""How values are read, by their class."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_program(module: str) -> bool:
+    """Return whether a Python module is part of the user's program. Objects of libraries may hold paths, times or caches."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:  # a notebook is a program without a file
+        return module == "__main__"
+    return module.partition(".")[0] != _PACKAGE and not file.startswith(_INSTALLED)

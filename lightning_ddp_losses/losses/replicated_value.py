@@ -1,0 +1,86 @@
+"""The value that every rank computes in full: it is the same on all ranks, or their losses differ in something that no comparison reads."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core.host_copy import HostCopy
+from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import RankMismatchError
+
+_SENT = struct.Struct("<?d")  # whether there is a value, and the value
+
+
+class ReplicatedValue:
+    """Remembers the value of a call until the next one, in which ranks compare it. To read it immediately would wait for an accelerator.
+
+    Args:
+        wanted: False if ranks may differ for a while, as if they average weights every few steps.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
+        self._value: HostCopy | None = None
+        self._rounding = 0.0
+
+    def note(self, value: Any, group: Group) -> None:
+        """Remember a value, or the sum of the numbers in a nest of values."""
+        if not self._wanted or process_groups.world_size(group) == 1:
+            return
+        numbers = [tensor.detach() for tensor in inputs.tensors_in(value) if tensor.is_floating_point()]
+        if not numbers:
+            return
+        total = numbers[0] if len(numbers) == 1 and not numbers[0].ndim else sum(number.sum() for number in numbers)
+        assert isinstance(total, Tensor)
+        self._value = HostCopy(total)
+        # another order of summation is no difference
+        self._rounding = torch.finfo(total.dtype).eps ** 0.5
+
+    def take(self) -> bytes:
+        """Return the value of the call before as bytes for a handshake. It is not returned again."""
+        value, self._value = self._value, None
+        return _SENT.pack(False, 0.0) if value is None else _SENT.pack(True, float(value.read()))
+
+    def refuse_other(self, title: str, sent: Sequence[bytes]) -> None:
+        """Refuse values that differ.
+
+        Args:
+            title: Name of the loss in messages.
+            sent: The bytes of all ranks.
+
+        Raises:
+            RankMismatchError: on every rank.
+        """
+        known, values = zip(*(_SENT.unpack(each) for each in sent), strict=True)
+        if not all(known) or all(self._is_close(value, values[0]) for value in values):
+            return
+        raise RankMismatchError(
+            f"{title}: value of the call before, which each rank computes from the rows of all ranks",
+            expected="the same on every rank",
+            ranks=[f"{value:.8g}" for value in values],
+            fix="The ranks' losses differ in something that is not compared: a number inside an object or a function, a buffer, a random "
+            "number, or an argument that is no batch. Make it equal on all ranks.",
+            collective=True,
+        )
+
+    def _is_close(self, value: float, other: float) -> bool:
+        if math.isnan(value) or math.isnan(other):
+            return math.isnan(value) == math.isnan(other)
+        # a small loss is the difference of larger numbers
+        return math.isclose(value, other, rel_tol=self._rounding, abs_tol=self._rounding)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unnoted, (self._wanted,)
+
+
+def _unnoted(wanted: bool) -> ReplicatedValue:
+    """Return a copy, which has computed nothing yet."""
+    return ReplicatedValue(wanted=wanted)
