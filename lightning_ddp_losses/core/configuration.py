@@ -7,8 +7,9 @@ Ranks with different options compute no common loss. A walk over the attributes 
   different values. ``Configuration.follow`` notes it after each forward.
 * What cannot be read (an open file, an object of a library) is not compared, nor is the number of a rank.
 
-A walk takes a few microseconds and is compared with the last one. Text and hash are made only if it differs. Contents of tensors are
-hashed at the first walk, and when a tensor that is no buffer was written to from outside.
+A walk is made if an attribute is another object than at the last walk, or if a container, a tensor or an object has changed in its place.
+Text and hash are made if a value of the walk differs. Contents of tensors are hashed at the first walk, and when a tensor that is no buffer
+was written to from outside.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import enum
 import functools
 import hashlib
 import inspect
+import operator
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -60,6 +63,12 @@ class Configuration:
         self._told: dict[Place, str] = {}  # from outside, as text
         self._last: dict[Place, Any] | None = None  # values of the last walk
         self._digest = ""
+        self._seen = _Seen()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it was read before."""
+        return self._last is not None
 
     def read(self, module: nn.Module, rank: int) -> str:
         """Return the configuration for an error that shows how ranks differ, and a hash of all of it.
@@ -68,27 +77,68 @@ class Configuration:
             module: The module.
             rank: This rank. An attribute that says so is no option.
         """
-        is_first = self._last is None
-        values = dict(_walk(module, is_first=is_first))
-        if is_first or values != self._last:
-            last = self._last or {}
-            for place, value in values.items():
-                is_other = place not in last or last[place] != value
-                if is_other and not _is_rank(place[1], value, rank):
-                    self._told[place] = _shown(place[1], value)
-            self._digest = _digest(self._told)
-        self._last = values
+        if self._seen.is_same(module):
+            return self._digest
+        last, values = self._last or {}, self._walk(module)
+        for place, value in values.items():
+            is_other = place not in last or last[place] != value
+            if is_other and not _is_rank(place[1], value, rank):
+                self._told[place] = _shown(place[1], value)
+        self._digest = _digest(self._told)
         return self._digest
-
-    @property
-    def is_read(self) -> bool:
-        """Whether it was read before."""
-        return self._last is not None
 
     def follow(self, module: nn.Module) -> None:
         """Note the values after the module's own forward. What it changed is state."""
-        if self.is_read:
-            self._last = dict(_walk(module, is_first=False))
+        if self.is_read and not self._seen.is_same(module):
+            self._walk(module)
+
+    def _walk(self, module: nn.Module) -> dict[Place, Any]:
+        values = dict(_values_of(module, is_first=not self.is_read))
+        self._last, self._seen = values, _Seen(module, values)
+        return values
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_seen": _Seen()}
+
+
+class _Seen:
+    """The attributes that a walk has seen, as they are. To find them again, each the same object, is much less than a walk.
+
+    Args:
+        module: The module. None: nothing was seen.
+        values: What the walk has read.
+    """
+
+    def __init__(self, module: nn.Module | None = None, values: Mapping[Place, Any] | None = None) -> None:
+        self._module = module
+        self._parts: list[tuple[Callable[[], Collection[Any]], tuple[Any, ...]]] = []
+        for each in () if module is None else module.modules():
+            attributes = vars(each)
+            # a metric's states are other objects after each update
+            own = attributes.values if "_defaults" not in attributes else partial(_options_of, each)
+            self._parts += [(part, tuple(part())) for part in (own, attributes["_modules"].values)]
+        # what may change in its place
+        self._read: list[tuple[Any, Any]] = []
+        paths = {} if module is None else dict(module.named_modules())
+        for (path, name), read in (values or {}).items():
+            held = vars(paths[path]).get(name)
+            if not isinstance(read, (*_PLAIN, _Shape)) and held is not None:
+                self._read.append((held, read))
+
+    def is_same(self, module: nn.Module) -> bool:
+        """Return whether all of them are as they were."""
+        if self._module is not module:
+            return False
+        for part, held in self._parts:
+            now = part()
+            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+                return False
+        return all(_read(held) == read for held, read in self._read)
+
+
+def _options_of(metric: nn.Module) -> list[Any]:
+    attributes = vars(metric)
+    return [attributes.get(name) for name in _constructor_names(type(metric))]
 
 
 def _is_rank(name: str, value: Any, rank: int) -> bool:
@@ -124,7 +174,7 @@ def _hash(data: bytes) -> str:
 # ---------------------------------------------------------------------- the walk
 
 
-def _walk(module: nn.Module, path: str = "", *, is_first: bool) -> Iterator[tuple[Place, Any]]:
+def _values_of(module: nn.Module, path: str = "", *, is_first: bool) -> Iterator[tuple[Place, Any]]:
     """Yield the values of a module and of all modules inside it.
 
     Args:
@@ -148,7 +198,7 @@ def _walk(module: nn.Module, path: str = "", *, is_first: bool) -> Iterator[tupl
                 yield (path, name), _Written(buffer)
     for name, inner in attributes["_modules"].items():
         if inner is not None:
-            yield from _walk(inner, f"{path}.{name}" if path else name, is_first=is_first)
+            yield from _values_of(inner, f"{path}.{name}" if path else name, is_first=is_first)
 
 
 def _settings(module: nn.Module, path: str) -> Iterator[tuple[Place, Any]]:
@@ -296,7 +346,7 @@ def _read_function(function: Any, depth: int) -> Any:
     """Return what a function carries: its defaults, the variables around it, and numbers and texts in its code."""
     if isinstance(function, types.MethodType):
         function = function.__func__
-    if isinstance(function, functools.partial):
+    if isinstance(function, partial):
         return [_read(part, depth) for part in (function.func, function.args, function.keywords)]
     name = _Name(function.__qualname__)
     if not _is_of_program(function.__module__ or ""):
@@ -312,7 +362,7 @@ def _read_function(function: Any, depth: int) -> Any:
 _READERS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
     (Tensor, _read_tensor),
     ((list, tuple, set, frozenset, dict), _read_container),
-    ((types.FunctionType, types.MethodType, functools.partial), _read_function),
+    ((types.FunctionType, types.MethodType, partial), _read_function),
 )
 """How values are read, by their class."""
 
