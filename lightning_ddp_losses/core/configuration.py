@@ -57,6 +57,9 @@ class Configuration:
     """What one module was told from outside, which must be equal on all ranks.
 
     A copy or a pickle knows what its original knew.
+
+    Attributes:
+        walks: Number of walks: as long as it stays, nothing has changed.
     """
 
     def __init__(self) -> None:
@@ -64,6 +67,7 @@ class Configuration:
         self._last: dict[Place, Any] | None = None  # values of the last walk
         self._digest = ""
         self._seen = _Seen()
+        self.walks = 0
 
     @property
     def is_read(self) -> bool:
@@ -95,6 +99,7 @@ class Configuration:
     def _walk(self, module: nn.Module) -> dict[Place, Any]:
         values = dict(_values_of(module, is_first=not self.is_read))
         self._last, self._seen = values, _Seen(module, values)
+        self.walks += 1
         return values
 
     def __getstate__(self) -> dict[str, Any]:
@@ -138,7 +143,7 @@ class _Seen:
 
 def _options_of(metric: nn.Module) -> list[Any]:
     attributes = vars(metric)
-    return [attributes.get(name) for name in _constructor_names(type(metric))]
+    return [attributes.get(name) for name in _constructor_names(type(metric))]  # type: ignore[arg-type]
 
 
 def _is_rank(name: str, value: Any, rank: int) -> bool:
@@ -222,7 +227,7 @@ def _options_of_metric(
     module: nn.Module, path: str, states: Mapping[str, Any], *, is_first: bool
 ) -> Iterator[tuple[Place, Any]]:
     """Yield the plain options of a metric. Its other attributes may change in each update."""
-    options = _constructor_names(type(module))
+    options = _constructor_names(type(module))  # type: ignore[arg-type]
     for name, value in vars(module).items():
         is_option = name.lstrip("_") in options
         if name in _OF_MODULES or name in states or not (is_option or (is_first and name[0] != "_")):
@@ -234,12 +239,12 @@ def _options_of_metric(
 
 
 @functools.lru_cache(maxsize=256)
-def _constructor_names(cls: type) -> frozenset[str]:
+def _constructor_names(cls: Any) -> frozenset[str]:
     """Return the names of all parameters that a class and its bases are made with."""
     names: set[str] = set()
     for base in cls.__mro__:
         if "__init__" in vars(base) and base is not object:
-            names.update(inspect.signature(base.__init__).parameters)
+            names.update(inspect.signature(vars(base)["__init__"]).parameters)
     return frozenset(names)
 
 

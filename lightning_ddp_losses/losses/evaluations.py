@@ -99,18 +99,29 @@ def by_rows(loss: Any, exchange: SumExchange, call: PMLCall, chunk_bytes: int | 
     return partial_sums.value_with_grad(value, chunks.value(factors[:-1], value) + regularizer)
 
 
-def replicated(loss: nn.Module, call: PMLCall | TensorCall) -> Any:
-    """Return the loss itself, on the rows of all ranks, with rank 0's random numbers: every rank computes the full loss."""
-    with autograd_graph.inside_global_batch(), same_draws(loss, call.seed, call.batches), _copied_distances(loss):
+def replicated(
+    loss: nn.Module, call: PMLCall | TensorCall, *, draws: bool = True, writes_distances: bool = False
+) -> Any:
+    """Return the loss itself, on the rows of all ranks: every rank computes the full loss.
+
+    Args:
+        loss: The loss.
+        call: Its arguments over all ranks.
+        draws: True if it may draw random numbers: those of rank 0. To save and restore generators takes as long as a small loss.
+        writes_distances: True if it writes into its distances, which backward needs.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(autograd_graph.inside_global_batch())
+        if draws:
+            stack.enter_context(same_draws(call.seed, call.batches))
+        if writes_distances:
+            stack.enter_context(_copied_distances(loss))
         return loss(*call.args, **call.kwargs)
 
 
 @contextlib.contextmanager
 def _copied_distances(loss: nn.Module) -> Iterator[None]:
     """Give a loss that writes into its distances a copy to write into, so that backward finds the original."""
-    if not facts_of(loss).writes_distances:
-        yield
-        return
     distance: Any = loss.distance
     handle = distance.register_forward_hook(lambda module, args, distances: distances.clone())
     try:

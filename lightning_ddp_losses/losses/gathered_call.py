@@ -22,7 +22,7 @@ import itertools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from pytorch_metric_learning.losses import SelfSupervisedLoss, VICRegLoss
@@ -48,15 +48,34 @@ _TWO_VIEWS = ("embeddings", "ref_emb")  # how ``SelfSupervisedLoss`` calls its v
 # ---------------------------------------------------------------------- arguments of this rank, by name
 
 
+class ArgumentRules(NamedTuple):
+    """What the arguments of a loss or miner may be.
+
+    Attributes:
+        names: Names of the positional ones.
+        are_class_labels: True if labels are compared for equality.
+        are_of_pml: True if embeddings and labels have the shapes that pytorch-metric-learning expects.
+    """
+
+    names: tuple[str, ...]
+    are_class_labels: bool
+    are_of_pml: bool
+
+    @classmethod
+    def of(cls, inner: nn.Module, names: Sequence[str]) -> ArgumentRules:
+        """Return the rules of a loss or miner, whose positional arguments have these names."""
+        return cls(tuple(names), pml_registry.takes_class_labels(inner), pml_registry.is_of_pml(inner))
+
+
 def by_name(
-    title: str, inner: nn.Module, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    title: str, inner: nn.Module, rules: ArgumentRules, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Return a call's arguments by name, without those that are None.
 
     Args:
         title: Name of the call in messages.
         inner: The loss or miner.
-        names: Names of the positional arguments.
+        rules: What its arguments may be.
         args: Positional arguments.
         kwargs: Arguments by name.
 
@@ -64,21 +83,22 @@ def by_name(
         InputError: for more positional arguments than names, for one that is given twice, for labels that are no classes, and for
             embeddings that are not (n, D).
     """
+    names = rules.names
     twice = [name for name in names[: len(args)] if name in kwargs]
     are_too_many = len(args) > len(names)
     if are_too_many or twice:
         got = f"{', '.join(twice)} twice" if twice else f"{len(args)} positional ones"
         fix = None
-        if are_too_many and tuple(names) == _TWO_VIEWS:
+        if are_too_many and names == _TWO_VIEWS:
             fix = (
                 "It compares two views. For more, hand in torch.cat(views) with labels that are unique over all ranks."
             )
         raise InputError(f"{title}: arguments", expected=f"{', '.join(names)}, each once", got=got, fix=fix)
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: value for name, value in given.items() if value is not None}
-    if pml_registry.takes_class_labels(inner):
+    if rules.are_class_labels:
         _refuse_labels(title, inner, given)
-    if pml_registry.is_of_pml(inner):
+    if rules.are_of_pml:
         _refuse_odd_shapes(title, given)
     return given
 
@@ -126,7 +146,7 @@ def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> di
     """Return a call's arguments as ``labelled_loss(loss)`` takes them. ``PMLCall`` adds the labels.
 
     Args:
-        loss: The loss that was called.
+        loss: The loss that was called, which takes two views.
         title: Its name in messages.
         given: Its arguments by name.
 
@@ -136,8 +156,6 @@ def labelled_arguments(loss: nn.Module, title: str, given: dict[str, Any]) -> di
     Raises:
         InputError: for a view that is missing, no tensor, or of another shape than the other.
     """
-    if pml_registry.two_views_loss(loss) is None:
-        return given
     _refuse_views(title, given)
     if not pml_registry.stacks_views(loss):
         return given
@@ -221,8 +239,9 @@ class PMLCall:
     ) -> None:
         self.given = given
         self._inner, self._rank, self._two_views = inner, rank, two_views
+        self._facts = pml_registry.facts_of(inner)
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
-        self._identities_wanted = without_labels and not pml_registry.facts_of(inner).pairs_views
+        self._identities_wanted = without_labels and not self._facts.pairs_views
         if self._identities_wanted and "ref_labels" in given:
             raise InputError(
                 f"{type(inner).__name__}: labels",
@@ -249,7 +268,7 @@ class PMLCall:
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
         if isinstance(tuples, row_tuples.GlobalTuples):
-            references = None if pml_registry.facts_of(inner).own_references else self.total_references
+            references = None if self._facts.own_references else self.total_references
             tuples.check(type(inner).__name__, self.total_rows, references)
         # the loss gets the rows of all ranks, with tuples that count them
         arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
@@ -357,7 +376,7 @@ class PMLCall:
         mined, bounds = self.arguments.get("indices_tuple"), self.bound
         if part is not None:
             bounds = (bounds[0] + part.start, bounds[0] + part.stop)
-        triplets, same, positives = pml_registry.facts_of(self._inner).compares_triplets, ref_labels is labels, None
+        triplets, same, positives = self._facts.compares_triplets, ref_labels is labels, None
         if mined is None and labels.device.type != "cpu":
             positives = self._matching[slice(*bounds)] - int(same)
         return row_tuples.anchor_tuples(
@@ -371,7 +390,7 @@ class PMLCall:
 
     def moves_pairs(self) -> bool:
         """Return whether rows are paired by their place, and a rank's other number of references moves those of the ranks after it."""
-        if not pml_registry.facts_of(self._inner).pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
+        if not self._facts.pairs_views or "labels" in self.given or "ref_emb" not in self.counts:
             return False
         starts = [start for start, _ in self.bounds()]
         return starts != [start for start, _ in self.bounds("ref_emb")]
@@ -435,7 +454,7 @@ class PMLCall:
             are_of_others.append(((index < 0) | (index >= limit)).any())
             renumbered.append(index + start)
         # out-of-range indices would address another rank's rows: one wait for an accelerator, as the miner has forced one already
-        if not pml_registry.facts_of(self._inner).own_references and bool(torch.stack(are_of_others).any()):
+        if not self._facts.own_references and bool(torch.stack(are_of_others).any()):
             for are_wrong, index, times, of in zip(are_of_others, indices, counts, names, strict=True):
                 if are_wrong:
                     self._refuse_indices(index, times, of)
@@ -560,17 +579,13 @@ def shared_seed(gathered: GatheredBatch) -> int:
 
 
 @contextlib.contextmanager
-def same_draws(inner: nn.Module, seed: int, tensors: Iterable[object]) -> Iterator[None]:
+def same_draws(seed: int, tensors: Iterable[object]) -> Iterator[None]:
     """Seed torch's generators (CPU and the tensors' devices) and PML's numpy generator, and restore them afterwards.
 
     Args:
-        inner: The called module. Generators are left alone if it never draws.
         seed: The same on every rank.
         tensors: Inputs of the call. Generators of their devices are seeded too.
     """
-    if not pml_registry.may_draw(inner):
-        yield
-        return
     generators = torch_generators(t.device for t in tensors if isinstance(t, Tensor))
     with preserve_random_state([*generators, c_f.NUMPY_RANDOM], seed=seed):
         yield

@@ -35,10 +35,11 @@ from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
-from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter, TensorCall, same_draws
+from lightning_ddp_losses.losses.gathered_call import ArgumentRules, PMLCall, SeedCounter, TensorCall, same_draws
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
+from lightning_ddp_losses.losses.loss_plan import LossPlan, LossPlans, exact_modes
 from lightning_ddp_losses.losses.partial_sums import SumExchange
-from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, facts_of, is_pml_loss, labelled_loss
+from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
@@ -55,13 +56,13 @@ class PreparedCall(NamedTuple):
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
         form: Form of their products.
         weights: A fingerprint of a part of the loss's weights. Empty: it is not compared.
-        configuration: The loss's. Empty: there are no peers.
+        plan: Rules for all calls of the loss.
     """
 
     narrow_dtype: torch.dtype | None
     form: ProductForm
     weights: str
-    configuration: str
+    plan: LossPlan
 
 
 class GlobalBatchLoss(WithProcessGroup, nn.Module):
@@ -153,7 +154,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.products = products
         self.set_group(group, self._title, name)
         # state of the calls
-        self._configuration = Configuration()
+        self._plans = LossPlans()
         self._seeds = SeedCounter()
         self._warned = False
         self._upstream_grad = UpstreamGradWatch()
@@ -190,13 +191,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def exact_modes(self) -> tuple[Mode, ...]:
         """Return the modes that are exact for this loss as it is configured now, cheapest first."""
-        if self.backward == "sum":  # a share of the loss has no meaning of its own when ranks weigh it differently
-            return ("replicated",)
-        loss = labelled_loss(self.loss)
-        allowed = pml_registry.allowed_modes(loss)
-        if not is_pml_loss(self.loss):
-            return allowed
-        return tuple(mode for mode in allowed if mode == "replicated" or pml_registry.is_separable(loss, mode))
+        return exact_modes(self.loss, self.backward)
+
+    @property
+    def plan(self) -> LossPlan:
+        """What the class and the options of the loss decide about its calls. ``print(loss.plan)`` shows it."""
+        return self._plans.current(self.loss, self.backward, process_groups.rank())
 
     @eager_recursive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         try:
             value = autograd_graph.run_full_precision(self, evaluate, args, kwargs, tensors=tensors)
         finally:
-            self._configuration.follow(self.loss)
+            self._plans.configuration.follow(self.loss)
         remember_global_value(value, self._title)
         if self.backward == "sum":
             return value
@@ -231,7 +231,6 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tensors = precision.CallTensors.of(self, args, kwargs)
         read = self.value_reading.next_call(tensors.given)
         form: ProductForm = "float32"
-        configuration = ""
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
             self._check_devices(tensors, args, kwargs)
@@ -240,23 +239,22 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
             # before the loss runs and changes its own state
-            if process_groups.world_size(self._group) > 1:
-                configuration = self._configuration.read(self.loss, process_groups.rank())
+            plan = self.plan
             weights = self._weights.take([*tensors.parameters, *self._own_buffers()], self._group)
             if self.products != "float32":
                 rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
                 form = choose_form(self._title, self.products, rows) if rows else "float32"
         if not read:
             args, kwargs = inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
-        return args, kwargs, tensors, PreparedCall(precision.narrow_dtype(tensors.given), form, weights, configuration)
+        return args, kwargs, tensors, PreparedCall(precision.narrow_dtype(tensors.given), form, weights, plan)
 
     def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse tensors on several devices, class weights of torch's own losses among them."""
         buffers = self._own_buffers()
         if not tensors.are_on_one_device(buffers):
-            names = (
-                self._argument_names(args) if is_pml_loss(self.loss) else map("argument {}".format, range(len(args)))
-            )
+            plan, names = self.plan, [f"argument {place}" for place in range(len(args))]
+            if plan.is_pml:
+                names = [*_argument_rules(plan, args).names]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             inputs.check_devices(self._title, given, precision.parameters_of(self.loss), buffers=buffers)
 
@@ -268,12 +266,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _evaluate(self, prepared: PreparedCall, /, *args: Any, **kwargs: Any) -> Any:
         """Choose an evaluation for this call, and run it."""
-        modes = self.exact_modes()
+        modes = prepared.plan.modes
         mode = modes[0] if self.mode == "auto" else self.mode
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             if mode not in modes:
                 raise not_exact(self._title, mode, modes)
-            if is_pml_loss(self.loss):
+            if prepared.plan.is_pml:
                 value = self._evaluate_pml(mode, prepared, args, kwargs)
             else:
                 value = self._evaluate_torch(mode, prepared, args, kwargs)
@@ -292,14 +290,16 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             self._upstream_grad.take()  # the coefficients are compared by the sums' own watch
             return by_moments(self.loss, views, self._group)
         gather = partial(self._gather, prepared, self.backward)
-        return self._replicated(self.loss, TensorCall(self._title, args, kwargs, self.batch_dims, gather))
+        call = TensorCall(self._title, args, kwargs, self.batch_dims, gather)
+        return self._replicated(prepared.plan, self.loss, call)
 
     def _evaluate_pml(self, mode: str, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""
-        given = gathered_call.by_name(self._title, self.loss, self._argument_names(args), args, kwargs)
+        plan, loss = prepared.plan, self.loss
+        given = gathered_call.by_name(self._title, loss, _argument_rules(plan, args), args, kwargs)
         # a loss of two views makes labels, and the loss inside it compares rows by them
-        loss, two_views = labelled_loss(self.loss), pml_registry.stacks_views(self.loss)
-        given = gathered_call.labelled_arguments(self.loss, self._title, given)
+        if plan.takes_views:
+            loss, given = labelled_loss(loss), gathered_call.labelled_arguments(loss, self._title, given)
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.loss and are_of_samples:
@@ -307,10 +307,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
         def backward(counts: dict[str, list[int]]) -> Backward:
-            return "sum" if mode == "rows" and not self._are_few(counts) else self.backward
+            return "sum" if mode == "rows" and not self._are_few(plan, counts) else self.backward
 
         gather = partial(self._gather, prepared, backward)
-        call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=two_views)
+        call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=plan.stacks_views)
         value = self._evaluate_gathered(mode, prepared, loss, call)
         # last: if warnings are errors, peers are not in the middle of the evaluation
         self._warn_identities(call)
@@ -320,14 +320,14 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def _evaluate_gathered(self, mode: str, prepared: PreparedCall, loss: Any, call: PMLCall) -> Any:
         """Evaluate a PML loss that has gathered the rows of all ranks."""
         # a sum over anchors: our own tiles if there are any, else PML's formula on this rank's anchors
-        if mode == "rows" and not self._are_few(call.counts) and self._tuples_fit(call.given):
-            plan = tiled_plan(loss)
-            if plan is not None and call.ref_labels is not None:
+        plan, is_mined = prepared.plan, "indices_tuple" in call.given
+        if mode == "rows" and not self._are_few(plan, call.counts) and (plan.splits_pairs or not is_mined):
+            if plan.tiles is not None and call.ref_labels is not None:
                 form = prepared.form
                 if self.products == "auto" and not call.is_bf16_on_all_ranks():
                     form = "float32"
                 options = self.tile_bytes, self._tile_compiler, form
-                return TiledCall(loss, plan, call, self._exchange(prepared), *options).run()
+                return TiledCall(loss, plan.tiles, call, self._exchange(prepared), *options).run()
             if call.rows_possible():
                 return by_rows(loss, self._exchange(prepared), call, self.tile_bytes)
         # the full loss on every rank
@@ -341,30 +341,19 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 collective=True,
             )
             self.queue_position.check(call.rows_to_remember(), self._title)
-        return self._replicated(loss, call)
+        return self._replicated(plan, loss, call)
 
-    def _replicated(self, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
+    def _replicated(self, plan: LossPlan, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
         """Evaluate the full loss, and note its value for the next call."""
-        value = replicated(loss, call)
+        value = replicated(loss, call, draws=plan.draws, writes_distances=plan.writes_distances)
         self._replicated_value.note(value, self._group)
         return value
 
-    def _argument_names(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """Return PML's names of the positional arguments. A memory also takes as many as a plain loss does."""
-        facts = facts_of(self.loss)
-        if facts.own_references and len(args) > len(facts.arguments):
-            return PML_NAMES
-        return facts.arguments
-
-    def _are_few(self, counts: dict[str, list[int]]) -> bool:
+    def _are_few(self, plan: LossPlan, counts: dict[str, list[int]]) -> bool:
         """Return whether there are so few rows that every rank computes the full loss faster. All ranks get the same answer."""
         if self.mode == "rows":  # decided by what all ranks have agreed on, so not by tile_bytes
             return False
-        return sum(counts.get("embeddings", ())) <= facts_of(labelled_loss(self.loss)).few_rows
-
-    def _tuples_fit(self, given: dict[str, Any]) -> bool:
-        """Return whether a miner's tuples may be split: per anchor, PML counts a pair that a miner names twice once."""
-        return "indices_tuple" not in given or not pml_registry.has_per_anchor(labelled_loss(self.loss).reducer)
+        return sum(counts.get("embeddings", ())) <= plan.few_rows
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks. All ranks see it."""
@@ -429,7 +418,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         must_match: dict[str, object] = {
             "mode": self.mode,
             "backward": self.backward,
-            "configuration": prepared.configuration,
+            "configuration": prepared.plan.configuration,
             "products": self.products,
             "which": self._instance,
             **micro_batch_to_match(),
@@ -446,6 +435,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     @cached_property
     def _title(self) -> str:
         return f"GlobalBatchLoss({type(self.loss).__name__})"
+
+
+def _argument_rules(plan: LossPlan, args: tuple[Any, ...]) -> ArgumentRules:
+    """Return what the arguments may be. A memory takes as many positional ones as a plain loss, too."""
+    if plan.facts.own_references and len(args) > len(plan.arguments.names):
+        return plan.arguments._replace(names=PML_NAMES)
+    return plan.arguments
 
 
 class GlobalBatchMiner(WithProcessGroup, nn.Module):
@@ -488,7 +484,8 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
-            given = gathered_call.by_name(self._title, self.miner, names, args, kwargs)
+            rules = ArgumentRules.of(self.miner, names)
+            given = gathered_call.by_name(self._title, self.miner, rules, args, kwargs)
             inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
             mine = partial(self._mine, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
@@ -503,7 +500,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
 
         call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
         try:
-            with same_draws(self.miner, call.seed, call.batches):
+            with same_draws(call.seed, call.batches):
                 tuples = self.miner(**call.arguments)
         finally:
             self._configuration.follow(self.miner)

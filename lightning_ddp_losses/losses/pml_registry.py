@@ -121,6 +121,7 @@ LOSSES: dict[type[nn.Module], LossFacts] = {
     pml.VICRegLoss: LossFacts(pairs_views=True),
 }
 _NO_FACTS = LossFacts()
+_registrations = 0
 _OF_MOMENTS = ("BarlowTwinsLoss", "VICRegLoss")  # of lightly
 # torch losses with a mean that is not a sum over elements divided by a count or a weight
 _TORCH_REPLICATED: set[type] = {nn.CTCLoss}
@@ -342,7 +343,14 @@ def _inherited(cls: type) -> LossFacts:
     return _NO_FACTS
 
 
+def registrations() -> int:
+    """Return a number that changes with each registration of a class."""
+    return _registrations
+
+
 def _register(cls: T, mode: Mode, what: str) -> T:
+    global _registrations  # noqa: PLW0603 - the registry is one for the process
+    _registrations += 1
     is_module = isinstance(cls, type) and issubclass(cls, nn.Module)
     expect(is_module, what, expected="a subclass of torch.nn.Module", got=repr(cls))
     known = LOSSES.get(cls, _NO_FACTS)
