@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
 
@@ -38,6 +38,7 @@ from lightning_ddp_losses.distributed.messages import (
     Header,
     Instance,
     Meetings,
+    ReceivedMessages,
     failure_report,
     hides_mismatch,
     mismatch_error,
@@ -261,7 +262,8 @@ class PendingHandshake:
         instance: Instance | None = None,
     ) -> None:
         self._text, self._payload, self._channel, self._instance = text.encode(), payload, channel, instance
-        self._headers: list[Header] = []
+        self._received: ReceivedMessages | None = None  # messages of one call
+        self._headers: list[Header] = []  # of others
         # 1. the peers' messages in the handshake before say how long this one is
         if channel.pending is not None and kind == CALL:
             channel.pending.finish()  # ranks that disagreed in it do not go on
@@ -286,26 +288,31 @@ class PendingHandshake:
 
     def finish(self) -> list[bytes]:
         """Wait for the peers, and return the payloads in rank order or raise the error of ``all_gather``."""
-        headers = self.receive()
-        what_differs = {(h.kind, h.version, h.digest) for h in headers}
-        if len(what_differs) > 1 or headers[0].kind != CALL or headers[0].version != VERSION:
+        self.receive()
+        received, headers = self._received, self._headers
+        if received is not None:
+            if self._is_same_instance(received.instances):
+                return received.payloads()
+            error: DDPLossError = other_instances_error(received.headers())
+        elif len({(header.kind, header.version, header.digest) for header in headers}) > 1 or headers[0].kind != CALL:
             error = mismatch_error(headers)
-        elif self._is_same_instance(headers):
-            return [h.payload for h in headers]
+        # one call, whose payloads came later
+        elif self._is_same_instance(lambda: (tuple([h.number for h in headers]), [h.made for h in headers])):
+            return [header.payload for header in headers]
         else:
             error = other_instances_error(headers)
         mark_reported(error, self._channel.group)
         self._channel.groups.failures += 1
         raise error
 
-    def _is_same_instance(self, headers: Sequence[Header]) -> bool:
-        if self._instance is None or not headers[0].made:
+    def _is_same_instance(self, instances: Callable[[], tuple[tuple[int, ...], Sequence[int]]]) -> bool:
+        if self._instance is None or self._instance.label:
             return True
-        numbers = tuple([header.number for header in headers])
-        return self._channel.meetings.fit(self._instance.kind, numbers, [header.made for header in headers])
+        numbers, made = instances()
+        return self._channel.meetings.fit(self._instance.kind, numbers, made)
 
-    def receive(self, timeout: timedelta | None = None) -> list[Header]:
-        """Wait for the peers, and return their messages in rank order. A second call returns the same.
+    def receive(self, timeout: timedelta | None = None) -> None:
+        """Wait for the peers' messages.
 
         Args:
             timeout: Time to wait. None: the group's.
@@ -313,12 +320,15 @@ class PendingHandshake:
         if self._channel.pending is self:
             self._channel.pending = None
             try:
-                self._headers = self._receive(timeout)
+                self._receive(timeout)
             except DDPLossError:
                 raise
             except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
                 raise self._missing_peers(error) from error
-        return self._headers
+
+    def headers(self) -> list[Header]:
+        """Return the headers that were received, in rank order."""
+        return self._headers if self._received is None else self._received.headers()
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
         operation = self._text.decode(errors="replace").split("\n", 1)[0]
@@ -330,19 +340,17 @@ class PendingHandshake:
             "or on local data).",
         )
 
-    def _receive(self, timeout: timedelta | None) -> list[Header]:
+    def _receive(self, timeout: timedelta | None) -> None:
         # 1. a message of the same size from each rank
-        messages = _finish_gather_bytes(self._messages, self._work, self._size, timeout)
-        heads = [bytes(message[:HEADER_BYTES]) for message in messages]
-        first = Header.read(messages[0])
-        start, end = first.payload_start, first.message_bytes
-        if heads.count(heads[0]) == len(heads) and end <= self._size:
+        received = ReceivedMessages(_finish_gather_bytes(self._messages, self._work, self._size, timeout))
+        if received.are_one_call():
             # the usual case, with little work per rank
-            self._observe(end)
-            return [Header(*first[:-1], bytes(message[start:end])) for message in messages]
-        headers = [Header.read(message) for message in messages]
+            self._received = received
+            self._observe(received.longest)
+            return
+        headers = self._headers = received.headers()
         if any(header.version != VERSION for header in headers):  # the layout is unknown
-            return headers
+            return
         refuse_long_payloads(headers)
         # 2. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
         self._observe(max(header.message_bytes for header in headers))
@@ -355,7 +363,7 @@ class PendingHandshake:
         if hides_mismatch(headers):
             texts = self._gather_rest(self._text, [header.text_bytes for header in headers], timeout)
             headers = [header._replace(text=text) for header, text in zip(headers, texts, strict=True)]
-        return headers
+        self._headers = headers
 
     def _observe(self, message_bytes: int) -> None:
         if self._has_channel_size:
@@ -386,13 +394,13 @@ def _start_gather_bytes(own: bytearray, group: dist.ProcessGroup) -> tuple[Tenso
     return start_gather(torch.frombuffer(own, dtype=torch.uint8), group=group)
 
 
-def _finish_gather_bytes(everyone: Tensor, work: dist.Work, size: int, timeout: timedelta | None) -> list[memoryview]:
-    """Return views of the messages of all ranks. They are copied once, without their padding."""
+def _finish_gather_bytes(everyone: Tensor, work: dist.Work, size: int, timeout: timedelta | None) -> Any:
+    """Return the messages of all ranks, (W, size) uint8 of numpy."""
     if timeout is None:
         wait(work)
     else:
         work.wait(timeout)
-    return [memoryview(message) for message in everyone.view(-1, size).numpy()]
+    return everyone.view(-1, size).numpy()
 
 
 # ---------------------------------------------------------------------- what fails on one rank
@@ -433,7 +441,8 @@ def raise_on_all_ranks(
         channel = Channel.of(group, "handshakes")  # peers that do not come do not make it either
         mark_reported(error, channel.group)
         pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
-        headers = pending.receive(timeout)
+        pending.receive(timeout)
+        headers = pending.headers()
         channel.groups.failures += 1
     except RuntimeError:  # the peers are gone or do not come: this rank's own error is what matters
         note_on(error, is_unheard=True)

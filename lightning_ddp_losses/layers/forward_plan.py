@@ -33,7 +33,6 @@ from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.handshake import Channel, PendingHandshake
-from lightning_ddp_losses.distributed.messages import Header
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 
@@ -190,7 +189,7 @@ class ForwardPlan(PendingHandshake):
             self.receive()
             handshake.all_gather("the batch norms of a forward", must_match, group=self._groups[1])
 
-    def receive(self, timeout: timedelta | None = None) -> list[Header]:
+    def receive(self, timeout: timedelta | None = None) -> None:
         """Leave the plan without a word. Communication: the gathers that are left."""
         left, self._left = self._left, []
         if left:
@@ -204,4 +203,3 @@ class ForwardPlan(PendingHandshake):
             with torch.no_grad(), contextlib.suppress(RuntimeError):
                 for call in left:
                     gather_stacked(call.without_rows(), self._groups[0])
-        return []
