@@ -64,9 +64,7 @@ def rank_main(rank: int, world: int, store: str, kind: str, rows: int, results: 
     torch.set_num_threads(1)
     if world > 1:
         file_store = dist.FileStore(store, world)
-        dist.init_process_group(
-            "gloo", store=file_store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     step_of(kind, 64)()  # libraries load
     step = step_of(kind, rows)
     Path("/proc/self/clear_refs").write_text("5")

@@ -459,9 +459,9 @@ class TiledForward:
                     tiles.add_vjp_(tile, grad, sums)
             if keeps:
                 self._kept_tile = tile
-        if results:
-            numbers = tuple(stored.joined() for stored in results)
-        else:
+        numbers = tuple(stored.joined() for stored in results)
+        # no tile was visited: there are no rows, or no columns
+        if not results:
             numbers = pair_loss.nothing(len(tiles.rows.rows))
         labels = call.local_labels
         if labels is not None:
