@@ -55,7 +55,8 @@ class Resident:
 def peak_of(step: Callable[[], object]) -> int:
     """Bytes that the resident set grows by, at most, while ``step`` runs; what it reads must be there already.
 
-    The kernel keeps the maximum. The allocator has its defaults: holes in the heap that are too small for a block count.
+    The kernel keeps the maximum, and the allocator has its defaults: memory that the heap has free does not count, and holes that are too
+    small do.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the maximum begins anew
