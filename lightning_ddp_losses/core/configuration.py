@@ -32,21 +32,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core import compat, inputs
 
 Place: TypeAlias = tuple[str, str]
 """Path of a module, and the name of an attribute. An empty name stands for the class of the module."""
 
 _READ_CHARACTERS = 2000  # of a configuration, in an error
-_MOST_ITEMS = 1_000  # of a container: a longer one is data
+_MOST_ITEMS = 1_000  # in a value: a longer container is data
 _DEEPEST = 4  # containers and objects inside each other
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _PLAIN_TYPES = frozenset(_PLAIN)
 # what torch, and patches of methods, keep in a module
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
-_COUNTERS = frozenset(
-    {"queue_idx", "has_been_filled"}
-)  # of pytorch-metric-learning's memory, which a checkpoint restores
+# of pytorch-metric-learning's memory, which a checkpoint restores
+_COUNTERS = frozenset({"queue_idx", "has_been_filled"})
 # tensors that hold a loss's earlier batches
 _MEMORIES = frozenset({"embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr"})
 _PACKAGE = __name__.partition(".")[0]
@@ -83,11 +82,15 @@ class Configuration:
         """
         if self._seen.is_same(module):
             return self._digest
+        if not self.is_read:
+            self._told = {place: _shown(place[1], value) for place, value in _fixed_values(module)}
         last, values = self._last or {}, self._walk(module)
         for place, value in values.items():
             is_other = place not in last or last[place] != value
             if is_other and not _is_rank(place[1], value, rank):
                 self._told[place] = _shown(place[1], value)
+        for place in last.keys() - values.keys():
+            self._told.pop(place, None)
         self._digest = _digest(self._told)
         return self._digest
 
@@ -97,7 +100,7 @@ class Configuration:
             self._walk(module)
 
     def _walk(self, module: nn.Module) -> dict[Place, Any]:
-        values = dict(_values_of(module, is_first=not self.is_read))
+        values = dict(_values_of(module))
         self._last, self._seen = values, _Seen(module, values)
         self.walks += 1
         return values
@@ -120,15 +123,14 @@ class _Seen:
         for each in () if module is None else module.modules():
             attributes = vars(each)
             # a metric's states are other objects after each update
-            own = attributes.values if "_defaults" not in attributes else partial(_options_of, each)
+            own = partial(_options_of, each) if _is_metric(each) else attributes.values
             self._parts += [(part, tuple(part())) for part in (own, attributes["_modules"].values)]
         # what may change in its place
-        self._read: list[tuple[Any, Any]] = []
-        paths = {} if module is None else dict(module.named_modules())
-        for (path, name), read in (values or {}).items():
-            held = vars(paths[path]).get(name)
-            if not isinstance(read, (*_PLAIN, _Shape)) and held is not None:
-                self._read.append((held, read))
+        modules = {} if module is None else dict(module.named_modules())
+        changeable = [
+            (place, read) for place, read in (values or {}).items() if not isinstance(read, (*_PLAIN, _Shape))
+        ]
+        self._read = [(vars(modules[path])[name], read) for (path, name), read in changeable]
 
     def is_same(self, module: nn.Module) -> bool:
         """Return whether all of them are as they were."""
@@ -179,63 +181,45 @@ def _hash(data: bytes) -> str:
 # ---------------------------------------------------------------------- the walk
 
 
-def _values_of(module: nn.Module, path: str = "", *, is_first: bool) -> Iterator[tuple[Place, Any]]:
-    """Yield the values of a module and of all modules inside it.
+def _values_of(root: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """Yield the values of a module and of all modules inside it, each once."""
+    for path, module in root.named_modules():
+        yield (path, ""), _Name(type(module).__name__)
+        for name, value in vars(module).items():
+            if _may_be_option(module, name) and (read := _read(value)) is not _UNREAD:
+                yield (path, name), read
+        for name, parameter in compat.parameter_slots(module).items():
+            if parameter is not None:
+                yield (path, name), _Shape(parameter.shape)
 
-    Args:
-        module: The module.
-        path: Its path.
-        is_first: True if values that no later walk compares are wanted too: buffers, and what a metric computes from its options.
-    """
+
+def _may_be_option(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute may be an option that is set from outside."""
     attributes = vars(module)
-    yield (path, ""), _Name(type(module).__name__)
-    states = attributes.get("_defaults")
-    if states is None:
-        yield from _settings(module, path)
-    else:
-        yield from _options_of_metric(module, path, states, is_first=is_first)
-    for name, parameter in compat.parameter_slots(module).items():
-        if parameter is not None:
-            yield (path, name), _Shape(parameter.shape)
-    if is_first and states is None:
-        for name, buffer in compat.buffer_slots(module).items():
-            if buffer is not None and name not in _MEMORIES:
-                yield (path, name), _Written(buffer)
-    for name, inner in attributes["_modules"].items():
-        if inner is not None:
-            yield from _values_of(inner, f"{path}.{name}" if path else name, is_first=is_first)
-
-
-def _settings(module: nn.Module, path: str) -> Iterator[tuple[Place, Any]]:
-    """Yield what a module that is no metric keeps in plain attributes."""
-    attributes = vars(module)
-    statistics = attributes.get("_record_these_stats", ())
+    if name in _OF_MODULES or name in _COUNTERS or name in _MEMORIES:
+        return False
+    if _is_metric(module):  # others may change in each update
+        return name.lstrip("_") in _constructor_names(type(module)) and name not in attributes["_defaults"]  # type: ignore[arg-type]
     # what a library keeps in private attributes is no option
-    reads_private = _is_of_program(type(module).__module__)
-    for name, value in attributes.items():
-        if name in _OF_MODULES or name in _COUNTERS or name in statistics or (name[0] == "_" and not reads_private):
-            continue
-        if type(value) in _PLAIN_TYPES:
-            yield (path, name), value
-        elif name not in _MEMORIES:
-            read = _read(value)
-            if read is not _UNREAD:
-                yield (path, name), read
+    is_private = name[0] == "_" and not _is_of_program(type(module).__module__)
+    return not is_private and name not in attributes.get("_record_these_stats", ())
 
 
-def _options_of_metric(
-    module: nn.Module, path: str, states: Mapping[str, Any], *, is_first: bool
-) -> Iterator[tuple[Place, Any]]:
-    """Yield the plain options of a metric. Its other attributes may change in each update."""
-    options = _constructor_names(type(module))  # type: ignore[arg-type]
-    for name, value in vars(module).items():
-        is_option = name.lstrip("_") in options
-        if name in _OF_MODULES or name in states or not (is_option or (is_first and name[0] != "_")):
+def _fixed_values(root: nn.Module) -> Iterator[tuple[Place, Any]]:
+    """Yield values that are compared once: buffers, which DDP may write to, and what a metric computes from its options."""
+    for path, module in root.named_modules():
+        if not _is_metric(module):
+            buffers = compat.buffer_slots(module).items()
+            yield from (((path, name), _Written(b)) for name, b in buffers if b is not None and name not in _MEMORIES)
             continue
-        if isinstance(value, (*_PLAIN, list, tuple, dict)):
-            read = _read(value)
-            if read is not _UNREAD:
-                yield (path, name), read
+        for name, value in vars(module).items():
+            is_public = name[0] != "_" and name not in _OF_MODULES and name not in vars(module)["_defaults"]
+            if is_public and isinstance(value, (*_PLAIN, list, tuple, dict)):
+                yield (path, name), _read(value)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return "_defaults" in vars(module)
 
 
 @functools.lru_cache(maxsize=256)
@@ -287,15 +271,21 @@ class _Unknown:
 
 
 class _Written:
-    """A tensor, array or long container that is compared by identity and by its count of writes. Its text is a hash of its content."""
+    """A tensor, array or long container that is compared by identity, and by its count of writes or its length.
+
+    Its text is a hash of its content.
+    """
 
     __hash__ = None  # type: ignore[assignment]
     __slots__ = ("_value", "_version")
 
     def __init__(self, value: Any) -> None:
         self._value = value
-        is_counted = isinstance(value, Tensor) and not value.is_inference()
-        self._version = compat.tensor_version(value) if is_counted else 0
+        self._version = 0
+        if not isinstance(value, Tensor):
+            self._version = len(value)
+        elif not value.is_inference():
+            self._version = compat.tensor_version(value)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Written):
@@ -303,8 +293,11 @@ class _Written:
         return self._value is other._value and self._version == other._version
 
     def __repr__(self) -> str:
+        if hasattr(self._value, "tobytes"):
+            return f"#{_hash(self._value.tobytes())}"
         if not isinstance(self._value, Tensor):
-            return f"#{_hash(repr(self._value).encode())}"
+            items = [item if isinstance(item, _PLAIN) else type(item).__qualname__ for item in self._value]
+            return f"#{_hash(repr(items).encode())}"
         data = self._value.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
         return f"#{_hash(data.view(torch.uint8).numpy().tobytes())}"
 
@@ -312,64 +305,77 @@ class _Written:
         return _Unknown, ()
 
 
-def _read(value: Any, depth: int = 0) -> Any:
+def _read(value: Any) -> Any:
     """Return a copy of a value whose changes can be seen, or ``_UNREAD``."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, (enum.Enum, type)):
-        return _Name(getattr(value, "__qualname__", value))
-    if depth == _DEEPEST or isinstance(value, (nn.Parameter, nn.Module)):
+    return value if type(value) in _PLAIN_TYPES else _Reader().read(value, 0)
+
+
+class _Reader:
+    """Reads a value and, inside it, at most ``_MOST_ITEMS`` others."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_ITEMS
+
+    def read(self, value: Any, depth: int) -> Any:
+        """Return a copy of a value that lies so many values deep."""
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, (enum.Enum, type)):
+            return _Name(getattr(value, "__qualname__", value))
+        if depth == _DEEPEST or isinstance(value, (nn.Parameter, nn.Module)):
+            return _UNREAD
+        if isinstance(value, Tensor):
+            return _Written(value) if value.layout == torch.strided and not value.is_quantized else _UNREAD
+        if inputs.is_array(value):
+            return _Written(value) if value.ndim else value.item()
+        return self._read_parts(value, depth + 1)
+
+    def _read_parts(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (list, tuple, set, frozenset, dict)):
+            return self._read_container(value, depth)
+        if isinstance(value, (types.FunctionType, types.MethodType, partial)):
+            return self._read_function(value, depth)
+        if hasattr(value, "__dict__") and _only_holds_values(type(value)):  # type: ignore[arg-type]
+            return _Name(type(value).__name__), self._read_container(vars(value), depth)
         return _UNREAD
-    reader = next((reader for kinds, reader in _READERS if isinstance(value, kinds)), _read_object)
-    return reader(value, depth + 1)
+
+    def _read_container(self, container: Any, depth: int) -> Any:
+        if len(container) > self._left:
+            return _Written(container) if len(container) > _MOST_ITEMS else _UNREAD
+        self._left -= len(container)
+        if isinstance(container, dict):
+            keys = [key if isinstance(key, _PLAIN) else type(key).__qualname__ for key in container]
+            return dict(zip(keys, [self.read(item, depth) for item in container.values()], strict=True))
+        items = [self.read(item, depth) for item in container]
+        if isinstance(container, (set, frozenset)):
+            return sorted(items, key=repr)
+        return tuple(items) if isinstance(container, tuple) else items
+
+    def _read_function(self, function: Any, depth: int) -> Any:
+        """Return what a function carries: its defaults, the variables around it, and numbers in its code, but no tensors."""
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        if isinstance(function, partial):
+            return [self.read(part, depth) for part in (function.func, function.args, function.keywords)]
+        name = _Name(getattr(function, "__qualname__", ""))
+        if not isinstance(function, types.FunctionType) or not _is_of_program(function.__module__ or ""):
+            return name
+        carried = [function.__defaults__, function.__kwdefaults__]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                carried.append(cell.cell_contents)
+        constants = [constant for constant in function.__code__.co_consts if isinstance(constant, (bool, int, float))]
+        return [name, constants, *(self.read(part, depth) for part in carried if not inputs.is_array(part))]
 
 
-def _read_tensor(tensor: Tensor, _: int) -> Any:
-    return _Written(tensor) if tensor.layout == torch.strided and not tensor.is_quantized else _UNREAD
-
-
-def _read_object(value: Any, depth: int) -> Any:
-    """Return the attributes of an object of the user's program."""
-    holds_nothing_else = isinstance(value, (types.SimpleNamespace, argparse.Namespace))
-    if holds_nothing_else or (_is_of_program(type(value).__module__) and hasattr(value, "__dict__")):
-        return _Name(type(value).__name__), _read_container(vars(value), depth)
-    return _UNREAD
-
-
-def _read_container(container: Any, depth: int) -> Any:
-    if len(container) > _MOST_ITEMS:
-        return _Written(container)
-    if isinstance(container, dict):
-        return {key if isinstance(key, _PLAIN) else repr(key): _read(item, depth) for key, item in container.items()}
-    items = [_read(item, depth) for item in container]
-    if isinstance(container, (set, frozenset)):
-        return sorted(items, key=repr)
-    return tuple(items) if isinstance(container, tuple) else items
-
-
-def _read_function(function: Any, depth: int) -> Any:
-    """Return what a function carries: its defaults, the variables around it, and numbers and texts in its code."""
-    if isinstance(function, types.MethodType):
-        function = function.__func__
-    if isinstance(function, partial):
-        return [_read(part, depth) for part in (function.func, function.args, function.keywords)]
-    name = _Name(function.__qualname__)
-    if not _is_of_program(function.__module__ or ""):
-        return name
-    carried = [function.__defaults__, function.__kwdefaults__]
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a variable without a value yet
-            carried.append(cell.cell_contents)
-    constants = [constant for constant in function.__code__.co_consts if isinstance(constant, (bool, int, float))]
-    return [name, constants, *(_read(part, depth) for part in carried)]
-
-
-_READERS: tuple[tuple[Any, Callable[[Any, int], Any]], ...] = (
-    (Tensor, _read_tensor),
-    ((list, tuple, set, frozenset, dict), _read_container),
-    ((types.FunctionType, types.MethodType, partial), _read_function),
-)
-"""How values are read, by their class."""
+@functools.lru_cache(maxsize=1024)
+def _only_holds_values(cls: Any) -> bool:
+    """Return whether objects of a class have attributes and do nothing with them, as a configuration. Others may be meters or logs."""
+    if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    bases = [base for base in cls.__mro__ if base is not object]
+    names = [name for base in bases for name in vars(base) if callable(vars(base)[name])]
+    return all(_is_of_program(base.__module__) for base in bases) and all(name.startswith("__") for name in names)
 
 
 @functools.lru_cache(maxsize=1024)

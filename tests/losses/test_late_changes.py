@@ -11,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -251,6 +252,38 @@ CASES: dict[str, Case] = {
 }
 
 
+def put_array(wrapper: Any, value: float) -> None:
+    wrapper.loss.priors = numpy.full(3, value)
+
+
+def put_reducer(wrapper: Any, low: float | None) -> None:
+    wrapper.loss.reducer = reducers.MeanReducer() if low is None else reducers.ThresholdReducer(low=low)
+
+
+def with_array(value: float) -> nn.Module:
+    loss = GlobalBatchLoss(Public(0.1))
+    put_array(loss, value)
+    return loss
+
+
+def with_reducer(low: float | None) -> nn.Module:
+    loss = GlobalBatchLoss(pml.TripletMarginLoss())
+    put_reducer(loss, low)
+    return loss
+
+
+def sharing(temperature: float) -> nn.Module:
+    """Two losses that share a distance, and one loss twice."""
+    shared = distances.CosineSimilarity()
+    first = pml.SupConLoss(temperature=temperature, distance=shared)
+    return GlobalBatchLoss(pml.MultipleLosses([first, pml.NTXentLoss(distance=shared), first]))
+
+
+CASES["an array"] = Case(with_array, put_array, (1.0, 2.0))
+CASES["another reducer"] = Case(with_reducer, put_reducer, (None, 0.2))
+CASES["modules in several places"] = Case(sharing, inner("temperature", "loss.losses.0"), (0.1, 0.5))
+
+
 class ByElements(pml.ArcFaceLoss):
     """A loss of PML's with an option of its own."""
 
@@ -402,6 +435,32 @@ def test_a_copy_knows_what_was_told_and_what_is_state(duplicate: str) -> None:
     with pytest.raises(RankMismatchError):
         twin(*labelled(FEW))
     loss(*labelled(FEW))
+
+
+class Meter:
+    """An object that the training loop changes, on each rank by its own rows."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def update(self, value: float) -> None:
+        self.total += value
+
+
+@each_rank(2)
+def test_an_object_that_does_something_is_no_option() -> None:
+    own = Public(0.1)
+    own.meter, own.numbers = Meter(), {"a": [1.0]}
+    # a circle, and a graph with many ways through it
+    own.meter.owner = own
+    nodes: list[Any] = [[] for _ in range(40)]
+    for node in nodes:
+        node += nodes
+    own.graph = nodes
+    loss = GlobalBatchLoss(own)
+    for _ in range(3):
+        loss(*labelled(FEW))
+        own.meter.update(dist.get_rank())
 
 
 @each_rank(2)
