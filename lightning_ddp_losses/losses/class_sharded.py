@@ -328,8 +328,10 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _global_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm, given_dtype: torch.dtype | None
     ) -> Tensor:
-        # 1. rows of all ranks of the group
-        batch = self._gather(embeddings, labels.to(torch.int64), indices_tuple, form, given_dtype)
+        # 1. rows of all ranks of the group. Options are read before anything changes the loss
+        configuration = self._read_configuration()
+        labels = labels.to(torch.int64)
+        batch = self._gather(embeddings, labels, indices_tuple, form, given_dtype, configuration)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
             # a miner over all ranks names rows of the other parts of the world too
@@ -351,7 +353,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 batches[_NAMED] = named[0]
             title = f"{self._title}: replicas"
             weights = self._weights.take([self.weight.data], self._replica_group)
-            must_match = {"which": self._instance, "configuration": self._read_configuration(), "weights": weights}
+            must_match = {"which": self._instance, "configuration": configuration, "weights": weights}
             try:
                 world = gather_batch(title, batches, must_match, backward="own_slice", group=self._replica_group)
             except DDPLossError as error:
@@ -366,7 +368,13 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return self._reduce(losses, found, global_embeddings, global_labels)
 
     def _gather(
-        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm, given_dtype: torch.dtype | None
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        form: ProductForm,
+        given_dtype: torch.dtype | None,
+        configuration: str,
     ) -> GatheredBatch:
         """Return the rows of all ranks, after comparing settings, which must be equal, and shards, which must not."""
         batches = {"embeddings": embeddings, "labels": labels}
@@ -377,7 +385,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             "which": self._instance,
             "classes": self.num_classes,
             "sampling": "none" if sampler is None else f"{sampler.rate} {sampler.unbiased}",
-            "configuration": self._read_configuration(),
+            "configuration": configuration,
             "products": f"{self.products}, here {form}",
             "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._upstream_grads.take(),
