@@ -92,7 +92,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         name: Name that tells this loss from others of its kind, which every rank must call in one order. None: its path in the module
             that a strategy trains, else the order of their making.
         check_weights: Compare the loss's weights between the ranks, a sixteenth of them in each call: the loss belongs into the model
-            that ``DistributedDataParallel`` wraps, or into a separate one. ``False`` if ranks average weights every few steps.
+            that ``DistributedDataParallel`` wraps, or into a separate one. In ``replicated`` also compare the value of the call before.
+            ``False`` if ranks average weights every few steps.
         group: Process group. None is the world. In a part of it, a rank that does not come is noticed after the group's own time-out.
 
     Returns:
@@ -116,7 +117,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         ConfigurationError: a mode that is not exact for the loss, and a reduction that cannot be made global.
         InputError: on every rank, for embeddings of a wrong width or labels out of range on any rank. For a batch on an accelerator
             it comes one call later, from the second call on, and names that call (such labels are clamped, so that the device survives).
-        RankMismatchError: on every rank, when widths, dtypes, arguments or configurations differ.
+        RankMismatchError: on every rank, when widths, dtypes or arguments differ, or options that were set from outside, in any call.
+            What the loss's own forward changes is its state, and may differ.
 
     Example:
         >>> import torch
