@@ -5,7 +5,7 @@ Ranks with different options compute no common loss. A walk over the attributes 
 * *Configuration* was set from outside: options, the training mode, a temperature that is annealed. Ranks compare it.
 * *State* was changed by the module's own forward: counters, running means, queues. It is followed and not compared, as ranks may hold
   different values. ``Configuration.follow`` notes it after each forward.
-* What cannot be read (an open file, an object of a library) is not compared, nor is the number of a rank.
+* What cannot be read (an open file, an object of a library) is not compared, nor is the number of a rank or a device.
 
 A walk is made if an attribute is another object than at the last walk, or if a container, a tensor or an object has changed in its place.
 Text and hash are made if a value of the walk differs. Contents of tensors are hashed at the first walk, and when a tensor that is no buffer
@@ -20,17 +20,18 @@ import enum
 import functools
 import hashlib
 import inspect
+import numbers
 import operator
-import os
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat, inputs
 
@@ -40,7 +41,7 @@ Place: TypeAlias = tuple[str, str]
 _READ_CHARACTERS = 2000  # of a configuration, in an error
 _MOST_ITEMS = 1_000  # in a value: a longer container is data
 _DEEPEST = 4  # containers and objects inside each other
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, range, slice)
 _PLAIN_TYPES = frozenset(_PLAIN)
 # what torch, and patches of methods, keep in a module
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compiled_call_impl"}
@@ -48,6 +49,10 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", "_compil
 _COUNTERS = frozenset({"queue_idx", "has_been_filled"})
 # tensors that hold a loss's earlier batches
 _MEMORIES = frozenset({"embedding_memory", "label_memory", "curr_batch_idx", "position", "hist_", "bank_ptr"})
+# numbers of a process, by name: not compared, wherever they are
+_OF_PROCESSES = frozenset(
+    {"rank", "local_rank", "global_rank", "node_rank", "world_rank", "process_index", "gpu", "gpu_id", "device_id"}
+)
 _PACKAGE = __name__.partition(".")[0]
 _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
 
@@ -73,21 +78,16 @@ class Configuration:
         """Whether it was read before."""
         return self._last is not None
 
-    def read(self, module: nn.Module, rank: int) -> str:
-        """Return the configuration for an error that shows how ranks differ, and a hash of all of it.
-
-        Args:
-            module: The module.
-            rank: This rank. An attribute that says so is no option.
-        """
+    def read(self, module: nn.Module) -> str:
+        """Return the configuration for an error that shows how ranks differ, and a hash of all of it."""
         if self._seen.is_same(module):
             return self._digest
         if not self.is_read:
             self._told = {place: _shown(place[1], value) for place, value in _fixed_values(module)}
         last, values = self._last or {}, self._walk(module)
         for place, value in values.items():
-            is_other = place not in last or last[place] != value
-            if is_other and not _is_rank(place[1], value, rank):
+            are_nan = last.get(place) != last.get(place) and value != value  # noqa: PLR0124 - NaN differs from itself
+            if place not in last or (last[place] != value and not are_nan):
                 self._told[place] = _shown(place[1], value)
         for place in last.keys() - values.keys():
             self._told.pop(place, None)
@@ -123,7 +123,9 @@ class _Seen:
         for each in () if module is None else module.modules():
             attributes = vars(each)
             # a metric's states are other objects after each update
-            own = partial(_options_of, each) if _is_metric(each) else attributes.values
+            own: Callable[[], Collection[Any]] = attributes.values
+            if _is_metric(each):
+                own = partial(_options_of, attributes, [name for name in attributes if _may_be_option(each, name)])
             self._parts += [(part, tuple(part())) for part in (own, attributes["_modules"].values)]
         # what may change in its place
         modules = {} if module is None else dict(module.named_modules())
@@ -143,14 +145,8 @@ class _Seen:
         return all(_read(held) == read for held, read in self._read)
 
 
-def _options_of(metric: nn.Module) -> list[Any]:
-    attributes = vars(metric)
-    return [attributes.get(name) for name in _constructor_names(type(metric))]  # type: ignore[arg-type]
-
-
-def _is_rank(name: str, value: Any, rank: int) -> bool:
-    """Return whether an attribute is the number of this rank, in the world or on its host."""
-    return "rank" in name and type(value) is int and str(value) in (str(rank), os.environ.get("LOCAL_RANK"))
+def _options_of(attributes: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    return [attributes.get(name) for name in names]
 
 
 def _digest(told: Mapping[Place, str]) -> str:
@@ -189,14 +185,14 @@ def _values_of(root: nn.Module) -> Iterator[tuple[Place, Any]]:
             if _may_be_option(module, name) and (read := _read(value)) is not _UNREAD:
                 yield (path, name), read
         for name, parameter in compat.parameter_slots(module).items():
-            if parameter is not None:
+            if parameter is not None and not is_lazy(parameter):
                 yield (path, name), _Shape(parameter.shape)
 
 
 def _may_be_option(module: nn.Module, name: str) -> bool:
     """Return whether an attribute may be an option that is set from outside."""
     attributes = vars(module)
-    if name in _OF_MODULES or name in _COUNTERS or name in _MEMORIES:
+    if name in _OF_MODULES or name in _COUNTERS or name in _MEMORIES or _is_of_process(name):
         return False
     if _is_metric(module):  # others may change in each update
         return name.lstrip("_") in _constructor_names(type(module)) and name not in attributes["_defaults"]  # type: ignore[arg-type]
@@ -209,8 +205,9 @@ def _fixed_values(root: nn.Module) -> Iterator[tuple[Place, Any]]:
     """Yield values that are compared once: buffers, which DDP may write to, and what a metric computes from its options."""
     for path, module in root.named_modules():
         if not _is_metric(module):
-            buffers = compat.buffer_slots(module).items()
-            yield from (((path, name), _Written(b)) for name, b in buffers if b is not None and name not in _MEMORIES)
+            for name, buffer in compat.buffer_slots(module).items():
+                if name not in _MEMORIES and _can_be_hashed(buffer):
+                    yield (path, name), _Written(buffer)
             continue
         for name, value in vars(module).items():
             is_public = name[0] != "_" and name not in _OF_MODULES and name not in vars(module)["_defaults"]
@@ -219,7 +216,19 @@ def _fixed_values(root: nn.Module) -> Iterator[tuple[Place, Any]]:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    return "_defaults" in vars(module)
+    attributes = vars(module)
+    return isinstance(attributes.get("_defaults"), dict) and "_reductions" in attributes
+
+
+def _is_of_process(name: object) -> bool:
+    """Return whether a name says that its value is one of this process."""
+    return isinstance(name, str) and name.strip("_") in _OF_PROCESSES
+
+
+def _can_be_hashed(tensor: Tensor | None) -> bool:
+    if tensor is None or is_lazy(tensor) or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 @functools.lru_cache(maxsize=256)
@@ -307,7 +316,12 @@ class _Written:
 
 def _read(value: Any) -> Any:
     """Return a copy of a value whose changes can be seen, or ``_UNREAD``."""
-    return value if type(value) in _PLAIN_TYPES else _Reader().read(value, 0)
+    if type(value) in _PLAIN_TYPES:
+        return value
+    try:
+        return _Reader().read(value, 0)
+    except Exception:  # an object of the user's may refuse to be looked at
+        return _UNREAD
 
 
 class _Reader:
@@ -318,14 +332,15 @@ class _Reader:
 
     def read(self, value: Any, depth: int) -> Any:
         """Return a copy of a value that lies so many values deep."""
-        if isinstance(value, _PLAIN):
+        if isinstance(value, (*_PLAIN, numbers.Number)):
             return value
-        if isinstance(value, (enum.Enum, type)):
-            return _Name(getattr(value, "__qualname__", value))
+        if isinstance(value, (enum.Enum, type, torch.device)):
+            # the number of a device is where a rank computes
+            return _Name(value.type if isinstance(value, torch.device) else getattr(value, "__qualname__", value))
         if depth == _DEEPEST or isinstance(value, (nn.Parameter, nn.Module)):
             return _UNREAD
         if isinstance(value, Tensor):
-            return _Written(value) if value.layout == torch.strided and not value.is_quantized else _UNREAD
+            return _Written(value) if _can_be_hashed(value) else _UNREAD
         if inputs.is_array(value):
             return _Written(value) if value.ndim else value.item()
         return self._read_parts(value, depth + 1)
@@ -333,7 +348,7 @@ class _Reader:
     def _read_parts(self, value: Any, depth: int) -> Any:
         if isinstance(value, (list, tuple, set, frozenset, dict)):
             return self._read_container(value, depth)
-        if isinstance(value, (types.FunctionType, types.MethodType, partial)):
+        if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)):
             return self._read_function(value, depth)
         if hasattr(value, "__dict__") and _only_holds_values(type(value)):  # type: ignore[arg-type]
             return _Name(type(value).__name__), self._read_container(vars(value), depth)
@@ -344,15 +359,16 @@ class _Reader:
             return _Written(container) if len(container) > _MOST_ITEMS else _UNREAD
         self._left -= len(container)
         if isinstance(container, dict):
-            keys = [key if isinstance(key, _PLAIN) else type(key).__qualname__ for key in container]
-            return dict(zip(keys, [self.read(item, depth) for item in container.values()], strict=True))
+            compared = {key: item for key, item in container.items() if not _is_of_process(key)}
+            keys = [key if isinstance(key, _PLAIN) else type(key).__qualname__ for key in compared]
+            return dict(zip(keys, [self.read(item, depth) for item in compared.values()], strict=True))
         items = [self.read(item, depth) for item in container]
         if isinstance(container, (set, frozenset)):
             return sorted(items, key=repr)
         return tuple(items) if isinstance(container, tuple) else items
 
     def _read_function(self, function: Any, depth: int) -> Any:
-        """Return what a function carries: its defaults, the variables around it, and numbers in its code, but no tensors."""
+        """Return what a function carries: its defaults, variables around it, names and numbers in its code, but no tensors."""
         if isinstance(function, types.MethodType):
             function = function.__func__
         if isinstance(function, partial):
@@ -360,12 +376,18 @@ class _Reader:
         name = _Name(getattr(function, "__qualname__", ""))
         if not isinstance(function, types.FunctionType) or not _is_of_program(function.__module__ or ""):
             return name
-        carried = [function.__defaults__, function.__kwdefaults__]
-        for cell in function.__closure__ or ():
+        code, carried = function.__code__, [function.__defaults__, function.__kwdefaults__]
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # a variable without a value yet
-                carried.append(cell.cell_contents)
-        constants = [constant for constant in function.__code__.co_consts if isinstance(constant, (bool, int, float))]
-        return [name, constants, *(self.read(part, depth) for part in carried if not inputs.is_array(part))]
+                if not _is_of_process(variable):
+                    carried.append(cell.cell_contents)
+        constants = [constant for constant in code.co_consts if isinstance(constant, (bool, int, float))]
+        return [
+            name,
+            code.co_names,
+            constants,
+            *(self.read(part, depth) for part in carried if not inputs.is_array(part)),
+        ]
 
 
 @functools.lru_cache(maxsize=1024)

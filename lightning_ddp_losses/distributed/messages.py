@@ -58,6 +58,8 @@ HEADER_BYTES = _WIRE.size
 _FIXES = {
     "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
     "the same weights on all ranks. Where ranks average weights every few steps, give check_weights=False.",
+    "configuration": "Set options alike on all ranks. A note of one rank (its rows, a time, a log) belongs elsewhere than in an attribute "
+    "of the loss.",
     "autocast": "Run the same code under autocast on all ranks.",
     "gradients": "Run the same code under no_grad on all ranks.",
 }

@@ -403,8 +403,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _read_configuration(self) -> str:
         """Return the loss's configuration. Empty: there are no peers."""
-        rank = process_groups.rank()
-        return self._configuration.read(self.loss, rank) if process_groups.world_size() > 1 else ""
+        return self._configuration.read(self.loss) if process_groups.world_size() > 1 else ""
 
     def _raise_on_all_ranks(self, error: Exception) -> NoReturn:
         """Raise on every rank an error of one, or of one part of the world. Errors that all ranks raise pass through."""
@@ -519,7 +518,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if sharded.world_size == world:
             return
         # the same loss everywhere
-        seed = sharded.agree_on_seed(Configuration().read(self.loss, process_groups.rank()), self._group)
+        seed = sharded.agree_on_seed(Configuration().read(self.loss), self._group)
         # the same options in all parts of the world, if the group is one of several
         replica_group = process_groups.replica_group(self._group)
         if replica_group is not self._group:

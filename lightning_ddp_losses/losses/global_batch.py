@@ -198,7 +198,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     @property
     def plan(self) -> LossPlan:
         """What the class and the options of the loss decide about its calls. ``print(loss.plan)`` shows it."""
-        return self._plans.current(self.loss, self.backward, process_groups.rank())
+        if self._plans.configuration.is_read:
+            return self._plans.current(self.loss, self.backward)
+        # what ranks compare is read by their first call, and not where one of them looks
+        return LossPlan.of(self.loss, self.backward, Configuration().read(self.loss))
 
     @eager_recursive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +244,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
             )
             # before the loss runs and changes its own state
-            plan = self.plan
+            plan = self._plans.current(self.loss, self.backward)
             weights = self._weights.take([*tensors.parameters, *self._own_buffers()], self._group)
             if self.products != "float32":
                 rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
@@ -493,7 +496,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
 
     def _mine(self, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
-        configuration = self._configuration.read(self.miner, process_groups.rank())
+        configuration = self._configuration.read(self.miner)
 
         def gather(batches: dict[str, Tensor]) -> GatheredBatch:
             must_match = {"which": self._instance, "configuration": configuration}

@@ -102,9 +102,9 @@ class LossPlans:
         self._plan: LossPlan | None = None
         self._source: tuple[Any, ...] = ()
 
-    def current(self, loss: nn.Module, backward: str, rank: int) -> LossPlan:
+    def current(self, loss: nn.Module, backward: str) -> LossPlan:
         """Return the plan of the next call. It is the same object as long as nothing has changed."""
-        configuration = self.configuration.read(loss, rank)
+        configuration = self.configuration.read(loss)
         source = (self.configuration.walks, pml_registry.registrations(), backward)
         if self._plan is None or source != self._source:
             self._plan, self._source = LossPlan.of(loss, backward, configuration), source

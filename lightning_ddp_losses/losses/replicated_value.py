@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.host_copy import HostCopy
@@ -32,14 +31,13 @@ class ReplicatedValue:
         self._rounding = 0.0
 
     def note(self, value: Any, group: Group) -> None:
-        """Remember a value, or the sum of the numbers in a nest of values."""
+        """Remember a value. Of a nest of values, the first one that has a gradient, or else the first."""
         if not self._wanted or process_groups.world_size(group) == 1:
             return
-        numbers = [tensor.detach() for tensor in inputs.tensors_in(value) if tensor.is_floating_point()]
-        if not numbers:
+        found = [tensor for tensor in inputs.tensors_in(value) if tensor.is_floating_point()]
+        if not found:
             return
-        total = numbers[0] if len(numbers) == 1 and not numbers[0].ndim else sum(number.sum() for number in numbers)
-        assert isinstance(total, Tensor)
+        total = next((tensor for tensor in found if tensor.requires_grad), found[0]).detach().sum()
         self._value = HostCopy(total)
         # another order of summation is no difference
         self._rounding = torch.finfo(total.dtype).eps ** 0.5

@@ -29,7 +29,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.configuration import Configuration
-from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
 from lightning_ddp_losses.metrics.exchange import Packet, exchange
@@ -182,7 +182,7 @@ class SyncedMetric(ExchangingMetric):
         self._refuse_own_sync(f"synced {type(self).__name__}")
         self._refuse_states()
         self._configuration = Configuration()
-        self._configuration.read(self, process_groups.rank())
+        self._configuration.read(self)
 
     def _refuse_states(self) -> None:
         """Refuse tensors that are only stacked (``compute`` of NormalizedRootMeanSquaredError fails on them, torchmetrics 1.9)."""
@@ -207,7 +207,7 @@ class SyncedMetric(ExchangingMetric):
             if untouched and reduce is dim_zero_mean:  # states may be loaded or merged without an update
                 rows = int(not torch.equal(value, self._defaults[name]))  # type: ignore[arg-type]
             found.append(self._state(name, value, rows, untouched))
-        return Packet(found, self.process_group, self._configuration.read(self, process_groups.rank()))
+        return Packet(found, self.process_group, self._configuration.read(self))
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None

@@ -256,7 +256,7 @@ class DifferentiableMetric(MetricStates):
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
-        configuration = record.configuration.read(self, process_groups.rank())
+        configuration = record.configuration.read(self)
         return Packet(states, self.process_group, configuration, record.upstream_grads.take(), self._instance)
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

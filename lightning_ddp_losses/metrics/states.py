@@ -175,7 +175,7 @@ class MetricStates(ExchangingMetric):
             arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
             inputs.check_devices(f"metric {type(self).__name__}", arguments, parameters, states=states)
         if not record.configuration.is_read:
-            record.configuration.read(self, process_groups.rank())
+            record.configuration.read(self)
         dtype = precision.compute_dtype([*parameters, *given])
         for name, default in self._defaults.items():
             if isinstance(default, Tensor) and default.is_floating_point():

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from pytorch_metric_learning import distances, miners, reducers
+from pytorch_metric_learning import distances, miners, reducers, regularizers
 from pytorch_metric_learning import losses as pml
 from torch import Tensor, nn
 
@@ -252,6 +252,10 @@ CASES: dict[str, Case] = {
 }
 
 
+def regularizer(there: bool) -> nn.Module | None:
+    return regularizers.LpRegularizer() if there else None
+
+
 def put_array(wrapper: Any, value: float) -> None:
     wrapper.loss.priors = numpy.full(3, value)
 
@@ -279,6 +283,17 @@ def sharing(temperature: float) -> nn.Module:
     return GlobalBatchLoss(pml.MultipleLosses([first, pml.NTXentLoss(distance=shared), first]))
 
 
+CASES["a number of numpy"] = Case(
+    lambda t: GlobalBatchLoss(pml.SupConLoss(numpy.float32(t)), mode="rows"),
+    lambda wrapper, t: setattr(wrapper.loss, "temperature", numpy.float32(t)),
+    (0.1, 0.5),
+    rows=MANY,
+)
+CASES["a regularizer that goes"] = Case(
+    lambda there: GlobalBatchLoss(pml.SupConLoss(embedding_regularizer=regularizer(there))),
+    lambda wrapper, there: setattr(wrapper.loss, "embedding_regularizer", regularizer(there)),
+    (True, False),
+)
 CASES["an array"] = Case(with_array, put_array, (1.0, 2.0))
 CASES["another reducer"] = Case(with_reducer, put_reducer, (None, 0.2))
 CASES["modules in several places"] = Case(sharing, inner("temperature", "loss.losses.0"), (0.1, 0.5))
@@ -464,10 +479,56 @@ def test_an_object_that_does_something_is_no_option() -> None:
 
 
 @each_rank(2)
-def test_the_number_of_a_rank_is_no_option() -> None:
-    own = Public(0.1)
-    own.rank = own._rank_in_world = dist.get_rank()
-    GlobalBatchLoss(own)(*labelled(FEW))
+def test_numbers_of_a_process_are_no_options() -> None:
+    rank, own = dist.get_rank(), Public(0.1)
+    own.rank = own._local_rank = rank
+    own.device = torch.device("cuda", rank)
+    own.args = SimpleNamespace(rank=rank, gpu=rank, low_rank=1)
+    own.log = lambda: rank
+    own.lora_rank = 1
+    own.temporary = float("nan")
+    loss = GlobalBatchLoss(own)
+    for step in range(3):
+        loss.loss.temperature = 0.1 + step
+        loss(*labelled(FEW))
+
+
+class Looks(nn.Module):
+    """Holds what cannot be looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strange, self.meta = Strange(), torch.empty(2, device="meta")
+        self.register_buffer("meta_buffer", torch.empty(2, device="meta"))
+        self.numbers = list(range(2000))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return embeddings.square().mean()
+
+
+class Strange:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError
+
+
+@each_rank(2)
+def test_what_cannot_be_looked_at_is_left_alone() -> None:
+    loss = GlobalBatchLoss(Looks(), check_weights=False)
+    for _ in range(2):
+        loss(*labelled(FEW))
+    loss.loss.numbers.append(dist.get_rank())
+    with pytest.raises(RankMismatchError, match="numbers"):
+        loss(*labelled(FEW))
+
+
+@each_rank(2)
+def test_to_look_at_the_plan_on_one_rank_changes_nothing() -> None:
+    loss = class_weight(1.0)
+    if dist.get_rank() == 0:
+        print(loss.plan)
+    loss.load_state_dict(class_weight(2.0).state_dict())
+    loss(*labelled(FEW))
 
 
 # ---------------------------------------------------------------------- a call that fails

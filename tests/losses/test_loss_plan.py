@@ -68,6 +68,7 @@ def test_a_registration_makes_another_one() -> None:
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
 def test_a_copy_plans_for_itself(twin_of: Callable[[Any], Any]) -> None:
     loss = GlobalBatchLoss(pml.TripletMarginLoss())
+    call(loss)
     plan = loss.plan
     twin = twin_of(loss)
     twin.loss.swap = True
