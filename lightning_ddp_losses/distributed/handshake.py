@@ -264,6 +264,7 @@ class PendingHandshake:
         self._text, self._payload, self._channel, self._instance = text.encode(), payload, channel, instance
         self._received: ReceivedMessages | None = None  # messages of one call
         self._headers: list[Header] = []  # of others
+        self._is_failed = False
         # 1. the peers' messages in the handshake before say how long this one is
         if channel.pending is not None and kind == CALL:
             channel.pending.finish()  # ranks that disagreed in it do not go on
@@ -302,7 +303,9 @@ class PendingHandshake:
         else:
             error = other_instances_error(headers)
         mark_reported(error, self._channel.group)
-        self._channel.groups.failures += 1
+        if not self._is_failed:  # who asks again gets the same error
+            self._is_failed = True
+            self._channel.groups.failures += 1
         raise error
 
     def _is_same_instance(self, instances: Callable[[], tuple[tuple[int, ...], Sequence[int]]]) -> bool:

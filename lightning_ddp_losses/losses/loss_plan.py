@@ -82,9 +82,7 @@ class LossPlan:
 
     def __str__(self) -> str:
         evaluation = self.modes[0]
-        sent = (
-            "sums and divisors" if evaluation == "elements" else "D x D sums" if evaluation == "moments" else "all rows"
-        )
+        sent = {"elements": "sums and divisors", "moments": "sums of D x D products"}.get(evaluation, "all rows")
         lines = [f"evaluation: {evaluation}, cheapest of the exact ones ({', '.join(self.modes)})"]
         if evaluation == "rows":
             tiles = "by pytorch-metric-learning's formula, some anchors at a time"
