@@ -22,7 +22,8 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -190,6 +191,34 @@ def _rows_of_a_chunk(loss: nn.Module, call: PMLCall, positives: Tensor, negative
     return max(1, int(size))
 
 
+class _HostNumber(NamedTuple):
+    """A 0-dim tensor of the CPU as a number and its dtype, without loss."""
+
+    number: Any
+    dtype: torch.dtype
+
+
+def _on_host(partial: PartialSum) -> PartialSum:
+    """Return a partial sum whose tensors on the CPU are numbers. Others stay on their accelerator."""
+
+    def stored(value: Any) -> Any:
+        is_on_cpu = isinstance(value, Tensor) and value.is_cpu
+        return _HostNumber(value.item(), value.dtype) if is_on_cpu else value
+
+    counts = partial_sums.ElementCounts(*map(stored, partial.counts))
+    return replace(partial, total=stored(partial.total), divisor=stored(partial.divisor), counts=counts)
+
+
+def _as_tensors(partial: PartialSum) -> PartialSum:
+    """Return what ``_on_host`` was given."""
+
+    def tensor(value: Any) -> Any:
+        return torch.tensor(value.number, dtype=value.dtype) if isinstance(value, _HostNumber) else value
+
+    counts = partial_sums.ElementCounts(*map(tensor, partial.counts))
+    return replace(partial, total=tensor(partial.total), divisor=tensor(partial.divisor), counts=counts)
+
+
 class RowChunks:
     """One evaluation of this rank's anchors, in chunks.
 
@@ -215,8 +244,12 @@ class RowChunks:
             return self._partials(None, embeddings, references)
         with torch.no_grad():
             embeddings, references = embeddings.detach(), references.detach()
-            by_chunk = [self._partials(chunk, embeddings[chunk], references) for chunk in self._chunks]
-        by_sub_loss = list(zip(*by_chunk, strict=True))
+            # nothing that a chunk allocates may outlive it (``tile_results``)
+            by_chunk = [
+                [_on_host(partial) for partial in self._partials(chunk, embeddings[chunk], references)]
+                for chunk in self._chunks
+            ]
+        by_sub_loss = [[_as_tensors(partial) for partial in partials] for partials in zip(*by_chunk, strict=True)]
         # a full term counts once, in the first chunk that has it
         for partials in by_sub_loss:
             owners = (number for number, partial in enumerate(partials) if partial.full)

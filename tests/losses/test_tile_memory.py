@@ -70,6 +70,7 @@ def classes(loss: Callable[..., Any]) -> Callable[[int], Tensor]:
 
 STEPS: dict[str, Callable[[], Callable[[int], Tensor]]] = {
     **{name: lambda loss=loss: pairs(loss) for name, loss in PAIR_LOSSES.items()},
+    "Circle, row tiles": lambda: pairs(pml.CircleLoss),
     "CLIP": lambda: towers(ClipLoss),
     "SigLIP": lambda: towers(SigLipLoss),
     "ArcFace, class-sharded": lambda: classes(pml.ArcFaceLoss),
