@@ -7,7 +7,7 @@ Ranks with different options compute no common loss. A walk over the attributes 
   different values. ``Configuration.follow`` notes it after each forward.
 * What cannot be read (an open file, an object of a library) is not compared, nor is the number of a rank or a device.
 
-A walk is made if an attribute is another object than at the last walk, or if a container, a tensor or an object has changed in its place.
+A walk is made if an attribute is another object than at the last walk, or if a container, a tensor or an object was changed in place.
 Text and hash are made if a value of the walk differs. Contents of tensors are hashed at the first walk, and when a tensor that is no buffer
 was written to from outside.
 """
@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat, inputs
 
-Place: TypeAlias = tuple[str, str]
+AttributeKey: TypeAlias = tuple[str, str]
 """Path of a module, and the name of an attribute. An empty name stands for the class of the module."""
 
 _READ_CHARACTERS = 2000  # of a configuration, in an error
@@ -58,19 +58,19 @@ _INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "p
 
 
 class Configuration:
-    """What one module was told from outside, which must be equal on all ranks.
+    """The options of one module that were set from outside. They must be equal on all ranks.
 
-    A copy or a pickle knows what its original knew.
+    A copy or a pickle compares with the same earlier values as its original.
 
     Attributes:
         walks: Number of walks: as long as it stays, nothing has changed.
     """
 
     def __init__(self) -> None:
-        self._told: dict[Place, str] = {}  # from outside, as text
-        self._last: dict[Place, Any] | None = None  # values of the last walk
+        self._options: dict[AttributeKey, str] = {}  # from outside, as text
+        self._last: dict[AttributeKey, Any] | None = None  # values of the last walk
         self._digest = ""
-        self._seen = _Seen()
+        self._snapshot = _Snapshot()
         self.walks = 0
 
     @property
@@ -80,44 +80,44 @@ class Configuration:
 
     def read(self, module: nn.Module) -> str:
         """Return the configuration for an error that shows how ranks differ, and a hash of all of it."""
-        if self._seen.is_same(module):
+        if self._snapshot.is_same(module):
             return self._digest
         if not self.is_read:
-            self._told = {place: _shown(place[1], value) for place, value in _fixed_values(module)}
+            self._options = {key: _shown(key[1], value) for key, value in _fixed_values(module)}
         last, values = self._last or {}, self._walk(module)
-        for place, value in values.items():
-            are_nan = last.get(place) != last.get(place) and value != value  # noqa: PLR0124 - NaN differs from itself
-            if place not in last or (last[place] != value and not are_nan):
-                self._told[place] = _shown(place[1], value)
-        for place in last.keys() - values.keys():
-            self._told.pop(place, None)
-        self._digest = _digest(self._told)
+        for key, value in values.items():
+            are_nan = last.get(key) != last.get(key) and value != value  # noqa: PLR0124 - NaN differs from itself
+            if key not in last or (last[key] != value and not are_nan):
+                self._options[key] = _shown(key[1], value)
+        for key in last.keys() - values.keys():
+            self._options.pop(key, None)
+        self._digest = _digest(self._options)
         return self._digest
 
     def follow(self, module: nn.Module) -> None:
         """Note the values after the module's own forward. What it changed is state."""
-        if self.is_read and not self._seen.is_same(module):
+        if self.is_read and not self._snapshot.is_same(module):
             self._walk(module)
 
-    def _walk(self, module: nn.Module) -> dict[Place, Any]:
+    def _walk(self, module: nn.Module) -> dict[AttributeKey, Any]:
         values = dict(_values_of(module))
-        self._last, self._seen = values, _Seen(module, values)
+        self._last, self._snapshot = values, _Snapshot(module, values)
         self.walks += 1
         return values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_seen": _Seen()}
+        return {**vars(self), "_snapshot": _Snapshot()}
 
 
-class _Seen:
-    """The attributes that a walk has seen, as they are. To find them again, each the same object, is much less than a walk.
+class _Snapshot:
+    """The attribute values of a walk. To compare them by identity takes much less time than a walk.
 
     Args:
-        module: The module. None: nothing was seen.
+        module: The module. None: no walk was made.
         values: What the walk has read.
     """
 
-    def __init__(self, module: nn.Module | None = None, values: Mapping[Place, Any] | None = None) -> None:
+    def __init__(self, module: nn.Module | None = None, values: Mapping[AttributeKey, Any] | None = None) -> None:
         self._module = module
         self._parts: list[tuple[Callable[[], Collection[Any]], tuple[Any, ...]]] = []
         for each in () if module is None else module.modules():
@@ -127,37 +127,35 @@ class _Seen:
             if _is_metric(each):
                 own = partial(_options_of, attributes, [name for name in attributes if _may_be_option(each, name)])
             self._parts += [(part, tuple(part())) for part in (own, attributes["_modules"].values)]
-        # what may change in its place
+        # values that may change in place
         modules = {} if module is None else dict(module.named_modules())
-        changeable = [
-            (place, read) for place, read in (values or {}).items() if not isinstance(read, (*_PLAIN, _Shape))
-        ]
+        changeable = [(key, read) for key, read in (values or {}).items() if not isinstance(read, (*_PLAIN, _Shape))]
         self._read = [(vars(modules[path])[name], read) for (path, name), read in changeable]
 
     def is_same(self, module: nn.Module) -> bool:
-        """Return whether all of them are as they were."""
+        """Return whether a walk of this module would find the same values."""
         if self._module is not module:
             return False
-        for part, held in self._parts:
+        for part, before in self._parts:
             now = part()
-            if len(now) != len(held) or not all(map(operator.is_, now, held)):
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
-        return all(_read(held) == read for held, read in self._read)
+        return all(_read(value) == read for value, read in self._read)
 
 
 def _options_of(attributes: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
     return [attributes.get(name) for name in names]
 
 
-def _digest(told: Mapping[Place, str]) -> str:
+def _digest(options: Mapping[AttributeKey, str]) -> str:
     modules: dict[str, list[str]] = {}
-    for path, name in sorted(told):
-        text = told[path, name]
+    for path, name in sorted(options):
+        text = options[path, name]
         settings = modules.setdefault(path, [])
         if not name:
             modules[path] = [text, *settings]
         # of the modules inside, only a mode of its own is shown
-        elif name != "training" or not path or text != told.get(("", "training")):
+        elif name != "training" or not path or text != options.get(("", "training")):
             settings.append(text)
     shown = [f"{path or 'loss'}: {kind}({', '.join(settings)})" for path, (kind, *settings) in modules.items()]
     text = "; ".join(shown)
@@ -177,7 +175,7 @@ def _hash(data: bytes) -> str:
 # ---------------------------------------------------------------------- the walk
 
 
-def _values_of(root: nn.Module) -> Iterator[tuple[Place, Any]]:
+def _values_of(root: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
     """Yield the values of a module and of all modules inside it, each once."""
     for path, module in root.named_modules():
         yield (path, ""), _Name(type(module).__name__)
@@ -201,7 +199,7 @@ def _may_be_option(module: nn.Module, name: str) -> bool:
     return not is_private and name not in attributes.get("_record_these_stats", ())
 
 
-def _fixed_values(root: nn.Module) -> Iterator[tuple[Place, Any]]:
+def _fixed_values(root: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
     """Yield values that are compared once: buffers, which DDP may write to, and what a metric computes from its options."""
     for path, module in root.named_modules():
         if not _is_metric(module):
@@ -271,7 +269,7 @@ _UNREAD = _Unread()
 
 
 class _Unknown:
-    """Stands in a copy for a tensor of the original: any tensor may have taken its place."""
+    """Stands in a copy for a tensor of the original: any tensor may have replaced it."""
 
     __hash__ = None  # type: ignore[assignment]
 
