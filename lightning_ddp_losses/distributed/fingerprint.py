@@ -162,7 +162,7 @@ class WeightFingerprints:
         """Return the fingerprint that ranks compare in a call. On an accelerator it is that of the call before. Empty: none."""
         if not self._wanted or process_groups.world_size(group) == 1:
             return ""
-        failures = process_groups.internal_groups(group).failures
+        failures = process_groups.failures(group)
         if failures != self._failures:  # some ranks may have come to the failed call, and others not
             self._calls, self._failures, self._started = 0, failures, HostNumbers([])
         part = self._calls % _WEIGHT_PARTS

@@ -381,7 +381,7 @@ class UpstreamGradWatch:
         if not self._noted:
             return []
         # a call that has failed took the notes of some ranks only
-        failures = process_groups.internal_groups(self._group).failures
+        failures = process_groups.failures(self._group)
         noted = [note for note in self._noted if note.failures == failures]
         self._noted = [note for note in noted if not wanted(note)]
         return [note for note in noted if wanted(note)]
@@ -398,7 +398,7 @@ class UpstreamGradWatch:
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
         noted = grad.detach().clone() if grad.device.type == "cpu" else HostCopy(grad)
-        failures = process_groups.internal_groups(self._group).failures
+        failures = process_groups.failures(self._group)
         self._noted.append(_NotedGrad(noted, next(_note_numbers), failures))
 
     def __reduce__(self) -> tuple[Any, ...]:

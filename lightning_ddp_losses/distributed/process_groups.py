@@ -273,6 +273,13 @@ def internal_groups(group: Group = None) -> ProcessGroups:
     return _groups_by_group[group]
 
 
+def failures(group: Group = None) -> int:
+    """Return how many errors all members of a group have received so far. It makes no groups."""
+    _forget_former_world()
+    groups = _groups_by_group.get(group)
+    return 0 if groups is None else groups.failures
+
+
 def connections(world_size: int) -> int:
     """Return how many open files of a rank our groups over a world are, where each of them has been used."""
     return len(_NAMES) * (world_size - 1)
