@@ -24,6 +24,7 @@ TILE_BYTES = 64 << 10
 # glibc's variables: every block is on the heap, which never shrinks
 ALL_ON_THE_HEAP = dict.fromkeys(("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"), str(1 << 30))
 LARGEST_GROWTH = 2.6  # of the resident set, each time that the rows double
+FREE_MIB = 4.0  # that the heap may have free, so that few rows seem to need less
 
 
 class LiveStorages(TorchDispatchMode):
@@ -104,4 +105,4 @@ def test_the_resident_set_grows_with_the_rows() -> None:
     assert len(found) == len(KINDS) * len(WORLDS)
     doublings = (MANY // FEW).bit_length() - 1
     for name, (few, many) in found.items():
-        assert many < few * LARGEST_GROWTH**doublings, f"{name}: {few} MiB for {FEW} rows, {many} for {MANY}"
+        assert many < (few + FREE_MIB) * LARGEST_GROWTH**doublings, f"{name}: {few} MiB for {FEW} rows, {many} for {MANY}"
