@@ -105,4 +105,6 @@ def test_the_resident_set_grows_with_the_rows() -> None:
     assert len(found) == len(KINDS) * len(WORLDS)
     doublings = (MANY // FEW).bit_length() - 1
     for name, (few, many) in found.items():
-        assert many < (few + FREE_MIB) * LARGEST_GROWTH**doublings, f"{name}: {few} MiB for {FEW} rows, {many} for {MANY}"
+        assert many < (few + FREE_MIB) * LARGEST_GROWTH**doublings, (
+            f"{name}: {few} MiB for {FEW} rows, {many} for {MANY}"
+        )
