@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 class TileResults:
-    """1-D results of tiles, each at its place among ``n`` numbers.
+    """1-D results of tiles, each at its place among ``n`` numbers. Results of different dtypes are promoted, as ``torch.cat`` does.
 
     The allocator of an accelerator stores small blocks apart from large ones, and each copy is a launch. So results on an accelerator are
     not copied before they are joined.
 
     Args:
         size: n.
-        like: A tensor of the dtype and on the device of the numbers.
+        like: A tensor of the dtype and on the device of the first numbers.
     """
 
     def __init__(self, size: int, like: Tensor) -> None:
@@ -36,7 +36,8 @@ class TileResults:
         elif len(numbers) == self._size:
             self._memory = numbers
         else:
-            assert numbers.dtype == self._memory.dtype
+            # tiles of one loss may count in integers or in floating numbers
+            self._memory = self._memory.to(torch.promote_types(self._memory.dtype, numbers.dtype))
             self._memory[start : start + len(numbers)].copy_(numbers)
 
     def part(self, start: int, stop: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, ssl
 from lightning_ddp_losses.losses import products
+from lightning_ddp_losses.losses.tile_results import TileResults
 from tests.losses.resident_growth import FEW, KINDS, MANY, PAIR_LOSSES, WORLDS
 from tests.processes import run_python
 
@@ -95,6 +96,31 @@ def test_what_is_alive_does_not_grow_with_the_tiles(name: str, monkeypatch: pyte
     (few_products, few_alive), (many_products, many_alive) = alive
     assert many_products > 1.5 * few_products
     assert many_alive <= few_alive + 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_results_are_joined_as_torch_joins_them(device: str) -> None:
+    pieces = [torch.tensor([1, 2]), torch.tensor([0.5, 3.0]), torch.tensor([7])]
+    pieces = [piece.to(device) for piece in pieces]
+    results = TileResults(5, pieces[0])
+    for start, piece in zip((0, 2, 4), pieces, strict=True):
+        results.store_(piece, start)
+    expected = torch.cat(pieces)
+    assert results.joined().dtype == expected.dtype
+    assert device == "meta" or results.joined().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiles_of_one_loss_may_count_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Triplets of many positives are sorted and counted in integers, those of few one by one."""
+    labels = torch.cat([torch.zeros(30), torch.arange(1, 31).repeat_interleave(2)]).long()
+    found = []
+    for loss in (pml.TripletMarginLoss(), GlobalBatchLoss(pml.TripletMarginLoss(), mode="rows", tile_bytes=2000)):
+        rows = torch.randn(90, DIM, generator=torch.Generator().manual_seed(3), dtype=dtype).requires_grad_()
+        value = loss(rows, labels)
+        value.backward()
+        found.append((value.detach(), rows.grad))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9 if dtype == torch.float64 else 1e-4, atol=1e-7)
 
 
 def test_the_resident_set_grows_with_the_rows() -> None:
