@@ -35,6 +35,7 @@ from lightning_ddp_losses.distributed.messages import (
     OURS,
     TEXT_BYTES,
     VERSION,
+    Agreement,
     Header,
     Instance,
     Meetings,
@@ -95,7 +96,7 @@ def number_opened() -> int:
 
 
 def all_gather(
-    what: str,
+    what: str | Agreement,
     must_match: Mapping[str, object],
     payload: bytes = b"",
     *,
@@ -107,8 +108,9 @@ def all_gather(
     """Meet all ranks of ``group`` at this place and exchange payloads.
 
     Args:
-        what: The operation, the same on every rank.
-        must_match: Values that must be equal on every rank, by name. Values are compared as text, an ``Instance`` as ``Meetings`` does.
+        what: The operation, the same on every rank, or an agreement about it and about values that many calls have in common.
+        must_match: Further values that must be equal on every rank, by name. They are compared as text, an ``Instance`` as ``Meetings``
+            does.
         payload: This rank's own bytes, at most ``messages.LARGEST_PAYLOAD``.
         group: Process group. None is the world.
         channel: Our group that carries the handshake. The checks have a separate one.
@@ -134,7 +136,7 @@ def all_gather(
 
 
 def all_gather_between_steps(
-    what: str, must_match: Mapping[str, object], payload: bytes = b"", *, group: Group = None
+    what: str | Agreement, must_match: Mapping[str, object], payload: bytes = b"", *, group: Group = None
 ) -> list[bytes]:
     """Gather as ``all_gather``, between calls of losses and layers: ``number_opened`` does not count it."""
     payloads = all_gather(what, must_match, payload, group=group)
@@ -150,7 +152,7 @@ def all_gather_json(what: str, must_match: Mapping[str, object], own: object, *,
 
 
 def start(
-    what: str,
+    what: str | Agreement,
     must_match: Mapping[str, object],
     payload: bytes = b"",
     *,
@@ -160,28 +162,24 @@ def start(
     of_user: bool = False,
 ) -> PendingHandshake:
     """Start what ``all_gather`` does: the message leaves now, and ``finish`` waits for the others'."""
+    agreement = Agreement(what) if isinstance(what, str) else what
     if is_capturing():
-        raise_on_all_ranks(capture_error(what), what, group=group)
+        operation = agreement.operation
+        raise_on_all_ranks(capture_error(operation), operation, group=group)
     if process_groups.world_size(group) == 1:
         return _OwnHandshake(payload)
-    lines, instance = [what], None
-    for key, value in must_match.items():
-        if isinstance(value, Instance):
-            instance = value
-            if not instance.label:
-                continue
-        lines.append(f"{key}={value}")
     if channel == "handshakes" and precision.is_autocast_on():
-        lines.append("autocast=on")
-    text, origin = "\n".join(lines), OF_USER if of_user else OURS
+        must_match = {**must_match, "autocast": "on"}
+    text, digest = agreement.of_call(must_match)
     return PendingHandshake(
         CALL,
         text,
+        digest,
         payload,
         Channel.of(group, channel),
         handshake_bytes=handshake_bytes,
-        origin=origin,
-        instance=instance,
+        origin=OF_USER if of_user else OURS,
+        instance=next((value for value in must_match.values() if isinstance(value, Instance)), None),
     )
 
 
@@ -241,6 +239,7 @@ class PendingHandshake:
     Args:
         kind: ``CALL`` or ``FAILURE``.
         text: Operation and values that must match, a line each.
+        digest: A hash of the text.
         payload: This rank's own bytes.
         channel: Channel that carries it.
         handshake_bytes: Its size. None: the channel's.
@@ -252,7 +251,8 @@ class PendingHandshake:
     def __init__(
         self,
         kind: int,
-        text: str,
+        text: bytes,
+        digest: bytes,
         payload: bytes,
         channel: Channel,
         *,
@@ -261,7 +261,7 @@ class PendingHandshake:
         origin: int = OURS,
         instance: Instance | None = None,
     ) -> None:
-        self._text, self._payload, self._channel, self._instance = text.encode(), payload, channel, instance
+        self._text, self._payload, self._channel, self._instance = text, payload, channel, instance
         self._received: ReceivedMessages | None = None  # messages of one call
         self._headers: list[Header] = []  # of others
         self._is_failed = False
@@ -273,7 +273,7 @@ class PendingHandshake:
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
         # 2. the header, the payload if it fits, zeros up to the agreed size
-        message = bytearray(Header.pack(kind, self._text, len(payload), origin, instance))
+        message = bytearray(Header.pack(kind, text, digest, len(payload), origin, instance))
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
@@ -443,7 +443,10 @@ def raise_on_all_ranks(
     try:
         channel = Channel.of(group, "handshakes")  # peers that do not come do not make it either
         mark_reported(error, channel.group)
-        pending = PendingHandshake(FAILURE, where, report, channel, handshake_bytes=handshake_bytes, timeout=timeout)
+        text, digest = Agreement(where).of_call({})
+        pending = PendingHandshake(
+            FAILURE, text, digest, report, channel, handshake_bytes=handshake_bytes, timeout=timeout
+        )
         pending.receive(timeout)
         headers = pending.headers()
         channel.groups.failures += 1

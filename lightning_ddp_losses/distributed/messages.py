@@ -52,7 +52,8 @@ TEXT_BYTES = 448
 LARGEST_PAYLOAD = 64 << 20
 """Largest payload or text in bytes that a header may announce: a broken peer must not make all ranks allocate more."""
 
-_WIRE = struct.Struct("<BBHIIII16s")
+DIGEST_BYTES = 16
+_WIRE = struct.Struct(f"<BBHIIII{DIGEST_BYTES}s")
 HEADER_BYTES = _WIRE.size
 
 _FIXES = {
@@ -137,6 +138,46 @@ class Meetings:
         return True
 
 
+# ---------------------------------------------------------------------- what ranks agree on
+
+
+class Agreement:
+    """An operation and the values that must be equal on all ranks, as a text with its hash. Made once, it serves many calls.
+
+    Args:
+        operation: The operation, the same on every rank.
+        must_match: Values that must be equal on every rank, by name. They are compared as text.
+
+    Attributes:
+        operation: The operation.
+        text: The operation and the values, a line each.
+    """
+
+    def __init__(self, operation: str, must_match: Mapping[str, object] | None = None) -> None:
+        self.operation = operation
+        lines = [operation]
+        for name, value in (must_match or {}).items():
+            lines.append(f"{name}={value}")
+        self.text = "\n".join(lines).encode()
+        self._hash = hashlib.blake2b(self.text, digest_size=DIGEST_BYTES)
+        self._digest = self._hash.digest()
+
+    def of_call(self, must_match: Mapping[str, object]) -> tuple[bytes, bytes]:
+        """Return the text with the values of one call added, and its digest."""
+        added = ""
+        for name, value in must_match.items():
+            text = str(value)
+            # an instance without a label is compared by its numbers
+            if text or not isinstance(value, Instance):
+                added += f"\n{name}={text}"
+        if not added:
+            return self.text, self._digest
+        encoded = added.encode()
+        whole = self._hash.copy()
+        whole.update(encoded)
+        return self.text + encoded, whole.digest()
+
+
 # ---------------------------------------------------------------------- the header
 
 
@@ -169,10 +210,15 @@ class Header(NamedTuple):
 
     @classmethod
     def pack(
-        cls, kind: int, text: bytes, payload_bytes: int, origin: int = OURS, instance: Instance | None = None
+        cls,
+        kind: int,
+        text: bytes,
+        digest: bytes,
+        payload_bytes: int,
+        origin: int = OURS,
+        instance: Instance | None = None,
     ) -> bytes:
         """Return the beginning of a message: the header and the part of the text that is sent with it."""
-        digest = hashlib.blake2b(text, digest_size=16).digest()
         number, made = (0, 0) if instance is None else instance.numbers()
         return _WIRE.pack(VERSION, kind, origin, len(text), payload_bytes, number, made, digest) + text[:TEXT_BYTES]
 

@@ -268,8 +268,8 @@ def in_another_order(rank: int) -> None:
 def announce_much(rank: int) -> None:
     pack = messages.Header.pack
 
-    def more(kind: Any, text: Any, payload_bytes: int, *rest: Any) -> Any:
-        return pack(kind, text, (64 << 20) + 1 if rank == 1 else payload_bytes, *rest)
+    def more(kind: Any, text: Any, digest: Any, payload_bytes: int, *rest: Any) -> Any:
+        return pack(kind, text, digest, (64 << 20) + 1 if rank == 1 else payload_bytes, *rest)
 
     # nothing is made ready for what it announces
     gathered = mock.patch.object(handshake.PendingHandshake, "_gather_rest", side_effect=AssertionError("gathered"))
