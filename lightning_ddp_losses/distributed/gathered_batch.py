@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -192,12 +192,13 @@ def _pack_offer(
     """Return the offer of this rank: rows, need of a gradient and dtype of each tensor, the extra bytes, few tensors themselves."""
     counts = [tensor.shape[0] for tensor in tensors]
     needs_grad = [tensor.requires_grad and layout.is_grad_enabled for tensor in tensors]
-    num_bytes = layout.form.size + len(extra)
-    for tensor in sent:
-        num_bytes += aligned(tensor.nbytes)
-    is_inline = layout.is_on_host and num_bytes <= inline_capacity
-    payload = layout.form.pack(*counts, *needs_grad, *kinds, is_inline, len(extra)) + extra
-    return b"".join([payload, *_aligned_bytes(sent)]) if is_inline else payload
+    sizes = [aligned(tensor.nbytes) for tensor in sent]
+    is_inline = layout.is_on_host and layout.form.size + len(extra) + sum(sizes) <= inline_capacity
+    parts = [layout.form.pack(*counts, *needs_grad, *kinds, is_inline, len(extra)), extra]
+    if is_inline:
+        for tensor, size in zip(sent, sizes, strict=True):
+            parts.append(host_bytes(tensor).ljust(size, b"\0"))
+    return b"".join(parts)
 
 
 def _narrow_rows(
@@ -251,14 +252,6 @@ class _Offer(NamedTuple):
         return cls(counts, needs_grad, kinds, is_inline, payload[form.size : rows_start], payload[rows_start:])
 
 
-def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
-    """Yield the bytes of each tensor on the CPU, and what fills them up to an aligned place."""
-    for tensor in tensors:
-        data = host_bytes(tensor)
-        yield data
-        yield bytes(aligned(len(data)) - len(data))
-
-
 def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], messages: Messages) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
     out, starts = [], [0] * len(messages)
@@ -266,13 +259,14 @@ def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], messa
         if isinstance(messages, Tensor) and len({*zip(starts, rows, each.dtypes, strict=True)}) == 1:
             # the usual case, with no work per rank: all have as many rows at the same place
             sizes = [each.num_bytes(0, rows[0])] * len(messages)
-            blocks = each.rows_in(messages[:, starts[0] : starts[0] + sizes[0]], 0, rows[0]).unbind()
+            whole = each.rows_in(messages[:, starts[0] : starts[0] + sizes[0]], 0, rows[0]).flatten(0, 1)
+            out.append(each.expanded(0, whole))
         else:
             sizes = list(map(each.num_bytes, range(len(rows)), rows))
             parts = [message[a : a + size] for message, a, size in zip(messages, starts, sizes, strict=True)]
             blocks = tuple(map(each.rows_in, parts, range(len(rows)), rows))
+            out.append(each.joined(blocks))
         starts = [start + aligned(size) for start, size in zip(starts, sizes, strict=True)]
-        out.append(each.joined(blocks))
     return out
 
 

@@ -210,16 +210,11 @@ def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------------- a call of PML's
 
 
-def takes_identities(facts: LossFacts, given: Mapping[str, Any], *, two_views: bool) -> bool:
-    """Return whether each row of a call without labels is its own identity."""
-    without_labels = "labels" not in given and ("ref_emb" in given or two_views)
-    return without_labels and not facts.pairs_views
-
-
-def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str, Any], *, two_views: bool) -> None:
+def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str, Any]) -> None:
     """Refuse labels of the references if the rows have none."""
+    is_half_labelled = "labels" not in given and "ref_labels" in given and "ref_emb" in given
     expect(
-        not takes_identities(facts, given, two_views=two_views) or "ref_labels" not in given,
+        not is_half_labelled or facts.pairs_views,
         f"{type(inner).__name__}: labels",
         expected="labels and ref_labels, or neither (each row its own identity)",
         got="ref_labels only",
@@ -306,7 +301,8 @@ class PMLCall:
         self.given = given
         self._inner, self._facts, self._rank, self._two_views = inner, facts, rank, two_views
         self._gathered = gathered
-        self._identities_wanted = takes_identities(facts, given, two_views=two_views)
+        without_labels = "labels" not in given and ("ref_emb" in given or two_views)
+        self._identities_wanted = without_labels and not facts.pairs_views
         names = list(batches.tensors)
         self.counts = dict(zip(names, gathered.counts, strict=True))
         # every rank sees every rank's numbers of rows

@@ -262,7 +262,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _current_rules(self) -> LossPlan:
         """Return the rules for all calls, as the loss and this object are configured now."""
-        others = (self.mode, self.products, self.compile_tiles, *self.batch_dims.items())
+        others = (self.mode, self.products, self._tile_compiler is None, *self.batch_dims.items())
         return self._plans.current(self.loss, self.backward, *others)
 
     def _plan_call(
@@ -284,7 +284,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode not in rules.modes:
             raise not_exact(title, mode, rules.modes)
         if rules.is_pml:
-            gathered_call.by_name(title, loss, own_rules, args, kwargs)
+            named = gathered_call.by_name(title, loss, own_rules, args, kwargs)
+            gathered_call.refuse_half_labelled(labelled_loss(loss), rules.inner_facts, named)
         # precision
         dtype = precision.compute_dtype([*parameters, *tensors])
         devices = {tensor.device.type for tensor in tensors}
@@ -383,7 +384,6 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode == "rows":
             how = partial(self._backward_of_rows, rules)
         facts, two_views = rules.inner_facts, rules.stacks_views
-        gathered_call.refuse_half_labelled(loss, facts, given, two_views=two_views)
         batches = CallBatches.of(loss, given)
         gathered = self._gather(call, batches.tensors, how)
         rank = process_groups.rank(self._group)
