@@ -75,12 +75,19 @@ class BatchLayout:
         cls,
         what: str,
         tensors: Mapping[str, Tensor],
-        must_match: Mapping[str, object],
+        options: Mapping[str, object] | None = None,
         counted: Collection[str] = (),
     ) -> BatchLayout:
-        """Return the layout of some tensors, as ``gather_batch`` describes them."""
+        """Return the layout of some tensors, as ``gather_batch`` describes them.
+
+        Args:
+            what: The operation.
+            tensors: (B, ...) by name.
+            options: Further values that must be equal on all ranks, in every call.
+            counted: Names of the tensors that are counted and not gathered.
+        """
         is_grad_enabled = torch.is_grad_enabled()
-        compared = dict(must_match)
+        compared = dict(options or {})
         compared["gradients"] = "on" if is_grad_enabled else "off"
         compared["tensors"] = ", ".join(tensors)
         for name, tensor in tensors.items():
@@ -137,8 +144,7 @@ def gather_batch(
         return GatheredBatch(values, [[t.shape[0]] for t in values], [extra], [[None]] * len(values))
     layout = what
     if isinstance(layout, str):
-        layout = BatchLayout.of(layout, tensors, must_match, counted)
-        must_match = {}
+        layout = BatchLayout.of(layout, tensors, counted=counted)
     values = list(tensors.values())
     for place in layout.counted:
         values[place] = values[place][:, :0]

@@ -575,7 +575,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         signature, _ = Signature.of((), given)
         layout = self._layouts.get(signature)
         if layout is None:
-            layout = BatchLayout.of(self._title, batches.tensors, {})
+            layout = BatchLayout.of(self._title, batches.tensors)
             self._layouts.add(signature, layout)
         gathered = gather_batch(
             layout,
