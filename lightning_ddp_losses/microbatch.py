@@ -5,8 +5,8 @@ Backward computes one piece after the other again, with the random numbers and a
 graph: each parameter's gradient is complete at once, so DDP reduces it once.
 
 Held at the peak: the activations of one piece. The results of all rows, once. Their gradient. The encoder's gradient, complete.
-No tensor that a piece allocates stays, as a small block pins the hole that the activations of the piece leave in the heap. What stays of a
-piece are the nodes of its graph and their Python objects, about 30 KiB for 13 layers, which autograd allocates.
+No tensor that a piece allocates stays, as a small block pins the hole that the activations of the piece leave in the heap. Autograd's nodes
+of a piece and their Python objects do stay, about 30 KiB for 13 layers, and may pin holes where there are many hundreds of pieces.
 """
 
 from __future__ import annotations
