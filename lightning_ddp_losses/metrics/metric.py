@@ -299,18 +299,19 @@ class ForwardCall:
         self._batch: States = {}
         self._accumulated: States | None = None
         self._rows, self._is_skipped = 0, False
+        self._has_peers = False
         self._rules = metric._rules()
 
     def begin(self) -> None:
         """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs."""
         metric = self.metric
         metric._prepare(self._given)
-        has_peers = metric._has_peers
-        if has_peers and metric._record.gather == "inputs":
+        self._has_peers = metric._has_peers
+        if self._has_peers and metric._record.gather == "inputs":
             self.packet = metric._packet(_input_states(metric, self._args, self._kwargs))
             return
         self._update()
-        if has_peers:
+        if self._has_peers:
             untouched = metric._update_count == int(self._is_skipped)
             self.packet = metric._packet(metric._to_send(self._rules, self._rows, untouched))
 
@@ -370,7 +371,7 @@ class ForwardCall:
             )
         # other ranks have the same value: watch the gradient that comes back into it
         metric._forward_cache = inputs.map_tensors(Tensor.detach, value)
-        if metric._has_peers:
+        if self._has_peers:
             for tensor in tensors:
                 remember_global_value(tensor)
             value = metric._record.upstream_grads.watch(value, group=metric.process_group)
@@ -393,9 +394,8 @@ class ForwardCall:
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return
-        metric._assign({**aside.states, "_update_count": aside.update_count})
-        metric._assign({"_to_sync": metric.sync_on_compute, "_should_unsync": True})
-        metric._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
+        flags = {"_to_sync": metric.sync_on_compute, "_should_unsync": True, "_enable_grad": False, "_is_synced": False}
+        metric._assign({**aside.states, **flags, "_update_count": aside.update_count, "_computed": None})
         metric._record.seen, metric._record.in_forward = aside.seen, False
         metric._drop_graphs()
 
