@@ -198,22 +198,26 @@ class UnusedParameterFinder:
 
 
 @dataclass(frozen=True)
-class CallPrecision:
-    """How a call computes in ``promote(float32, parameters, inputs)``. Dtypes, devices and autocast decide it, not values.
+class FullPrecisionPlan:
+    """How a loss computes in ``promote(float32, parameters, inputs)``. Dtypes, devices and autocast decide it, not values.
 
     Attributes:
         dtype: Dtype of the computation.
         device_types: Types of the devices of its inputs.
-        is_full: Whether the call computes in ``dtype`` already. Contexts take time, and usually none is needed.
+        is_full: Whether a call computes in ``dtype`` already. Contexts take time, and usually none is needed.
+        trainable: Parameters of the loss that need a gradient.
     """
 
     dtype: torch.dtype
     device_types: frozenset[str]
     is_full: bool
+    trainable: list[Tensor]
 
     @classmethod
-    def of(cls, modules: Sequence[nn.Module], parameters: Sequence[Tensor], given: Sequence[Tensor]) -> CallPrecision:
-        """Decide it for a call of some modules.
+    def of(
+        cls, modules: Sequence[nn.Module], parameters: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> FullPrecisionPlan:
+        """Plan calls of a loss.
 
         Args:
             modules: All modules of the loss.
@@ -224,15 +228,36 @@ class CallPrecision:
         dtype = precision.compute_dtype(tensors)
         device_types = frozenset(tensor.device.type for tensor in given)
         is_full = not compat.is_any_autocast_on() and precision.is_full(dtype, device_types, tensors)
-        return cls(dtype, device_types, is_full and not precision.narrow_buffers(modules, dtype))
+        is_full = is_full and not precision.narrow_buffers(modules, dtype)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        return cls(dtype, device_types, is_full, trainable)
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function. The parameters and buffers of ``module`` keep their dtype, and floating arguments are cast."""
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Sequence[Tensor],
+    ) -> Any:
+        """Return the result of ``forward``, with every trainable parameter in its graph.
+
+        Args:
+            module: The loss. Its parameters and buffers keep their dtype.
+            forward: Function to call.
+            args: Positional arguments. Floating tensors among them are cast.
+            kwargs: Keyword arguments.
+            given: Tensors among the arguments.
+        """
         if self.is_full:
-            return forward(*args, **kwargs)
-        args, kwargs = precision.cast_floating((args, kwargs), self.dtype)
-        with precision.full_precision(self.dtype, self.device_types), precision.cast_module(module, self.dtype):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        else:
+            args, kwargs = precision.cast_floating((args, kwargs), self.dtype)
+            with precision.full_precision(self.dtype, self.device_types), precision.cast_module(module, self.dtype):
+                result = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            result = attach_zero_grad(result, self.trainable, given)
+        return result
 
 
 def run_full_precision(
@@ -243,7 +268,7 @@ def run_full_precision(
     *,
     tensors: precision.CallTensors | None = None,
 ) -> Any:
-    """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off, and keep all parameters in the graph.
+    """Call ``forward`` in ``promote(float32, parameters, inputs)`` with autocast off.
 
     Args:
         module: The loss. Its parameters and buffers keep their dtype.
@@ -254,12 +279,8 @@ def run_full_precision(
     """
     if tensors is None:
         tensors = precision.CallTensors.of(module, args, kwargs)
-    call = CallPrecision.of(tensors.modules, tensors.parameters, tensors.given)
-    result = call.run(module, forward, args, kwargs)
-    if torch.is_grad_enabled():
-        trainable = [parameter for parameter in tensors.parameters if parameter.requires_grad]
-        result = attach_zero_grad(result, trainable, tensors.given)
-    return result
+    plan = FullPrecisionPlan.of(tensors.modules, tensors.parameters, tensors.given)
+    return plan.run(module, forward, args, kwargs, tensors.given)
 
 
 def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:

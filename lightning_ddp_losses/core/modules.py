@@ -134,6 +134,9 @@ class ModuleContents:
         """Return what the slots of the known modules hold. The loops run in C."""
         return [*compat.all_slots(self.modules, "modules"), *compat.all_slots(self.modules, "parameters")]
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy walks over the copied module
+        return ModuleContents, (self._module,)
+
 
 # ---------------------------------------------------------------------- modules that are not registered
 

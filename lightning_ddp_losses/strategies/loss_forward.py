@@ -33,7 +33,8 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.compat import all_slots, is_any_autocast_on, uncompiled
 from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
@@ -50,19 +51,6 @@ _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there alread
 _KIND = attrgetter("dtype", "device", "requires_grad")
 _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
-
-
-@dataclass(frozen=True)
-class _CallPlan:
-    """What a call of a loss has in common with the next one on tensors of the same kind.
-
-    Attributes:
-        precision: How it computes.
-        trainable: Parameters of the loss that need a gradient.
-    """
-
-    precision: autograd_graph.CallPrecision
-    trainable: list[Tensor]
 
 
 class LossForwardPatch(MethodPatch):
@@ -91,7 +79,7 @@ class LossForwardPatch(MethodPatch):
         self.value_reading = inputs.ValueReading()
         self._contents = ModuleContents(loss.module)
         self._signature: tuple[object, ...] = ()
-        self._plan: _CallPlan | None = None
+        self._plan: FullPrecisionPlan | None = None
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,13 +116,9 @@ class LossForwardPatch(MethodPatch):
             args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self.value_reading)
         if self._computes_wide:
             return self.original(*args, **kwargs)
-        plan = self._plan_for(given)
-        result = plan.precision.run(self.module, self.original, args, kwargs)
-        if torch.is_grad_enabled():
-            result = autograd_graph.attach_zero_grad(result, plan.trainable, given)
-        return result
+        return self._plan_for(given).run(self.module, self.original, args, kwargs, given)
 
-    def _plan_for(self, given: Sequence[Tensor]) -> _CallPlan:
+    def _plan_for(self, given: Sequence[Tensor]) -> FullPrecisionPlan:
         """Return the plan of a call: the last one, unless the loss holds something else or its tensors are of another kind.
 
         (pytorch-metric-learning assigns the data of its weights in forward, in another dtype if the inputs have one.)
@@ -145,9 +129,7 @@ class LossForwardPatch(MethodPatch):
         tensors = [*contents.parameters, *buffers, *given]
         signature = (torch.get_default_dtype(), is_any_autocast_on(), len(given), *map(_KIND, tensors))
         if self._plan is None or is_other or signature != self._signature:
-            call = autograd_graph.CallPrecision.of(contents.modules, contents.parameters, given)
-            trainable = [parameter for parameter in contents.parameters if parameter.requires_grad]
-            self._plan = _CallPlan(call, trainable)
+            self._plan = FullPrecisionPlan.of(contents.modules, contents.parameters, given)
             self._signature = signature
         return self._plan
 
@@ -259,7 +241,7 @@ class CallCheck:
         plan = self._parameters.plan()
         before = Gradients(plan)
         self._reducer.start_backward(before, [counter.calls > 0 for counter in self._counters])
-        has_grad = set(itertools.compress(plan.owners, before.flags))
+        has_grad = {p.owner for p in itertools.compress(plan.reduced, before.flags)}
         payload = []
         for index, counter in enumerate(self._counters):
             payload.append(_CALL.pack(counter.calls, counter.rows, index in has_grad))
@@ -309,8 +291,7 @@ class CallCheck:
         self._compare_calls_(calls, [payload[:end] for payload in payloads])
         # the parts of all ranks, each in rank order
         *attached, upstream_grads, gradients = zip(*[handshake.read_sized(p, end) for p in payloads], strict=True)
-        if len(set(upstream_grads)) > 1:
-            refuse_other_upstream_grads([noted.decode() for noted in upstream_grads])
+        refuse_other_upstream_grads([noted.decode() for noted in upstream_grads])
         for (_, judge), parts in zip(self._attached, attached, strict=True):
             judge(list(parts))
         self._reducer.receive(gradients)

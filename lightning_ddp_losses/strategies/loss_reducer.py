@@ -60,11 +60,6 @@ class ReducedParameter(NamedTuple):
     parameter: nn.Parameter
     owner: int
 
-    @property
-    def is_small(self) -> bool:
-        """Whether its gradient is reduced in one buffer with others."""
-        return self.parameter.nbytes <= LARGE_BYTES
-
 
 class ReductionPlan:
     """The parameters of a backward, and what follows from them. It serves as long as they keep their names, shapes, dtypes and devices.
@@ -78,7 +73,6 @@ class ReductionPlan:
         reduced: Parameters, sorted by name.
         new: Those of them that are not known to be equal on all ranks.
         parameters: The parameters alone.
-        owners: The index of the loss of each.
         is_small: For each, whether its gradient shares a buffer with others.
         is_on_host: Whether gradients can be read without waiting for an accelerator.
         is_of_losses: Whether each belongs to a loss. The gradient of another one may arrive at the end of backward.
@@ -91,10 +85,9 @@ class ReductionPlan:
     ) -> None:
         self.reduced, self.new = reduced, new
         self.parameters = [p.parameter for p in reduced]
-        self.owners = [p.owner for p in reduced]
-        self.is_small = [p.is_small for p in reduced]
+        self.is_small = [p.nbytes <= LARGE_BYTES for p in self.parameters]
         self.is_on_host = _are_on_host(self.parameters)
-        self.is_of_losses = all(owner >= 0 for owner in self.owners)
+        self.is_of_losses = all(p.owner >= 0 for p in reduced)
         text = "; ".join(f"{p.name} {tuple(p.parameter.shape)} {p.parameter.dtype}" for p in reduced)
         described = f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
         must_match = {
@@ -108,10 +101,6 @@ class ReductionPlan:
     def marked(self, marks: Iterable[object]) -> list[nn.Parameter]:
         """Return the parameters that have a mark."""
         return list(itertools.compress(self.parameters, marks))
-
-    def names_of(self, marks: Iterable[object]) -> str:
-        """Return the names of the parameters that have a mark."""
-        return ", ".join(p.name for p in itertools.compress(self.reduced, marks))
 
 
 class ReducedParameters:
@@ -314,7 +303,8 @@ class LossReducer:
         if not plan.is_on_host:
             self._sent = _SentGradients(seen, flags)
             return flags
-        if before is None or not self._are_complete(plan, seen.changed_since(before)):
+        is_awaited = [self._called[p.owner] and p.parameter.requires_grad for p in plan.reduced]
+        if before is None or any(map(gt, is_awaited, seen.changed_since(before))):
             return b""
         small = plan.marked(map(and_, seen.flags, plan.is_small))
         dtype = self._dtype_of(small)
@@ -323,13 +313,6 @@ class LossReducer:
         if small and len(flags) + num_bytes <= handshake.inline_capacity():
             return flags + raw_collectives.host_bytes(_flat(small, dtype))
         return flags
-
-    def _are_complete(self, plan: ReductionPlan, is_written: Sequence[bool]) -> bool:
-        """Return whether backward has written the gradients of all losses that ran on this rank."""
-        for parameter, owner, written in zip(plan.parameters, plan.owners, is_written, strict=True):
-            if self._called[owner] and parameter.requires_grad and not written:
-                return False
-        return True
 
     def receive(self, payloads: Sequence[bytes]) -> None:
         """Take the parts of all ranks. They count only if every rank has sent the same flags."""
@@ -371,9 +354,16 @@ class LossReducer:
         sent, self._sent = self._sent, None
         # 1. gradients that the call check has settled. Or flags, on the host with small gradients
         if sent is not None:
-            sums, is_reduced = self._finish_sent(sent, plan, now)
+            changed = sent.changed(now)
+            is_reduced = self._finish_sent(sent, plan, is_valid=not any(changed))
+            if not any(changed):
+                return
+            names = ", ".join(p.name for p in itertools.compress(plan.reduced, changed))
+            agreement = Agreement("gradients that changed after the call check", {"parameters": names})
+            # peers without a change do not come: this rank does not wait for them as long as its group would
+            sums = _sum_flags(agreement, now.flags, handshake.PEER_TIMEOUT)
         elif plan.is_on_host:
-            is_expected = [expected is None or owner < 0 or expected[owner] for owner in plan.owners]
+            is_expected = [expected is None or p.owner < 0 or expected[p.owner] for p in plan.reduced]
             is_reduced = list(map(and_, plan.is_small, is_expected))
             small = plan.marked(is_reduced)
             mean = raw_collectives.start_mean(_flat(small, self._dtype_of(small), now.flags))()
@@ -386,47 +376,37 @@ class LossReducer:
         if any(total not in (0, world_size) for total in sums):
             raise partial_gradients([p.name for p in plan.reduced], now.flags)
         # 3. the remaining gradients
-        remains = [total > 0 and not done for total, done in zip(sums, is_reduced, strict=True)]
-        self._reduce_now(plan, remains)
+        self._reduce_now(plan, [total > 0 and not done for total, done in zip(sums, is_reduced, strict=True)])
 
-    def _finish_sent(self, sent: _SentGradients, plan: ReductionPlan, now: Gradients) -> tuple[list[int], list[bool]]:
-        """Reduce the gradients that all ranks had at the call check, and compare those that changed since.
+    def _finish_sent(self, sent: _SentGradients, plan: ReductionPlan, *, is_valid: bool) -> list[bool]:
+        """Reduce the gradients that all ranks had at the call check. They are not written if some have changed since.
 
         A rank with changed gradients first takes part in its peers' reduction, with zeros for a gradient that has vanished: they may
         not know of the change. Its handshake then meets theirs of the same change, or their next one, and that is an error on every rank.
 
         Returns:
-            The flags summed over ranks, and whether each gradient has its mean.
+            Whether each gradient was reduced here, and not in the call check.
         """
-        changed = sent.changed(now)
-        is_agreed = [flag == 1 for flag in sent.seen.flags]
+        remains = [flag == 1 for flag in sent.seen.flags]
         if sent.mean is not None:
             mean = sent.mean()
-            if sent.parameters and not any(changed):
+            if sent.parameters and is_valid:
                 _write_mean_(mean, sent.parameters)
-            is_agreed = list(map(gt, is_agreed, plan.is_small))  # the small ones have left
-        self._reduce_now(plan, is_agreed)
-        if not any(changed):
-            return [flag * process_groups.world_size() for flag in now.flags], [True] * len(changed)
-        agreement = Agreement("gradients that changed after the call check", {"parameters": plan.names_of(changed)})
-        # peers without a change do not come: this rank does not wait for them as long as its group would
-        return _sum_flags(agreement, now.flags, handshake.PEER_TIMEOUT), is_agreed
+            remains = list(map(gt, remains, plan.is_small))
+        self._reduce_now(plan, remains)
+        return remains
 
-    def _reduce_now(self, plan: ReductionPlan, marks: Iterable[object]) -> None:
+    def _reduce_now(self, plan: ReductionPlan, marks: Sequence[bool]) -> None:
         """Replace marked gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
-        marked = list(itertools.compress(plan.reduced, marks))
-        if not marked:
-            return
-        small = [p.parameter for p in marked if p.is_small]
+        small = plan.marked(map(and_, marks, plan.is_small))
         wait_for_small = raw_collectives.start_mean(_flat(small, self._dtype_of(small))) if small else None
         # a large one in its own memory, where dtypes allow
         started: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        for p in marked:
-            if not p.is_small:
-                grad = p.parameter.grad
-                own = torch.zeros_like(p.parameter) if grad is None or grad.is_sparse else grad.detach()
-                on_wire = own if self._wire_dtype is None else own.to(self._wire_dtype)
-                started.append((own, raw_collectives.start_mean(on_wire.contiguous())))
+        for parameter in plan.marked(map(gt, marks, plan.is_small)):
+            grad = parameter.grad
+            own = torch.zeros_like(parameter) if grad is None or grad.is_sparse else grad.detach()
+            on_wire = own if self._wire_dtype is None else own.to(self._wire_dtype)
+            started.append((own, raw_collectives.start_mean(on_wire.contiguous())))
         if wait_for_small is not None:
             _write_mean_(wait_for_small(), small)
         for own, wait in started:
