@@ -2,7 +2,8 @@
 
 * Around each call of a loss: precision, input checks, its parameters kept in the graph, and a count. A patch sits in the loss's instance
   as its ``forward`` for the length of a fit: attributes, parameter names and hooks stay those of the plain module. A copy or a pickle of
-  the loss carries the plain ``forward`` again, so both need no peer.
+  the loss carries the plain ``forward`` again, so both need no peer. How the loss computes is planned once (``FullPrecisionPlan``). A call
+  makes another plan if dtypes, devices, autocast, or the modules and parameters inside the loss are not those of the last call.
 * The call check: one handshake in each synchronising backward with the number of calls and rows of each loss on each rank. It is exchanged
   at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the model's parameters,
   which runs before DDP's own, finds that point by counting bytes, as all ranks do. Without such gradients it is the end of autograd's

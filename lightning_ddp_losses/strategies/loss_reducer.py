@@ -2,7 +2,8 @@
 
 Gradients are read from the live module after backward, so parameters that were created, replaced or unfrozen after the wrap take part, and
 no hook can be lost. The reduction covers every trainable parameter that the model's own DDP does not reduce (nor a shard, nor one that
-DDP ignores by the user's choice). Every gradient has its mean when ``reduce`` returns:
+DDP ignores by the user's choice). What follows from their names, shapes, dtypes and devices is decided once, in a `ReductionPlan`. Each
+backward compares these, and makes another plan if one has changed. Every gradient has its mean when ``reduce`` returns:
 
 0. The call check of this backward carries a has-gradient flag per parameter, and on the CPU the small gradients too if they are few bytes.
    Larger ones on the CPU leave as soon as all flags are known, next to the rest of backward. This counts if the gradients of all losses
