@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -38,6 +38,7 @@ from lightning_ddp_losses.distributed.global_values import (
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
+from lightning_ddp_losses.losses.call_plans import Plans, kind_of, state_of_torch
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
@@ -47,12 +48,11 @@ from lightning_ddp_losses.losses.pml_registry import can_split, collects_counts,
 from lightning_ddp_losses.losses.products import (
     Operand,
     ProductChoice,
-    ProductForm,
     aligned_columns,
-    choose_form,
     refuse_products,
     tile_budget,
 )
+from lightning_ddp_losses.losses.shard_plan import ShardPlan, described_sampling
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeight
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
@@ -197,6 +197,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._upstream_grads = UpstreamGradWatch()
         self._weights = WeightFingerprints(wanted=True)
         self.value_reading = inputs.ValueReading()
+        self._plans: Plans[ShardPlan] = Plans()
         if process_groups.is_distributed():
             self.shard_classes()
 
@@ -288,7 +289,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         with tags_kept(self):
             return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
 
-    @property
+    @cached_property
     def _title(self) -> str:
         return f"ClassShardedLoss({type(self.loss).__name__})"
 
@@ -304,13 +305,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             indices_tuple: A miner's pairs or triplets of local rows. They weigh the rows, as in PML.
         """
         try:
-            self._check_embeddings(embeddings)
-            given_dtype = precision.narrow_dtype([embeddings])
+            self.shard_classes()
+            inputs.refuse_capture(self._title)
+            plan, parameters = self._plan_of(embeddings, labels, indices_tuple)
             labels = self._checked_labels(embeddings, labels)
-            form = self._product_form(embeddings)
-            value: Tensor = autograd_graph.run_full_precision(
-                self, partial(self._global_loss, given_dtype=given_dtype), (embeddings, labels, indices_tuple, form), {}
-            )
+            value = self._in_full_precision(plan, parameters, embeddings, labels, indices_tuple)
         except Exception as error:
             self._raise_on_all_ranks(error)
         finally:
@@ -319,19 +318,44 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
-    def _product_form(self, embeddings: Tensor) -> ProductForm:
-        """Choose how rows are multiplied, from the dtypes that embeddings and weight have."""
-        if not self._head.is_one_product:
-            return "float32"
-        return choose_form(self._title, self.products, [embeddings, self.weight])
+    def _plan_of(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> tuple[ShardPlan, list[Tensor]]:
+        """Return the rules of a call, and the loss's parameters. Refuse arguments that cannot work."""
+        parameters = precision.parameters_of(self)
+        kinds = [kind_of(embeddings), kind_of(labels), type(indices_tuple), *map(kind_of, parameters)]
+        signature = *kinds, self.products, state_of_torch()
+        plan = self._plans.get(signature)
+        if plan is None:
+            title = self._title
+            inputs.check_embeddings(title, embeddings, self._sharded.embedding_size)
+            inputs.check_devices(title, {"embeddings": embeddings, "labels": labels}, parameters)
+            rows, num_classes = embeddings.shape[0], self._sharded.num_classes
+            inputs.check_labels(title, labels, rows, num_classes, read_values=False)
+            given = embeddings, labels, indices_tuple
+            plan = ShardPlan.of(title, self, self._head, self.products, given, parameters)
+            self._plans.keep(signature, plan)
+        return plan, parameters
 
-    def _global_loss(
-        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, form: ProductForm, given_dtype: torch.dtype | None
+    def _in_full_precision(
+        self, plan: ShardPlan, parameters: list[Tensor], embeddings: Tensor, labels: Tensor, indices_tuple: Any
     ) -> Tensor:
+        """Compute the global loss with autocast off, with every trainable parameter in its graph."""
+        if not plan.is_full:
+            forward = partial(self._global_loss, plan)
+            result: Tensor = autograd_graph.run_full_precision(self, forward, (embeddings, labels, indices_tuple), {})
+            return result
+        value = self._global_loss(plan, embeddings, labels, indices_tuple)
+        if plan.trained:
+            # a reducer that selects no row leaves the weight out
+            trainable = [parameter for parameter in parameters if parameter.requires_grad]
+            value = autograd_graph.attach_zero_grad(value, trainable, [embeddings])
+        return value
+
+    def _global_loss(self, plan: ShardPlan, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> Tensor:
         # 1. rows of all ranks of the group. Options are read before anything changes the loss
         configuration = self._read_configuration()
         labels = labels.to(torch.int64)
-        batch = self._gather(embeddings, labels, indices_tuple, form, given_dtype, configuration)
+        sampler = self._training_sampler()
+        batch = self._gather(plan, embeddings, labels, indices_tuple, sampler, configuration)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
             # a miner over all ranks names rows of the other parts of the world too
@@ -340,8 +364,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             named = [indices_tuple.counts_of(times_named, rows_of_ranks, self._title)]
         # 2. each row's loss over the classes of all ranks
         rows = self._head.prepare(global_embeddings)
-        softmax = self._softmax(global_labels, global_embeddings, form)
-        softmax.rehearse(self._title, rows)
+        softmax = self._softmax(plan, sampler, global_labels, global_embeddings)
+        if self._compiler is not None:
+            softmax.rehearse(self._title, rows)
         found = softmax.row_losses(rows, self._sharded.rows(self.weight))
         if found.angle_sum is not None and hasattr(self.loss, "avg_angle"):
             self.loss.avg_angle = float(found.angle_sum) / max(len(global_embeddings), 1)
@@ -369,32 +394,30 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     def _gather(
         self,
+        plan: ShardPlan,
         embeddings: Tensor,
         labels: Tensor,
         indices_tuple: Any,
-        form: ProductForm,
-        given_dtype: torch.dtype | None,
+        sampler: ClassSampler | None,
         configuration: str,
     ) -> GatheredBatch:
         """Return the rows of all ranks, after comparing settings, which must be equal, and shards, which must not."""
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
             batches[_NAMED] = self._times_named(indices_tuple, len(labels))
-        sampler = self._training_sampler()
-        must_match = {
+        must_match: dict[str, object] = {
             "which": self._instance,
-            "classes": self.num_classes,
-            "sampling": "none" if sampler is None else f"{sampler.rate} {sampler.unbiased}",
+            "classes": self._sharded.num_classes,
+            **dict(plan.must_match),
+            "sampling": described_sampling(sampler),
             "configuration": configuration,
-            "products": f"{self.products}, here {form}",
-            "miner": type(indices_tuple).__name__,
             "coefficient of the last backward": self._upstream_grads.take(),
             **micro_batch_to_match(),
         }
         if self._compiler is not None:
             must_match["compile_tiles"] = True
         shard = self._sharded.fingerprint(self.weight)
-        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, given_dtype)}
+        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, plan.given_dtype)}
         batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
         if self._replica_group is None:  # else another part of the world may have some
             self._refuse_no_rows(batch.tensors[0])
@@ -427,29 +450,34 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         """Return how often a miner named each row."""
         return miner_counts(indices_tuple, rows, only_anchors=self._head.counts_only_anchors, title=self._title)
 
-    def _softmax(self, labels: Tensor, embeddings: Tensor, form: ProductForm) -> ShardedSoftmax:
+    def _softmax(
+        self, plan: ShardPlan, sampler: ClassSampler | None, labels: Tensor, embeddings: Tensor
+    ) -> ShardedSoftmax:
         """Choose the classes that a call looks at: all, or sampled ones."""
-        shard, sampler = self.shard, self._training_sampler()
-        rows, sampled, log_weight, note = None, None, None, None
+        shard = self._sharded.shard
+        rows = sampled = log_weight = gradient = None
+        number = shard.stop - shard.start
         # labels as positions among this rank's classes, or the sampled ones
         positions = labels - shard.start if shard.start else labels
+        penalty = self._penalty
         if sampler is not None:
             sampled, positions, log_weight = sampler.draw_next(positions, shard, embeddings.dtype)
-            note = partial(self._sampled_gradient.add_, weight=self.weight, shard=shard)
+            number = len(sampled)
+            gradient = partial(self._sampled_gradient.add_, weight=self.weight, shard=shard)
+            penalty = None
         classes = LocalClasses(
             positions,
-            shard.classes if sampled is None else len(sampled),
-            self._chunk(len(labels), embeddings.element_size(), embeddings.device),
+            number,
+            self._chunk(embeddings.shape[0], embeddings.element_size(), embeddings.device),
             self._head.per_class,
             sampled,
             log_weight,
             has_all=process_groups.world_size(self._group) == 1,
         )
-        if form == "bf16":
-            rows = Operand.prepare(embeddings, form, normalize=self.loss.distance.normalize_embeddings)
-        penalty = self._penalty if sampler is None else None
+        if plan.form == "bf16":
+            rows = Operand.prepare(embeddings, plan.form, normalize=self.loss.distance.normalize_embeddings)
         compiler = self._compiler if self._head.is_cosine else None
-        return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, compiler, note)
+        return ShardedSoftmax(self._head, classes, penalty, self._group, self._replica_group, rows, compiler, gradient)
 
     def _chunk(self, rows: int, element_bytes: int, device: torch.device) -> int:
         class_bytes = max(rows, 1) * element_bytes * self._head.per_class
@@ -485,26 +513,20 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
 
     # ------------------------------------------------------------------ refused inputs
 
-    def _check_embeddings(self, embeddings: Tensor) -> None:
-        """Shard the classes if that is not done, and refuse embeddings of another width."""
-        self.shard_classes()
-        inputs.refuse_capture(self._title)
-        inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
-
     def _checked_labels(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Refuse labels out of range, and sampling without an attached optimizer, and return the labels."""
-        inputs.check_devices(self._title, {"embeddings": embeddings, "labels": labels}, [self.weight])
         read_values = self.value_reading.next_call(filter(torch.is_tensor, (embeddings, labels)))
         self.value_reading.raise_late()
-        inputs.check_labels(self._title, labels, len(embeddings), self.num_classes, read_values=read_values)
-        if self._training_sampler() is not None and self._row_optimizer is None:
+        num_classes = self._sharded.num_classes
+        inputs.check_labels(self._title, labels, embeddings.shape[0], num_classes, read_values=read_values)
+        if self.sampler is not None and torch.is_grad_enabled() and self._row_optimizer is None:
             raise ConfigurationError(
                 f"{self._title}: sample_rate",
                 expected="an optimizer that steps only the sampled rows",
                 got="none attached",
                 fix="Call loss.attach(optimizer) once, or train with strategy='ddp_losses', which does it.",
             )
-        return labels if read_values else self.value_reading.clamp_labels(self._title, labels, self.num_classes)
+        return labels if read_values else self.value_reading.clamp_labels(self._title, labels, num_classes)
 
     # ------------------------------------------------------------------ sharding, loading, saving
 
@@ -641,7 +663,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             is_number = k is None or (isinstance(k, int) and 1 <= k <= self.num_classes)
             expect(is_number, f"{self._title}: k", expected=f"1 to {self.num_classes}", got=repr(k), error=InputError)
-            self._check_embeddings(embeddings)
+            self.shard_classes()
+            inputs.refuse_capture(self._title)
+            inputs.check_embeddings(self._title, embeddings, self._sharded.embedding_size)
             inputs.check_devices(self._title, {"embeddings": embeddings}, [self.weight])
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}

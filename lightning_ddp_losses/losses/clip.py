@@ -20,6 +20,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.losses.log_sum_exp import LogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, RunningLogSumExp, max_and_sum_exp
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
@@ -176,36 +177,22 @@ class _Clip(torch.autograd.Function):
     def forward(
         ctx: Any, call: TowerCall, smoothing: float, images: Tensor, texts: Tensor, paired: Tensor, scale: Tensor
     ) -> Tensor:
-        own_texts, paired_logits, whole = call.own_texts, paired * scale, (len(images), call.width)
-        row_lse = RunningLogSumExp(len(images), scale)
-        ctx.kept_logits = None
+        own_texts, paired_logits = call.own_texts, paired * scale
+        # 1. statistics of rows, which are complete, and of columns. In a ring these are joined over ranks
         mean_column = scale.new_zeros(images.shape[1]) if smoothing else None
-
-        def visit(block: ColumnBlock) -> Tensor:
-            column_lse = RunningLogSumExp(block.text_count, scale)
-            for tile, products in call.tiles(block, scale):
-                # the only tile is not computed twice
-                keeps = call.trained and products.shape == whole and call.compiler is None
-                if keeps:
-                    ctx.kept_logits = products
-                of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
-                row_lse.add_piece(of_rows, tile.rows.start)
-                if of_columns is not None:
-                    column_lse.add_piece(of_columns, tile.columns.start)
-            if mean_column is not None:
-                mean_column.add_(block.columns.total() / call.width)
-                mean_column.add_(block.columns.part(slice(0, block.text_count)).total() / call.total)
-            return _packed_stats(column_lse)
-
-        # columns joined over ranks, if they travel. Rows are complete
-        column_stats = call.collect(visit, join=_join_stats, counts=call.text_counts)
-        assert column_stats is not None
+        ctx.kept_logits = None
+        row_lse: LogSumExp | RunningLogSumExp
+        if call.is_one_tile:
+            row_lse, column_stats, ctx.kept_logits = _stats_of_one_tile(call, scale, mean_column)
+        else:
+            row_lse, column_stats = _stats_of_tiles(call, scale, mean_column)
+        # 2. the log-probabilities of images, of this rank's
         row_log_probs = _own_log_probs(row_lse, paired_logits[own_texts])
         total = row_log_probs.sum()
         if mean_column is not None:  # both are means over all targets of (z_ii - z_ij), in closed form
             pulled = 2 * paired_logits[own_texts].sum() - scale * (call.images.total() @ mean_column)
             total -= smoothing * pulled
-        # texts' log-probabilities and the sum over ranks
+        # 3. those of texts, and the sum over ranks
         column_log_probs, value = _columns_and_value(call, column_stats, paired_logits, total)
         ctx.call, ctx.smoothing = call, smoothing
         ctx.save_for_backward(images, texts, scale, paired_logits, row_log_probs, column_log_probs, mean_column)
@@ -257,19 +244,65 @@ class _Clip(torch.autograd.Function):
         return None, None, d_images, d_texts, None, d_scale * factor
 
 
-def _own_log_probs(others: RunningLogSumExp, own_logits: Tensor) -> Tensor:
+def _stats_of_one_tile(
+    call: TowerCall, scale: Tensor, mean_column: Tensor | None
+) -> tuple[LogSumExp, Tensor, Tensor | None]:
+    """Return what ``_stats_of_tiles`` does of the only tile, and its logits if backward needs them: it is not computed twice."""
+    block = call.gathered_block()
+    keeps = call.trained and call.compiler is None
+    tile, products = next(call.tiles(block, scale))
+    of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, keeps)
+    if mean_column is not None:
+        _add_mean_column_(call, block, mean_column)
+    return LogSumExp(*of_rows), torch.stack(of_columns, 1), products if keeps else None
+
+
+def _stats_of_tiles(
+    call: TowerCall, scale: Tensor, mean_column: Tensor | None
+) -> tuple[LogSumExp | RunningLogSumExp, Tensor]:
+    """Return statistics of the logits without own pairs.
+
+    Args:
+        call: The call.
+        scale: Factor of the products, 0-dim.
+        mean_column: (D,), zeros, to which the means of the columns are added for the smoothed labels. None: they are not smoothed.
+
+    Returns:
+        Log-sum-exp of this rank's rows, and (t, 2) packed statistics of the columns with statistics on this rank.
+    """
+    row_lse = RunningLogSumExp(call.images.rows.shape[0], scale)
+
+    def visit(block: ColumnBlock) -> Tensor:
+        column_lse = RunningLogSumExp(block.text_count, scale)
+        for tile, products in call.tiles(block, scale):
+            of_rows, of_columns = call.run(clip_stats, products, tile.factors, tile.text_count, False)
+            row_lse.add_piece(of_rows, tile.rows.start)
+            if of_columns is not None:
+                column_lse.add_piece(of_columns, tile.columns.start)
+        if mean_column is not None:
+            _add_mean_column_(call, block, mean_column)
+        return torch.stack([column_lse.maximum, column_lse.sum_exp], 1)
+
+    column_stats = call.collect(visit, join=_join_stats, counts=call.text_counts)
+    assert column_stats is not None
+    return row_lse, column_stats
+
+
+def _add_mean_column_(call: TowerCall, block: ColumnBlock, mean_column: Tensor) -> None:
+    """Add the mean of a block's columns among all of them, and of its texts among all texts."""
+    mean_column.add_(block.columns.total() / call.width)
+    mean_column.add_(block.columns.part(slice(0, block.text_count)).total() / call.total)
+
+
+def _own_log_probs(others: LogSumExp | RunningLogSumExp, own_logits: Tensor) -> Tensor:
     """Compute the log-probability of each row's own pair among the others, its 1 put back: -log(1 + sum exp of the differences)."""
     return nn.functional.logsigmoid(-others.relative_to(own_logits))
 
 
-def _packed_stats(lse: RunningLogSumExp) -> Tensor:
-    """Return both numbers as (n, 2), which travel behind the rows."""
-    return torch.stack([lse.maximum, lse.sum_exp], 1)
-
-
 def _join_stats(own: Tensor, others: Tensor) -> Tensor:
-    """Join the statistics of two ranks for the same columns, (n, 2) each."""
-    return _packed_stats(RunningLogSumExp.merged(*torch.stack([own, others]).unbind(2)))
+    """Join the statistics of two ranks for the same columns, (n, 2) each: the two numbers of ``LogSumExp``."""
+    maxima, sums = torch.stack([own, others]).unbind(2)
+    return torch.stack(LogSumExp.merged(maxima, sums), 1)
 
 
 def _columns_and_value(
@@ -286,8 +319,7 @@ def _columns_and_value(
     Communication: one gather of 2 G + 1 numbers. In a ring one handshake, and one gather on the device.
     """
     group, world = call.group, process_groups.world_size(call.group)
-    column_lse = RunningLogSumExp(len(column_stats), column_stats)
-    column_lse.add_piece((column_stats[:, 0], column_stats[:, 1]))
+    column_lse = LogSumExp(column_stats[:, 0], column_stats[:, 1])
     if call.ring is not None:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
         return log_probs, call.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
@@ -295,7 +327,8 @@ def _columns_and_value(
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
         gathered = gather_stacked(packed, group)
-        column_lse = RunningLogSumExp.merged(*gathered[:, :-1].view(world, -1, 2).unbind(2))
+        maxima, sums = gathered[:, :-1].view(world, -1, 2).unbind(2)
+        column_lse = LogSumExp.merged(maxima, sums)
         rows_total = gathered[:, -1].sum()
     log_probs = _own_log_probs(column_lse, paired_logits)
     return log_probs, (rows_total + log_probs.sum()) / (-2 * call.total)

@@ -23,6 +23,7 @@ from lightning_ddp_losses.distributed import process_groups, raw_collectives
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
+from lightning_ddp_losses.losses.log_sum_exp import LogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     GradTerms,
@@ -284,7 +285,10 @@ class _SoftmaxFunction(torch.autograd.Function):
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
-        local_lse = RunningLogSumExp(len(rows), rows)
+        local_lse: LogSumExp | RunningLogSumExp | None = None
+        is_one_chunk = 0 < classes.number <= classes.chunk
+        if not is_one_chunk:
+            local_lse = RunningLogSumExp(len(rows), rows)
         penalty: Number = 0.0
         divisor: Number = 0.0
         cosines = _Cosines(call, rows, weight) if head.is_cosine else None
@@ -297,14 +301,18 @@ class _SoftmaxFunction(torch.autograd.Function):
             else:
                 products, factors = cosines.products(cosines.operand(place, block))
             # so few classes are not computed twice
-            keeps = cosines is not None and stop - start == classes.number and any(ctx.needs_input_grad)
+            keeps = cosines is not None and is_one_chunk and any(ctx.needs_input_grad)
             chunk = call.chunk(targets, start, stop, factors)
             target, piece, ctx.kept_logits = call.run(class_stats, products, chunk, target, head.has_margin, keeps)
-            local_lse.add_piece(piece)
+            if isinstance(local_lse, RunningLogSumExp):
+                local_lse.add_piece(piece)
+            else:
+                local_lse = LogSumExp(*piece)
             if call.penalty is not None:
                 terms, number = call.penalty(weight[place])
                 penalty, divisor = penalty + terms, divisor + number
         # 3. the same over the classes of all ranks
+        assert local_lse is not None
         numbers = [penalty, divisor, targets.count(), head.angle_sum(targets.rows)]
         global_lse, target, numbers = _combine_ranks(local_lse, target, numbers, call.group)
         penalty, divisor, target_count, angles = numbers
@@ -494,8 +502,8 @@ def _as_tensor(value: Number, like: Tensor) -> Tensor:
 
 
 def _combine_ranks(
-    lse: RunningLogSumExp, target: Tensor, numbers: list[Number], group: Group
-) -> tuple[RunningLogSumExp, Tensor, list[Number]]:
+    lse: LogSumExp | RunningLogSumExp, target: Tensor, numbers: list[Number], group: Group
+) -> tuple[LogSumExp | RunningLogSumExp, Tensor, list[Number]]:
     """Return the statistics over the classes of all ranks, and the sums of the numbers, in rank order: the same on every rank."""
     rows = len(target)
     if process_groups.world_size(group) == 1:
@@ -507,7 +515,7 @@ def _combine_ranks(
     local = torch.cat([lse.maximum, lse.sum_exp, target, extra])
     sizes = [rows, rows, rows, len(extra)]
     maxima, sum_exps, targets, extras = torch.split(raw_collectives.gather_stacked(local, group), sizes, dim=1)
-    return RunningLogSumExp.merged(maxima, sum_exps), targets.sum(0), list(extras.sum(0).unbind())
+    return LogSumExp.merged(maxima, sum_exps), targets.sum(0), list(extras.sum(0).unbind())
 
 
 # ---------------------------------------------------------------------- logits and best classes, for evaluation

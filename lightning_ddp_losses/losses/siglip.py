@@ -18,6 +18,7 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
 from lightning_ddp_losses.losses.tile_results import TileResults
+from lightning_ddp_losses.losses.tower_plan import TowerRows
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
@@ -107,9 +108,8 @@ class SigLipLoss(TwoTowerLoss):
         logit_bias: Tensor | float | None = None,
     ) -> Tensor:
         """Compute the global loss from the arguments of ``TwoTowerLoss.forward``. One number may replace the own bias as well."""
-        return self._checked_call(
-            (images, texts, extra_texts, queue), {"logit_scale": logit_scale, "logit_bias": logit_bias}
-        )
+        rows = TowerRows(images, texts, extra_texts, queue)
+        return self._checked_call(rows, {"logit_scale": logit_scale, "logit_bias": logit_bias})
 
     def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
         # this rank's share of the sum over pairs, then that of all ranks
@@ -170,7 +170,7 @@ def _visit_tiles(
 ) -> tuple[Tensor, list[Tensor | None], Tensor]:
     """Return the sum over this rank's pairs, the sums of both towers (``TowerCall.gradients``) and the gradient of the bias."""
     # for each tile the sums of its rows
-    size, stored = call.tile_rows(scale), 0
+    size, stored = call.tile_rows(), 0
     losses, d_biases = TileResults(size, scale), TileResults(size if with_grads else 0, scale)
     image_sums = call.zero_sums(call.images) if with_grads else None
 

@@ -14,8 +14,9 @@ Legend: ``W`` ranks, ``B`` rows on this rank, ``G`` texts of all ranks, ``M`` co
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
-from lightning_ddp_losses.distributed.gathered_batch import aligned, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, aligned, gather_batch
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import (
@@ -38,10 +39,9 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     ring_round_trip,
 )
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
+from lightning_ddp_losses.losses.call_plans import Plans, kind_of, state_of_torch
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
-    DEVICE_BYTES,
-    TOWER_BYTES,
     GradTerms,
     Operand,
     ProductChoice,
@@ -50,25 +50,26 @@ from lightning_ddp_losses.losses.products import (
     add_to_left_,
     add_to_right_,
     aligned_columns,
-    choose_form,
     dot_rows,
     pieces_of,
     product,
     refuse_products,
     split,
     splits,
-    tile_budget,
     warn_of_tf32,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
-
-_HOST_TILE_BYTES = 2 << 20
-
-# own parameters that the caller may give instead, and the option that makes them
-_OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
-# our arguments at a position that another library's losses use for a number
-_PLACES_OF_NUMBERS = {"extra_texts": "logit_scale", "queue": "logit_bias"}
-
+from lightning_ddp_losses.losses.tower_plan import (
+    Number,
+    TowerPlan,
+    TowerRows,
+    check_number,
+    check_pairs,
+    check_rows,
+    described,
+    kind_of_number,
+    number_as_tensor,
+)
 
 # ---------------------------------------------------------------------- products in tiles
 
@@ -185,10 +186,15 @@ class ColumnBlock:
     trained: bool = True
 
 
+def tile_shape(rows: int, entries: int) -> tuple[int, int]:
+    """Return the largest numbers of rows and columns of tiles of at most so many entries."""
+    height = max(1, min(rows, int(entries**0.5)))
+    return height, max(1, aligned_columns(entries // height))
+
+
 def tiles_of(rows: int, columns: int, entries: int) -> Iterator[tuple[slice, slice]]:
     """Yield rows and columns of tiles of at most so many entries. Nearly square, columns inside rows."""
-    height = max(1, min(rows, int(entries**0.5)))
-    width = max(1, aligned_columns(entries // height))
+    height, width = tile_shape(rows, entries)
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
@@ -205,11 +211,10 @@ class TowerCall:
     """One call: this rank's images, and the columns of all ranks block by block, all at once or a rank's at a time round a ring.
 
     Attributes:
+        plan: Rules of the call.
         form: How rows are multiplied (``products``).
-        tile_bytes: Most bytes of products at a time.
         text_counts: Rows of each rank that have a paired image.
         extra_counts: Rows of each rank that are only negatives.
-        column_counts: Columns of each rank: both.
         group: Process group.
         exchange: Handshake of the ranks in backward.
         images: This rank's.
@@ -217,17 +222,22 @@ class TowerCall:
         columns: Those of all ranks, the texts of all of them first. In a ring this rank's own.
         queue: Further negatives that every rank holds, without gradient. None: there are none.
         ring: This rank's rows of the second tower as they go round a ring. None: they do not.
-        prepare: Prepares rows that have arrived.
         trained: True if anything needs a gradient, on any rank.
         columns_trained: True if the second tower does.
         compiler: Compiles the functions of tiles. None: they are not compiled.
+        column_counts: Columns of each rank: both.
+        total: G.
+        width: M.
+        own_texts: This rank's texts among those with statistics on this rank.
+        splits: Whether gradients of tiles are split into two bf16 numbers.
+        tile_entries: Most products at a time.
+        is_one_tile: True if one tile has all products of this rank.
     """
 
+    plan: TowerPlan
     form: ProductForm
-    tile_bytes: int
     text_counts: Sequence[int]
     extra_counts: Sequence[int]
-    column_counts: Sequence[int]
     group: Group
     exchange: BackwardExchange
     images: Operand
@@ -235,32 +245,32 @@ class TowerCall:
     columns: Operand
     queue: Operand | None
     ring: TravellingRows | None
-    prepare: Callable[[Tensor], Operand]
     trained: bool
     columns_trained: bool
     compiler: TileCompiler | None
+    column_counts: Sequence[int] = field(init=False)
+    total: int = field(init=False)
+    width: int = field(init=False)
+    own_texts: slice = field(init=False)
+    splits: bool = field(init=False)
+    tile_entries: int = field(init=False)
+    is_one_tile: bool = field(init=False)
 
-    @property
-    def splits(self) -> bool:
-        """Whether gradients of tiles are split into two bf16 numbers."""
-        return splits(self.form, self.images.rows.device)
-
-    @property
-    def total(self) -> int:
-        """G."""
-        return sum(self.text_counts)
-
-    @property
-    def width(self) -> int:
-        """M."""
-        return sum(self.column_counts) + (0 if self.queue is None else len(self.queue.rows))
-
-    @property
-    def own_texts(self) -> slice:
-        """This rank's texts among those with statistics on this rank."""
+    def __post_init__(self) -> None:
+        self.column_counts = list(map(operator.add, self.text_counts, self.extra_counts))
+        self.total = sum(self.text_counts)
+        self.width = sum(self.column_counts)
+        if self.queue is not None:
+            self.width += self.queue.rows.shape[0]
         rank = process_groups.rank(self.group)
         first = sum(self.text_counts[:rank]) if self.ring is None else 0
-        return slice(first, first + self.text_counts[rank])
+        self.own_texts = slice(first, first + self.text_counts[rank])
+        self.splits = splits(self.form, self.images.rows.device)
+        rows = self.images.rows.shape[0]
+        self.tile_entries = self.plan.tile_bytes // self.plan.dtype.itemsize
+        height, width = tile_shape(rows, self.tile_entries)
+        is_one_block = self.ring is None and self.queue is None
+        self.is_one_tile = is_one_block and 0 < rows <= height and 0 < self.width <= width
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a tile, compiled if that is wanted."""
@@ -291,7 +301,7 @@ class TowerCall:
         of_rows, of_columns = images.factors, columns.factors
         scale_of_tiles = None if self.form == "float32" else scale
         buffer = scale.new_empty(0)
-        for rows, place in self._tiles_of(len(columns.rows), scale):
+        for rows, place in tiles_of(images.rows.shape[0], columns.rows.shape[0], self.tile_entries):
             left, right = images.rows[rows], columns.rows[place]
             if place.start == 0:  # neighbours share them
                 scaled = left if scale_of_tiles is not None else left * scale
@@ -307,16 +317,14 @@ class TowerCall:
             text_count = max(0, min(place.stop, block.text_count) - place.start)
             yield ProductTile(rows, place, text_count, factors, left, right), products
 
-    def tile_rows(self, scale: Tensor) -> int:
+    def tile_rows(self) -> int:
         """Return the number of rows of all tiles of the call together. A row counts in each of its tiles."""
-        widths = [len(self.columns.rows)] if self.ring is None else [*self.column_counts]
+        rows = self.images.rows.shape[0]
+        _, tile_width = tile_shape(rows, self.tile_entries)
+        widths = [self.columns.rows.shape[0]] if self.ring is None else [*self.column_counts]
         if self.queue is not None:
-            widths.append(len(self.queue.rows))
-        return sum(rows.stop - rows.start for width in widths for rows, _ in self._tiles_of(width, scale))
-
-    def _tiles_of(self, width: int, scale: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield rows and columns of the tiles of a block of so many columns."""
-        return tiles_of(len(self.images.rows), width, self.tile_bytes // scale.element_size())
+            widths.append(self.queue.rows.shape[0])
+        return rows * sum(math.ceil(width / tile_width) for width in widths)
 
     def _own(self, shift: int | None, rows: slice, columns: slice) -> OwnPairs | Tensor:
         """Return the own pairs of a tile. ``shift``: column of the first image's own text in the block."""
@@ -330,6 +338,10 @@ class TowerCall:
         high = max(low, min(rows.stop + shift, columns.stop))
         own_rows = slice(low - shift - rows.start, high - shift - rows.start)
         return OwnPairs(own_rows, slice(low - columns.start, high - columns.start))
+
+    def gathered_block(self, column_stats: Tensor | None = None) -> ColumnBlock:
+        """Return the columns of all ranks, which are here, with the numbers of their texts."""
+        return ColumnBlock(self.columns, self.total, self.own_texts.start, column_stats)
 
     def collect(
         self,
@@ -350,7 +362,7 @@ class TowerCall:
         Communication: none. In a ring W - 1 messages of columns to the next rank, and as many of results.
         """
         if self.ring is None:
-            found = visit(ColumnBlock(self.columns, self.total, self.own_texts.start, column_stats))
+            found = visit(self.gathered_block(column_stats))
         else:
             rows, own_rank = self.ring, process_groups.rank(self.group)
             message, sizes = self._message(rows, column_stats)
@@ -359,7 +371,8 @@ class TowerCall:
                 count, columns = self.column_counts[source], self.own
                 size, first_own = rows.num_bytes(source, count), 0 if source == own_rank else None
                 if first_own is None:
-                    columns = self.prepare(rows.expanded(source, rows.rows_in(received[:size], source, count)))
+                    arrived = rows.expanded(source, rows.rows_in(received[:size], source, count))
+                    columns = self.plan.operand(arrived, self.form)
                 stats = None if column_stats is None else received[aligned(size) :].view(column_stats.dtype)
                 return visit(ColumnBlock(columns, self.text_counts[source], first_own, stats))
 
@@ -476,9 +489,15 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         self.set_group(group, title, name)
         self._upstream_grads = UpstreamGradWatch()
         self._weights = WeightFingerprints(wanted=check_weights)
+        self._plans: Plans[TowerPlan] = Plans()
         self.logit_scale: nn.Parameter | None = None
         if init_temperature is not None:
             self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / init_temperature)))
+
+    @property
+    def compile_tiles(self) -> bool:
+        """Whether tiles are compiled."""
+        return self._compiler is not None
 
     @eager_recursive
     def forward(
@@ -500,124 +519,179 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             logit_scale: One number (0-dim, the same on every rank) in place of the loss's own scale. Its exponential is taken
                 already, as open_clip's losses expect it. It is not clamped, and gets its gradient.
         """
-        return self._checked_call((images, texts, extra_texts, queue), {"logit_scale": logit_scale})
+        rows = TowerRows(images, texts, extra_texts, queue)
+        return self._checked_call(rows, {"logit_scale": logit_scale})
 
-    def _checked_call(
-        self, rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None], numbers: dict[str, Tensor | float | None]
-    ) -> Tensor:
+    def _checked_call(self, rows: TowerRows, numbers: dict[str, Number]) -> Tensor:
         """Compute the global loss, or raise one error on every rank.
 
         Args:
-            rows: Images, texts, extra texts, queue.
+            rows: Rows of this rank.
             numbers: The caller's numbers in place of the loss's own parameters, by their names.
         """
         title = type(self).__name__
         with handshake.raising_on_all_ranks(title, group=self._group):
             inputs.refuse_capture(title)
-            self._check_rows(*rows)
-            given = {name: self._given_number(name, number, rows[0]) for name, number in numbers.items()}
-            form = choose_form(title, self.products, [tensor for tensor in rows if tensor is not None])
-            # parameters of float64 make all of it float64
-            tensors = precision.CallTensors.of(self, (rows, given), {})
-            dtype = precision.compute_dtype([*tensors.parameters, *tensors.given])
-            if dtype == torch.float64:
-                form = "float32"
-            must_match = {
-                "which": self._instance,
-                "gather": self.gather,
-                "options": self.extra_repr(),
-                **{name: _kind_of_number(number) for name, number in numbers.items()},
-                "weights": self._weights.take(self.parameters(), self._group),
-                "queue": "none" if rows[3] is None else _described(rows[3]),
-                "coefficient of the last backward": self._upstream_grads.take(),
-            }
-            if self._compiler is not None:
-                must_match["compile_tiles"] = True
-            # rows are not cast: those of bfloat16 are multiplied as they are
-            forward = partial(self._forward, rows, form, dtype, must_match)
-            value: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
+            # 1. the rules of calls like this one
+            parameters = precision.parameters_of(self)
+            plan = self._plan_of(rows, numbers, parameters)
+            # 2. values of this call
+            given = {name: number_as_tensor(number, rows.images) for name, number in numbers.items()}
+            must_match = self._take_must_match(plan, rows, numbers, parameters)
+            # 3. the rows of all ranks, and the loss
+            value = self._in_full_precision(plan, rows, must_match, given)
         remember_global_value(value, title)
         watched: Tensor = self._upstream_grads.watch(value, group=self._group)
         return watched
 
-    def _forward(
-        self,
-        rows: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-        form: ProductForm,
-        dtype: torch.dtype,
-        must_match: dict[str, object],
-        given: dict[str, Tensor | None],
-    ) -> Tensor:
-        images, texts, extra, queue = rows
-        second_tower = {"texts": texts} if extra is None else {"texts": texts, "extra_texts": extra}
-        own_rows = concatenated(list(second_tower.values()))
-
-        def prepare(rows: Tensor) -> Operand:
-            return Operand.prepare(rows if form == "bf16" else rows.to(dtype), form, normalize=self.normalize)
-
-        # 1. each image's product with its own text, which rows and columns are compared with
-        in_ring, paired = self.gather == "ring", list[Tensor]()
-        own = prepare(own_rows)
-        prepared_images = prepare(images)
-        if self.compares_with_own_pair:
-            paired = [_paired((images, texts), (prepared_images, own.part(slice(0, len(texts)))), dtype)]
-        # 2. all texts. In a ring only how many there are on each rank
-        trained = [images, own_rows, *self.parameters(), *given.values()]
-        is_trained = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-        flags = bytes([is_trained, torch.is_grad_enabled() and own_rows.requires_grad, form == "bf16"])
-        sent = {name: _to_travel(tensor, dtype) for name, tensor in second_tower.items()}
-        narrow = {name: NarrowRows(tensor.detach(), lambda rows: rows) for name, tensor in second_tower.items()}
-        counted = [*sent] if in_ring else []
-        if paired and not in_ring:
-            sent["products with their own text"] = paired[0]
+    def _plan_of(self, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
+        """Return the rules of a call, and refuse arguments that cannot work."""
         title = type(self).__name__
-        batch = gather_batch(title, sent, must_match, extra=flags, counted=counted, narrow=narrow, group=self._group)
-        del sent, narrow  # copies in the dtype of the computation
-        text_counts = batch.counts[0]
-        extra_counts = batch.counts[1] if extra is not None else [0] * len(text_counts)
-        if sum(text_counts) == 0:
-            raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
-        any_trained, columns_trained = (any(flag[place] for flag in batch.extras) for place in range(2))
-        if form == "bf16" and not all(flag[2] for flag in batch.extras):  # float32 rows of another rank
-            form = "float32"
-            own, prepared_images = prepare(own_rows), prepare(images)
-        warn_of_tf32(title, form, prepared_images.rows)
-        # 3. the columns: gathered, or this rank's own
-        column_counts = [sum(rows) for rows in zip(text_counts, extra_counts, strict=True)]
-        columns, ring = own, None
-        if in_ring and len(text_counts) > 1:
-            travelling = NarrowRows(own_rows.detach(), lambda rows: rows)
-            wide = _to_travel(own_rows, dtype)
-            ring = TravellingRows(wide, travelling, batch.narrow_dtypes[0])
-        elif len(text_counts) > 1:
-            columns = prepare(concatenated(batch.tensors[: len(second_tower)]))
-            paired = batch.tensors[len(second_tower) :]
-        tile_bytes = TOWER_BYTES if self._compiler is None else DEVICE_BYTES
-        call = TowerCall(
-            form,
-            self.tile_bytes or tile_budget(images.device, _HOST_TILE_BYTES, tile_bytes),
-            text_counts,
-            extra_counts,
-            column_counts,
-            self._group,
-            BackwardExchange(title, self._group),
-            prepared_images,
-            own,
-            columns,
-            None if queue is None else prepare(queue),
-            ring,
-            prepare,
-            any_trained,
-            columns_trained,
-            self._compiler,
+        kinds = [*map(kind_of, rows), *map(kind_of, parameters), *map(kind_of_number, numbers.values())]
+        options = (
+            self.products,
+            self.gather,
+            self.normalize,
+            self.tile_bytes,
+            self._compiler is None,
+            self.logit_scale is None,
         )
-        # 4. the loss. Every rank takes part in a backward that any rank needs
-        images = autograd_graph.match_requires_grad(images, any_trained)
-        own_rows = autograd_graph.match_requires_grad(own_rows, columns_trained)
+        signature = *kinds, *options, state_of_torch()
+        plan = self._plans.get(signature)
+        if plan is not None:
+            check_pairs(title, rows)
+            return plan
+        check_rows(title, rows, numbers, parameters)
+        for name, number in numbers.items():
+            check_number(title, name, number, getattr(self, name))
+        return self._plans.keep(signature, TowerPlan.of(self, rows, numbers, parameters))
+
+    def _take_must_match(
+        self, plan: TowerPlan, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]
+    ) -> dict[str, object]:
+        """Return values that must be equal on all ranks, and take the notes of the last backward."""
+        must_match: dict[str, object] = {"which": self._instance, **dict(plan.must_match)}
+        must_match["options"] = self.extra_repr()
+        for name, number in numbers.items():
+            # a tensor's value would wait for the device
+            must_match.setdefault(name, number)
+        if rows.queue is not None:
+            must_match["queue"] = described(rows.queue)
+        must_match["weights"] = self._weights.take(parameters, self._group)
+        must_match["coefficient of the last backward"] = self._upstream_grads.take()
+        return must_match
+
+    def _in_full_precision(
+        self, plan: TowerPlan, rows: TowerRows, must_match: dict[str, object], given: dict[str, Tensor | None]
+    ) -> Tensor:
+        """Compute the global loss with autocast off, with every trainable parameter in its graph."""
+        if not plan.is_full:
+            # rows are not cast: rows of bfloat16 are multiplied unchanged
+            forward = partial(self._forward, plan, rows, must_match)
+            tensors = precision.CallTensors.of(self, (rows, given), {})
+            result: Tensor = autograd_graph.run_full_precision(self, forward, (given,), {}, tensors=tensors)
+            return result
+        value = self._forward(plan, rows, must_match, given)
+        if plan.unreached:
+            parameters = dict(self.named_parameters())
+            unreached = [parameters[name] for name in plan.unreached]
+            value = autograd_graph.attach_zero_grad(value, unreached, list(rows.by_name().values()))
+        return value
+
+    def _forward(
+        self, plan: TowerPlan, rows: TowerRows, must_match: dict[str, object], given: dict[str, Tensor | None]
+    ) -> Tensor:
+        # 1. this rank's rows in the form of products
+        own_rows = rows.texts if rows.extra is None else torch.cat([rows.texts, rows.extra])
+        images = plan.operand(rows.images, plan.form)
+        own = plan.operand(own_rows, plan.form)
+        paired = [_paired(rows, images, own, plan.dtype)] if self.compares_with_own_pair else []
+        # 2. the second tower of all ranks. In a ring only its numbers of rows
+        batch = self._gather(plan, rows, paired, must_match)
+        if not plan.in_ring and paired:
+            paired = batch.tensors[-1:]
+        call = self._tower_call(plan, rows, own_rows, images, own, batch)
+        # 3. every rank takes part in a backward that any rank needs
+        trained_images = autograd_graph.match_requires_grad(rows.images, call.trained)
+        trained_rows = autograd_graph.match_requires_grad(own_rows, call.columns_trained)
+        # 4. the loss
         numbers = [self._number(name, number) for name, number in given.items()]
         if self._compiler is not None:
             self._rehearse(self._compiler, call, numbers)
-        return self._evaluate(call, images, own_rows, *paired, *numbers)
+        return self._evaluate(call, trained_images, trained_rows, *paired, *numbers)
+
+    def _gather(
+        self, plan: TowerPlan, rows: TowerRows, paired: list[Tensor], must_match: dict[str, object]
+    ) -> GatheredBatch:
+        """Return the second tower of all ranks, and the product of each text with its own image if this rank's are given."""
+        second_tower = {"texts": rows.texts}
+        if rows.extra is not None:
+            second_tower["extra_texts"] = rows.extra
+        sent, narrow = {}, {}
+        for name, tensor in second_tower.items():
+            sent[name] = _to_travel(tensor, plan.dtype)
+            narrow[name] = NarrowRows(tensor.detach(), _unchanged)
+        counted = list(sent) if plan.in_ring else []
+        if paired and not plan.in_ring:
+            sent[_PAIRED] = paired[0]
+        return gather_batch(
+            type(self).__name__,
+            sent,
+            must_match,
+            extra=plan.flags,
+            counted=counted,
+            narrow=narrow,
+            group=self._group,
+        )
+
+    def _tower_call(
+        self,
+        plan: TowerPlan,
+        rows: TowerRows,
+        own_rows: Tensor,
+        images: Operand,
+        own: Operand,
+        batch: GatheredBatch,
+    ) -> TowerCall:
+        """Return the call: its columns, and how they are multiplied."""
+        title = type(self).__name__
+        text_counts = batch.counts[0]
+        world_size = len(text_counts)
+        extra_counts = batch.counts[1] if rows.extra is not None else [0] * world_size
+        if sum(text_counts) == 0:
+            raise InputError(f"{title}: rows", expected="at least one on some rank", got="none", collective=True)
+        trained, columns_trained, all_bf16 = _joined_flags(batch.extras)
+        form = plan.form
+        if form == "bf16" and not all_bf16:  # float32 rows of another rank
+            form = "float32"
+            images, own = plan.operand(rows.images, form), plan.operand(own_rows, form)
+        warn_of_tf32(title, form, images.rows)
+        # the columns: gathered, or this rank's own
+        columns = own
+        ring = queue = None
+        if plan.in_ring and world_size > 1:
+            wide = _to_travel(own_rows, plan.dtype)
+            ring = TravellingRows(wide, NarrowRows(own_rows.detach(), _unchanged), batch.narrow_dtypes[0])
+        elif world_size > 1:
+            columns = plan.operand(concatenated(batch.tensors[: 1 if rows.extra is None else 2]), form)
+        if rows.queue is not None:
+            queue = plan.operand(rows.queue, form)
+        return TowerCall(
+            plan,
+            form,
+            text_counts,
+            extra_counts,
+            self._group,
+            BackwardExchange(title, self._group),
+            images,
+            own,
+            columns,
+            queue,
+            ring,
+            trained,
+            columns_trained,
+            self._compiler,
+        )
 
     def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
         """Compute the global loss.
@@ -632,7 +706,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _rehearse(self, compiler: TileCompiler, call: TowerCall, numbers: list[Tensor]) -> None:
         """Let the ranks compile together the functions of forward and backward."""
         like = call.images.rows.new_empty(0, dtype=numbers[0].dtype)
-        kind = (str(like.dtype), like.device.type, call.form, call.splits, self.normalize, call.trained)
+        kind = (str(like.dtype), like.device.type, call.form, call.splits, call.plan.normalize, call.trained)
 
         def rehearsal(run: Callable[..., Any]) -> None:
             # a tile that takes the same branches
@@ -641,7 +715,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             of_rows = of_columns = scale = None
             if call.form == "bf16":
                 scale = products.new_ones(())
-                if self.normalize:
+                if call.plan.normalize:
                     of_rows, of_columns = products.new_ones(rows), products.new_ones(columns)
             own = torch.arange(rows, device=like.device).unsqueeze(1)
             self._rehearse_tile(run, products, Factors(scale, of_rows, of_columns, own), call)
@@ -664,59 +738,18 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             own = own.clamp(max=math.log(self.max_scale))
         return own.exp()
 
-    # ------------------------------------------------------------------ refused inputs
 
-    def _check_rows(self, images: Tensor, texts: Tensor, extra: Tensor | None, queue: Tensor | None) -> None:
-        title, optional = type(self).__name__, {"extra_texts": extra, "queue": queue}
-        given = {"images": images, "texts": texts, **{name: t for name, t in optional.items() if t is not None}}
-        for name, tensor in given.items():
-            if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
-                fix, number = None, _PLACES_OF_NUMBERS.get(name)
-                if number is not None and (not isinstance(tensor, Tensor) or tensor.numel() == 1):
-                    fix = "Further negatives have this place."
-                    if hasattr(self, number):
-                        fix += f" A number of your own goes by name: `loss(images, texts, {number}=...)`."
-                raise InputError(f"{title}: {name}", expected="floating (n, D)", got=_described(tensor), fix=fix)
-            if tensor.shape[1] != images.shape[1]:
-                raise InputError(
-                    f"{title}: {name}",
-                    expected=f"{images.shape[1]} columns, as the images have",
-                    got=tensor.shape[1],
-                    fix="Project both towers to one embedding size.",
-                )
-        inputs.check_devices(title, given, self.parameters())
-        if len(images) != len(texts):
-            raise InputError(
-                f"{title}: rows",
-                expected="as many texts as images",
-                got=f"{len(images)} images, {len(texts)} texts",
-                fix="Row i of one tower belongs to row i of the other; more negatives go to extra_texts.",
-            )
-
-    def _given_number(self, name: str, number: Tensor | float | None, images: Tensor) -> Tensor | None:
-        """Check one number that the caller gives in place of an own parameter. Return it as a 0-dim tensor."""
-        title = f"{type(self).__name__}: {name}"
-        if number is None:
-            if getattr(self, name) is None:
-                fix = f"Give `{name}=` in the call, or make the loss without `{_OPTION_OF[name]}=None`."
-                raise InputError(title, expected="one number, since the loss has none of its own", got=None, fix=fix)
-            return None
-        if isinstance(number, (int, float)) and not isinstance(number, bool):
-            return torch.full((), number, dtype=precision.compute_dtype([images]), device=images.device)
-        if not isinstance(number, Tensor) or number.numel() != 1 or not number.is_floating_point():
-            raise InputError(title, expected="one number, 0-dim", got=_described(number))
-        return number.reshape(()).to(images.device)
+_PAIRED = "products with their own text"  # name of these numbers in the gather
 
 
-def _described(value: object) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+def _joined_flags(flags_of_ranks: Sequence[bytes]) -> tuple[bool, bool, bool]:
+    """Return whether any rank trains anything, whether any trains its second tower, and whether all multiply in bf16."""
+    trained, columns_trained, bf16 = zip(*flags_of_ranks, strict=True)
+    return any(trained), any(columns_trained), all(bf16)
 
 
-def _kind_of_number(number: Tensor | float | None) -> object:
-    """Return the part of a number that ranks compare: the value of a plain number, not of a tensor, which would wait for the device."""
-    if number is None:
-        return "its own"
-    return "a tensor" if isinstance(number, Tensor) else number
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
 
 
 def concatenated(parts: list[Tensor]) -> Tensor:
@@ -731,20 +764,23 @@ def _to_travel(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.detach().to(dtype)
 
 
-def _paired(rows: tuple[Tensor, Tensor], operands: tuple[Operand, Operand], dtype: torch.dtype) -> Tensor:
+def _paired(rows: TowerRows, images: Operand, own: Operand, dtype: torch.dtype) -> Tensor:
     """Return the product (B,) of each image with its own text, in the dtype of the computation.
 
     Args:
-        rows: (B, D) images and texts as the caller gave them, which are not rounded here.
-        operands: The same as they are multiplied. Used if they are divided by their lengths already.
+        rows: Rows as the caller gave them, which are not rounded here.
+        images: The images as they are multiplied. Used if they are divided by their lengths already.
+        own: Rows of the second tower as they are multiplied, texts first.
         dtype: Dtype of the computation.
     """
-    if operands[0].rows.dtype != torch.bfloat16:
-        rows = operands[0].rows, operands[1].rows
-    products = torch.empty(len(rows[0]), dtype=dtype, device=rows[0].device)
-    for part in pieces_of(rows[0]):
-        products[part] = dot_rows(rows[0][part].detach(), rows[1][part].detach())
-    for operand in operands:
-        if operand.factors is not None:
-            products.mul_(operand.factors)
+    count = rows.images.shape[0]
+    left, right = rows.images.detach(), rows.texts.detach()
+    if images.rows.dtype != torch.bfloat16:
+        left, right = images.rows, own.rows[:count]
+    products = torch.empty(count, dtype=dtype, device=left.device)
+    for part in pieces_of(left):
+        products[part] = dot_rows(left[part], right[part])
+    for factors in (images.factors, own.factors):
+        if factors is not None:
+            products.mul_(factors[:count])
     return products

@@ -1,0 +1,238 @@
+"""The plan of a two-tower loss's call, and what it refuses: rules that follow from kinds of arguments, parameters and options alone.
+
+Legend: ``B`` rows on this rank, ``D`` embedding size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.call_plans import kind_of
+from lightning_ddp_losses.losses.products import (
+    DEVICE_BYTES,
+    TOWER_BYTES,
+    Operand,
+    ProductForm,
+    choose_form,
+    tile_budget,
+)
+
+_HOST_TILE_BYTES = 2 << 20
+
+Number = Tensor | float | None
+
+# own parameters that the caller may give instead, and the option that makes them
+_OPTION_OF = {"logit_scale": "init_temperature", "logit_bias": "init_bias"}
+# our arguments at a position that another library's losses use for a number
+_PLACES_OF_NUMBERS = {"extra_texts": "logit_scale", "queue": "logit_bias"}
+
+
+class TowerRows(NamedTuple):
+    """The rows of a call on this rank, as the caller gave them.
+
+    Attributes:
+        images: (B, D), the first tower.
+        texts: (B, D), the second tower.
+        extra: (m, D), further negatives. None: there are none.
+        queue: (q, D), negatives that every rank holds. None: there are none.
+    """
+
+    images: Tensor
+    texts: Tensor
+    extra: Tensor | None
+    queue: Tensor | None
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return those that are given, by the names of the arguments."""
+        named = {"images": self.images, "texts": self.texts, "extra_texts": self.extra, "queue": self.queue}
+        return {name: rows for name, rows in named.items() if rows is not None}
+
+
+@dataclass(frozen=True)
+class TowerPlan:
+    """Rules for the calls of one signature.
+
+    Attributes:
+        dtype: Dtype of the computation.
+        form: How rows are multiplied, if all ranks have rows of the same kind.
+        normalize: Rows are divided by their lengths.
+        tile_bytes: Most bytes of products at a time.
+        in_ring: The second tower goes round a ring.
+        is_full: The call computes in ``dtype`` already: no context has to be entered, and no number cast.
+        flags: Whether this rank trains anything, and the second tower, and whether it multiplies in bf16. The ranks exchange them.
+        unreached: Names of trainable parameters that backward does not reach, since the caller gives numbers in their place.
+        must_match: Values that must be equal on all ranks, as text, by name.
+    """
+
+    dtype: torch.dtype
+    form: ProductForm
+    normalize: bool
+    tile_bytes: int
+    in_ring: bool
+    is_full: bool
+    flags: bytes
+    unreached: tuple[str, ...]
+    must_match: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, module: Any, rows: TowerRows, numbers: Mapping[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
+        """Make the plan of a call whose arguments are checked.
+
+        Args:
+            module: The loss.
+            rows: Rows of this rank.
+            numbers: The caller's numbers in place of the loss's own parameters, by their names.
+            parameters: Those of the loss.
+
+        Raises:
+            ConfigurationError: for products that the device does not have.
+        """
+        given = rows.by_name()
+        form = choose_form(type(module).__name__, module.products, list(given.values()))
+        of_caller = [number_as_tensor(number, rows.images) for number in numbers.values()]
+        given_numbers = [number for number in of_caller if number is not None]
+        # parameters of float64 make all of it float64
+        dtype = precision.compute_dtype([*parameters, *given.values(), *given_numbers])
+        if dtype == torch.float64:
+            form = "float32"
+        # rows are not cast: rows of bfloat16 are multiplied unchanged
+        computed = [*parameters, *given_numbers]
+        is_full = (
+            not compat.is_any_autocast_on()
+            and precision.is_full(dtype, [], computed)
+            and not precision.narrow_buffers(precision.modules_of(module), dtype)
+        )
+        tile_bytes = module.tile_bytes
+        if tile_bytes is None:
+            device_bytes = DEVICE_BYTES if module.compile_tiles else TOWER_BYTES
+            tile_bytes = tile_budget(rows.images.device, _HOST_TILE_BYTES, device_bytes)
+        records_graph = torch.is_grad_enabled()
+        second_tower = [tensor for name, tensor in given.items() if name in ("texts", "extra_texts")]
+        trains_columns = records_graph and any(tensor.requires_grad for tensor in second_tower)
+        trains = records_graph and any(tensor.requires_grad for tensor in (rows.images, *computed))
+        flags = bytes([trains or trains_columns, trains_columns, form == "bf16"])
+        unreached = []
+        if records_graph:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and (name not in numbers or numbers[name] is not None):
+                    unreached.append(name)
+        must_match = {"gather": module.gather}
+        for name, number in numbers.items():
+            if number is None or isinstance(number, Tensor):
+                must_match[name] = "its own" if number is None else "a tensor"
+        if rows.queue is None:
+            must_match["queue"] = "none"
+        if module.compile_tiles:
+            must_match["compile_tiles"] = "True"
+        return cls(
+            dtype,
+            form,
+            module.normalize,
+            tile_bytes,
+            module.gather == "ring",
+            is_full,
+            flags,
+            tuple(unreached),
+            tuple(must_match.items()),
+        )
+
+    def operand(self, rows: Tensor, form: ProductForm) -> Operand:
+        """Prepare rows for products of a form."""
+        if form != "bf16":
+            rows = rows.to(self.dtype)
+        return Operand.prepare(rows, form, normalize=self.normalize)
+
+
+def kind_of_number(number: Number) -> Any:
+    """Return the kind of a number in the signature of a call."""
+    if isinstance(number, Tensor):
+        return number.shape, kind_of(number)
+    return type(number)
+
+
+def check_rows(title: str, rows: TowerRows, numbers: Mapping[str, Number], parameters: Sequence[Tensor]) -> None:
+    """Refuse towers that do not fit together, or lie on another device than the loss.
+
+    Raises:
+        InputError: naming the argument.
+    """
+    images = rows.images
+    given = {"images": images, "texts": rows.texts, **rows.by_name()}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) or tensor.ndim != 2 or not tensor.is_floating_point():
+            fix = None
+            number = _PLACES_OF_NUMBERS.get(name)
+            if number is not None and (not isinstance(tensor, Tensor) or tensor.numel() == 1):
+                fix = "Further negatives have this place."
+                if number in numbers:
+                    fix += f" A number of your own goes by name: `loss(images, texts, {number}=...)`."
+            raise InputError(f"{title}: {name}", expected="floating (n, D)", got=described(tensor), fix=fix)
+        if tensor.shape[1] != images.shape[1]:
+            raise InputError(
+                f"{title}: {name}",
+                expected=f"{images.shape[1]} columns, as the images have",
+                got=tensor.shape[1],
+                fix="Project both towers to one embedding size.",
+            )
+    inputs.check_devices(title, given, parameters)
+    check_pairs(title, rows)
+
+
+def check_pairs(title: str, rows: TowerRows) -> None:
+    """Refuse towers of different numbers of rows.
+
+    Raises:
+        InputError: naming both numbers.
+    """
+    if rows.images.shape[0] != rows.texts.shape[0]:
+        raise InputError(
+            f"{title}: rows",
+            expected="as many texts as images",
+            got=f"{len(rows.images)} images, {len(rows.texts)} texts",
+            fix="Row i of one tower belongs to row i of the other; more negatives go to extra_texts.",
+        )
+
+
+def check_number(title: str, name: str, number: Number, own: Tensor | None) -> None:
+    """Refuse what is no number, or a missing one.
+
+    Args:
+        title: Name of the loss in messages.
+        name: Name of the number.
+        number: The caller's, in place of the loss's own. None: the loss's own counts.
+        own: Parameter of the loss. None: it has none.
+
+    Raises:
+        InputError: naming the number.
+    """
+    title = f"{title}: {name}"
+    if number is None:
+        if own is None:
+            fix = f"Give `{name}=` in the call, or make the loss without `{_OPTION_OF[name]}=None`."
+            raise InputError(title, expected="one number, since the loss has none of its own", got=None, fix=fix)
+        return
+    if isinstance(number, (int, float)) and not isinstance(number, bool):
+        return
+    if not isinstance(number, Tensor) or number.numel() != 1 or not number.is_floating_point():
+        raise InputError(title, expected="one number, 0-dim", got=described(number))
+
+
+def number_as_tensor(number: Number, images: Tensor) -> Tensor | None:
+    """Return a number of the caller as a 0-dim tensor on the device of the rows. None: the loss's own counts."""
+    if number is None:
+        return None
+    if isinstance(number, Tensor):
+        return number.reshape(()).to(images.device)
+    return torch.full((), number, dtype=precision.compute_dtype([images]), device=images.device)
+
+
+def described(value: object) -> str:
+    """Return shape and dtype of a tensor, or the type of another value, for a message."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
