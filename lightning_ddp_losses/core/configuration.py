@@ -64,6 +64,7 @@ class Configuration:
 
     Attributes:
         walks: Number of walks: as long as it stays, nothing has changed.
+        unread: Paths of the attributes that cannot be read, and are not compared.
     """
 
     def __init__(self) -> None:
@@ -72,6 +73,7 @@ class Configuration:
         self._digest = ""
         self._snapshot = _Snapshot()
         self.walks = 0
+        self.unread: tuple[str, ...] = ()
 
     @property
     def is_read(self) -> bool:
@@ -109,7 +111,9 @@ class Configuration:
             self._walk(module)
 
     def _walk(self, module: nn.Module) -> dict[AttributeKey, Any]:
-        values = dict(_values_of(module))
+        found = dict(_values_of(module))
+        values = {key: value for key, value in found.items() if value is not _UNREAD}
+        self.unread = tuple(".".join(filter(None, key)) for key in found.keys() - values.keys())
         self._last, self._snapshot = values, _Snapshot(module, values)
         self.walks += 1
         return values
@@ -190,12 +194,12 @@ def _hash(data: bytes) -> str:
 
 
 def _values_of(root: nn.Module) -> Iterator[tuple[AttributeKey, Any]]:
-    """Yield the values of a module and of all modules inside it, each once."""
+    """Yield the values of a module and of all modules inside it, each once. Those that cannot be read are ``_UNREAD``."""
     for path, module in root.named_modules():
         yield (path, ""), _Name(type(module).__name__)
         for name, value in vars(module).items():
-            if _may_be_option(module, name) and (read := _read(value)) is not _UNREAD:
-                yield (path, name), read
+            if _may_be_option(module, name):
+                yield (path, name), _read(value)
         for name, parameter in compat.parameter_slots(module).items():
             if parameter is not None and not is_lazy(parameter):
                 yield (path, name), _Shape(parameter.shape)

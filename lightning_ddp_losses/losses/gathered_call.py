@@ -124,6 +124,12 @@ def refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> Non
         raise InputError(f"{title}: {name}", expected="an integer per row (torch.int64)", got=got, fix=fix)
 
 
+def has_label_rows(given: Mapping[str, Any]) -> bool:
+    """Return whether labels have several columns. Whether they are one-hot rows depends on their values."""
+    labels = (given.get("labels"), given.get("ref_labels"))
+    return any(isinstance(each, Tensor) and each.ndim == 2 for each in labels)
+
+
 def _is_one_hot(rows: Tensor) -> bool:
     """Return whether each row is a single 1 among zeros."""
     are_flags = bool(((rows == 0) | (rows == 1)).all())

@@ -45,7 +45,7 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
-from lightning_ddp_losses.losses.loss_plan import CallPlan, LossPlan, LossPlans, exact_modes
+from lightning_ddp_losses.losses.loss_plan import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, choose_form
@@ -211,7 +211,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if self._plans.configuration.is_read:
             return self._current_rules()
         # what ranks compare is read by their first call, and not where one of them looks
-        return LossPlan.of(self.loss, self.backward, Configuration().read(self.loss))
+        configuration = Configuration()
+        text = configuration.read(self.loss)
+        return LossPlan.of(self.loss, self.backward, text, configuration.unread)
 
     @eager_recursive
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -291,7 +293,6 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         devices = {tensor.device.type for tensor in tensors}
         is_full = precision.is_full(dtype, devices, (*parameters, *tensors))
         rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
-        labels = [given.get("labels"), given.get("ref_labels")]
         return CallPlan(
             mode=mode,
             names=names,
@@ -299,7 +300,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             is_cast=not is_full or bool(precision.narrow_buffers(precision.modules_of(self), dtype)),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
-            has_label_rows=any(isinstance(each, Tensor) and each.ndim == 2 for each in labels),
+            has_label_rows=gathered_call.has_label_rows(given),
         )
 
     def _check_values(
@@ -554,38 +555,60 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self.set_group(group, self._title, name)
         self._seeds = SeedCounter()
         self._configuration = Configuration()
-        self._layouts: Plans[BatchLayout] = Plans()
+        self._plans: Plans[MinerPlan] = Plans()
+        self._walks = 0  # of the configuration, when the plans were made
 
     @eager_recursive
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> GlobalTuples:
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
-        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
-            rules = ArgumentRules.of(self.miner, names)
-            given = gathered_call.by_name(self._title, self.miner, rules, args, kwargs)
-            inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
-            mine = partial(self._mine, precision.narrow_dtype(given.values()))
+            configuration = self._configuration.read(self.miner)
+            if self._walks != self._configuration.walks:
+                self._plans.clear()
+                self._walks = self._configuration.walks
+            parameters, buffers = self._configuration.weights()
+            signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers])
+            plan = self._plans.get(signature)
+            if plan is None:
+                plan = self._plan_call(args, kwargs, tensors)
+                self._plans.add(signature, plan)
+            if plan.has_label_rows:
+                gathered_call.by_name(self._title, self.miner, plan.arguments, args, kwargs)
+            by_place = zip(plan.names, (*args, *kwargs.values()), strict=True)
+            given = {name: value for name, value in by_place if value is not None}
+            must_match = {"which": self._instance, "configuration": configuration}
+            mine = partial(self._mine, plan, must_match)
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
 
-    def _mine(self, given_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
-        configuration = self._configuration.read(self.miner)
-        batches, facts = CallBatches.of(self.miner, given), pml_registry.facts_of(self.miner)
-        signature, _ = Signature.of((), given)
-        layout = self._layouts.get(signature)
-        if layout is None:
-            layout = BatchLayout.of(self._title, batches.tensors)
-            self._layouts.add(signature, layout)
+    def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> MinerPlan:
+        """Refuse what no call of this signature may be, and decide what all of them have in common."""
+        names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
+        rules = ArgumentRules.of(self.miner, names)
+        given = gathered_call.by_name(self._title, self.miner, rules, args, kwargs)
+        inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
+        return MinerPlan(
+            arguments=rules,
+            names=(*rules.names[: len(args)], *kwargs),
+            facts=pml_registry.facts_of(self.miner),
+            narrow_dtype=precision.narrow_dtype(tensors),
+            has_label_rows=gathered_call.has_label_rows(given),
+        )
+
+    def _mine(self, plan: MinerPlan, must_match: dict[str, object], /, **given: Any) -> GlobalTuples:
+        batches = CallBatches.of(self.miner, given)
+        if plan.layout is None:
+            plan.layout = BatchLayout.of(self._title, batches.tensors)
         gathered = gather_batch(
-            layout,
+            plan.layout,
             batches.tensors,
-            {"which": self._instance, "configuration": configuration},
+            must_match,
             extra=self._seeds.next(),
-            given_dtype=given_dtype,
+            given_dtype=plan.narrow_dtype,
             group=self._group,
         )
-        call = PMLCall(self.miner, facts, given, batches, gathered, process_groups.rank(self._group))
+        call = PMLCall(self.miner, plan.facts, given, batches, gathered, process_groups.rank(self._group))
         try:
             with same_draws(call.seed, call.batches):
                 tuples = self.miner(**call.arguments)

@@ -51,6 +51,7 @@ class LossPlan:
         splits_pairs: True if the pairs that a miner names may be divided among the ranks.
         draws: True if it may draw random numbers.
         configuration: Its options, which ranks compare.
+        unread: Paths of its attributes that cannot be read. Ranks compare them only by the value of the loss, in ``replicated``.
     """
 
     modes: tuple[Mode, ...]
@@ -65,9 +66,10 @@ class LossPlan:
     splits_pairs: bool
     draws: bool
     configuration: str = field(compare=False)
+    unread: tuple[str, ...] = field(compare=False)
 
     @classmethod
-    def of(cls, loss: nn.Module, backward: str, configuration: str) -> LossPlan:
+    def of(cls, loss: nn.Module, backward: str, configuration: str, unread: tuple[str, ...]) -> LossPlan:
         """Make the plan of a loss as it is configured now."""
         labelled, facts, is_pml = labelled_loss(loss), facts_of(loss), is_pml_loss(loss)
         return cls(
@@ -84,6 +86,7 @@ class LossPlan:
             splits_pairs=is_pml and not pml_registry.has_per_anchor(getattr(labelled, "reducer", None)),
             draws=pml_registry.may_draw(labelled),
             configuration=configuration,
+            unread=unread,
         )
 
     def __str__(self) -> str:
@@ -95,7 +98,10 @@ class LossPlan:
             if self.tiles is not None:
                 tiles = f"in tiles{' of a symmetric matrix' if self.tiles.symmetric else ''}"
             lines.append(f"    {tiles}; up to {self.inner_facts.few_rows} rows over all ranks: replicated")
-        return "\n".join([*lines, f"sent: {sent}", f"compared: {self.configuration}"])
+        lines += [f"sent: {sent}", f"compared: {self.configuration}"]
+        if self.unread:
+            lines.append(f"not read: {', '.join(sorted(self.unread))}")
+        return "\n".join(lines)
 
 
 @dataclass
@@ -125,6 +131,27 @@ class CallPlan:
     sums: Agreement | None = None
 
 
+@dataclass
+class MinerPlan:
+    """Rules for the calls of one miner with one signature.
+
+    Attributes:
+        arguments: What its arguments may be.
+        names: Names of the arguments, in order.
+        facts: Facts of its class.
+        narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
+        has_label_rows: True if labels have several columns.
+        layout: Layout of the rows that are gathered. None: no call has gathered yet.
+    """
+
+    arguments: ArgumentRules
+    names: tuple[str, ...]
+    facts: LossFacts
+    narrow_dtype: torch.dtype | None
+    has_label_rows: bool
+    layout: BatchLayout | None = None
+
+
 class LossPlans:
     """The plans of a loss: one for all of its calls, and one for each signature of a call.
 
@@ -148,7 +175,7 @@ class LossPlans:
         configuration = self.configuration.read(loss)
         source = (self.configuration.walks, pml_registry.registrations(), backward, others)
         if self._plan is None or source != self._source:
-            plan = LossPlan.of(loss, backward, configuration)
+            plan = LossPlan.of(loss, backward, configuration, self.configuration.unread)
             # an option that no rule follows from leaves the plans of calls
             if plan != self._plan or source[1:] != self._source[1:]:
                 self.of_calls.clear()

@@ -13,6 +13,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning import reducers
 from torch import Tensor, nn
 
+from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses import GlobalBatchLoss, register_element_wise
 from tests.each_rank import each_rank
 
@@ -55,6 +56,14 @@ def test_it_is_the_same_object_until_something_changes() -> None:
 
 class Squared(nn.MSELoss):
     pass
+
+
+class Reading(nn.Module):
+    """A loss with an attribute that no rank can compare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = iter([1, 2, 3])
 
 
 @each_rank(1)
@@ -100,6 +109,7 @@ TOLD: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "elements": (lambda: pml.ArcFaceLoss(3, DIM), ["evaluation: elements", "sent: sums and divisors"]),
     "replicated": (pml.FastAPLoss, ["evaluation: replicated", "sent: all rows"]),
     "options": (lambda: pml.SupConLoss(temperature=0.3), ["compared: loss: SupConLoss", "temperature=0.3"]),
+    "what is not read": (Reading, ["compared: loss: Reading(training=True)", "not read: source"]),
 }
 
 
@@ -108,3 +118,86 @@ def test_it_tells_what_runs(name: str) -> None:
     make, words = TOLD[name]
     text = str(GlobalBatchLoss(make()).plan)
     assert [word for word in words if word not in text] == [], text
+
+
+# ---------------------------------------------------------------------- plans of calls
+
+
+def plans_of(loss: Any) -> Any:
+    return loss._plans.of_calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@each_rank()
+def test_calls_with_one_signature_have_one_plan() -> None:
+    loss = GlobalBatchLoss(pml.TripletMarginLoss())
+    labels = torch.arange(ROWS) // 2
+    loss(torch.randn(ROWS, DIM), labels)
+    loss(torch.randn(ROWS, DIM), labels)
+    # other rows, and other values
+    loss(torch.randn(2 * ROWS, DIM), torch.arange(2 * ROWS) // 3)
+    loss.loss.margin = 0.3  # an option from which no rule follows
+    loss(torch.randn(ROWS, DIM), labels)
+    assert len(plans_of(loss)) == 1
+    # another width, dtype, need of a gradient, mode, and arguments by name
+    loss(torch.randn(ROWS, DIM + 1), labels)
+    loss(torch.randn(ROWS, DIM, dtype=torch.float64), labels)
+    loss(torch.randn(ROWS, DIM, requires_grad=True), labels)
+    with torch.no_grad():
+        loss(torch.randn(ROWS, DIM), labels)
+    with torch.autocast("cpu"):
+        loss(torch.randn(ROWS, DIM), labels)
+    rows = torch.randn(ROWS, DIM)
+    loss(embeddings=rows, labels=labels)
+    loss(rows, labels, ref_emb=rows, ref_labels=labels)  # the same tensor twice
+    loss(rows, labels, ref_emb=rows.clone(), ref_labels=labels)
+    assert len(plans_of(loss)) == 9
+    # an option from which rules follow
+    loss.loss.swap = True
+    loss(rows, labels)
+    assert len(plans_of(loss)) == 1
+
+
+@each_rank(2)
+def test_at_most_32_plans_are_stored() -> None:
+    loss = GlobalBatchLoss(nn.MSELoss(), mode="replicated")
+    for width in range(1, 41):
+        rows = torch.randn(ROWS, width)
+        loss(rows, rows + 1)
+    assert len(plans_of(loss)) == 32
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
+def test_a_copy_has_no_plans_of_calls(twin_of: Callable[[Any], Any]) -> None:
+    loss = GlobalBatchLoss(pml.TripletMarginLoss())
+    call(loss)
+    assert len(plans_of(twin_of(loss))) == 0
+    assert len(plans_of(loss)) == 1
+
+
+def test_a_plan_of_a_call_holds_no_module_and_no_tensor() -> None:
+    loss = GlobalBatchLoss(pml.ArcFaceLoss(3, DIM))
+    call(loss)
+    (plan,) = plans_of(loss)._plans.values()
+    assert [each for each in held_by(plan) if isinstance(each, (nn.Module, Tensor))] == []
+
+
+@each_rank(2)
+def test_labels_that_become_one_hot_rows_are_refused_in_a_later_call() -> None:
+    loss = GlobalBatchLoss(Named())
+    rows = torch.randn(ROWS, DIM)
+    names = torch.randint(2, 9, (ROWS, 3))
+    loss(rows, names)
+    with pytest.raises(InputError, match="one-hot"):
+        loss(rows, nn.functional.one_hot(torch.arange(ROWS) % 3))
+
+
+class Named(pml.TripletMarginLoss):
+    """A loss of the user's own, with several columns of labels, and one of pytorch-metric-learning inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = pml.TripletMarginLoss()
+
+    def forward(self, embeddings: Tensor, labels: Tensor, *others: Any) -> Tensor:
+        return embeddings.sum() * 0 + labels.sum()
