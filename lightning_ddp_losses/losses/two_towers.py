@@ -36,6 +36,8 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     NarrowRows,
     TravellingRows,
     as_bytes,
+    host_bytes,
+    reduce_scatter_rows,
     ring_round_trip,
 )
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
@@ -381,8 +383,59 @@ class TowerCall:
             visit(ColumnBlock(self.queue, 0, None, trained=False))
         return None if counts is None else found
 
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the sums of columns are exchanged in forward, with the sum of the loss: on the CPU, where a handshake carries both."""
+        is_divided = self.ring is None and len(self.text_counts) > 1
+        return is_divided and self.columns_trained and self.images.rows.is_cpu
+
+    def exchange_sums(self, title: str, total: Tensor, column_sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the totals of all ranks, (W,), and this rank's rows of the sums of columns over ranks.
+
+        Args:
+            title: Name of the loss in messages.
+            total: This rank's, 0-dim.
+            column_sums: (M, D), sums of the columns of all ranks.
+
+        Communication: one handshake. If the sums do not fit into it, one exchange of M x D.
+        """
+        own = total.detach().to(torch.float64)
+        if any(self.extra_counts):
+            column_sums = self._by_rank(column_sums)
+        is_inline = own.nbytes + column_sums.nbytes <= handshake.inline_capacity(self.group)
+        payload = host_bytes(own)
+        if is_inline:
+            payload += host_bytes(column_sums)
+        payloads = handshake.all_gather(f"{title}: sum", {}, payload, group=self.group)
+        everyone = torch.frombuffer(bytearray().join(payloads), dtype=torch.uint8).view(len(payloads), -1)
+        totals = everyone[:, : own.nbytes].contiguous().view(own.dtype).view(-1)
+        if not is_inline:
+            return totals, reduce_scatter_rows(column_sums, [*self.column_counts], self.group)
+        # this rank's rows of each rank's sums, added in rank order
+        rank, dtype = process_groups.rank(self.group), column_sums.dtype
+        width, row_bytes = column_sums.shape[1], column_sums.shape[1] * dtype.itemsize
+        start = own.nbytes + sum(self.column_counts[:rank]) * row_bytes
+        stop = start + self.column_counts[rank] * row_bytes
+        parts = everyone[:, start:stop].contiguous().view(dtype)
+        return totals, parts.view(len(payloads), self.column_counts[rank], width).sum(0)
+
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        """Return rows of all columns, each rank's texts and further negatives together."""
+        texts = torch.split(rows[: self.total], [*self.text_counts])
+        extra = torch.split(rows[self.total :], [*self.extra_counts])
+        blocks = list[Tensor]()
+        for pair in zip(texts, extra, strict=True):
+            blocks += pair
+        return torch.cat(blocks)
+
     def gradients(
-        self, sums: list[Tensor | None], factor: Tensor, images: Tensor, second_tower: Tensor
+        self,
+        sums: list[Tensor | None],
+        factor: Tensor,
+        images: Tensor,
+        second_tower: Tensor,
+        *,
+        are_exchanged: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the gradients of this rank's rows of both towers, and of the scale but for the upstream gradient.
 
@@ -392,8 +445,9 @@ class TowerCall:
             factor: Upstream gradient times scale, 0-dim.
             images: (B, D), as the caller gave them.
             second_tower: (m, D), also.
+            are_exchanged: True if the sums of the columns are those of this rank's rows over all ranks already.
 
-        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient. None in a ring.
+        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient. None in a ring, or if that was done.
         """
         image_sums = sums.pop(0)
         assert image_sums is not None
@@ -403,7 +457,7 @@ class TowerCall:
         column_sums = sums.pop()
         if column_sums is None:
             return grad_images, None, along
-        if self.ring is None and process_groups.world_size(self.group) > 1:
+        if not are_exchanged and self.ring is None and len(self.text_counts) > 1:
             parts, counts = [column_sums[: self.total]], [[*self.text_counts]]
             if any(self.extra_counts):
                 parts.append(column_sums[self.total :])
