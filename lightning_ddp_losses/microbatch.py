@@ -5,6 +5,8 @@ Backward computes one piece after the other again, with the random numbers and a
 graph: each parameter's gradient is complete at once, so DDP reduces it once.
 
 Held at the peak: the activations of one piece. The results of all rows, once. Their gradient. The encoder's gradient, complete.
+No tensor that a piece allocates stays, as a small block pins the hole that the activations of the piece leave in the heap. Autograd's nodes
+of a piece and their Python objects do stay, about 30 KiB for 13 layers, and may pin holes where there are many hundreds of pieces.
 """
 
 from __future__ import annotations
@@ -20,7 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
-from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, preserve_random_state
+from lightning_ddp_losses.core.random_state import (
+    RandomStates,
+    devices_in_use,
+    global_generators,
+    preserve_random_state,
+)
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
 
@@ -84,6 +91,8 @@ class _Pieces:
         self._refuse_batch_norm()
         # 2. one piece after the other. A rank without rows still runs its encoder
         joined, versions, pieces = _Joined(rows), self._parameter_versions(), self._number_of_pieces(rows)
+        devices = {tensor.device for tensor in inputs.tensors_in((args, kwargs))}
+        states = RandomStates(devices, pieces if torch.is_grad_enabled() else 0)
         if pieces > 1 and not self._has_rows_first:
             self._refuse_other_dims(versions, args, kwargs, rows)
         for number in range(pieces):
@@ -93,7 +102,14 @@ class _Pieces:
             if torch.is_grad_enabled():
                 # its backward runs the piece again, with the same random numbers
                 result = checkpoint(
-                    self._run, versions, piece_args, piece_kwargs, use_reentrant=False, preserve_rng_state=True
+                    self._run_again,
+                    states,
+                    number,
+                    versions,
+                    piece_args,
+                    piece_kwargs,
+                    use_reentrant=False,
+                    preserve_rng_state=not states.are_complete,
                 )
             else:
                 result = self._run(versions, piece_args, piece_kwargs)
@@ -133,6 +149,11 @@ class _Pieces:
         """Return how often each parameter was changed so far. Of a divided parameter it is this rank's part."""
         parts = compat.local_parts(self.encoder) or precision.parameters_of(self.encoder)
         return [compat.tensor_version(part) for part in parts]
+
+    def _run_again(self, states: RandomStates, number: int, *arguments: Any) -> Any:
+        """Run the encoder on one piece, each time with the random numbers of the first time."""
+        with states.of_run(number):
+            return self._run(*arguments)
 
     def _run(self, versions: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the encoder on one piece, in forward and again in backward."""
@@ -251,6 +272,7 @@ class _Joined:
         self._rows = rows
         self._form: Any = None  # the nest with `_TENSOR` in place of each tensor
         self._joined: list[Tensor] = []  # one for each place
+        self._zeros: list[Tensor] = []  # one for each place, whose views stand for the pieces
         self._graph_ends: list[list[Tensor]] = []  # what stands for each piece in the graph
         self._sizes: list[int] = []
 
@@ -261,13 +283,15 @@ class _Joined:
         if not self._sizes:
             self._form = _rebuilt(_placeholder, result)
             self._joined = [tensor.new_empty((self._rows, *tensor.shape[1:])) for tensor in tensors]
+            self._zeros = [tensor.new_zeros(()) for tensor in tensors]
             self._graph_ends = [[] for _ in tensors]
         # 2. each tensor goes to its place
         self._sizes.append(size)
-        for tensor, joined, graph_ends in zip(tensors, self._joined, self._graph_ends, strict=True):
+        places = zip(tensors, self._joined, self._zeros, self._graph_ends, strict=True)
+        for tensor, joined, zero, graph_ends in places:
             if tuple(tensor.shape) != (size, *joined.shape[1:]) or tensor.dtype != joined.dtype:
                 raise _without_rows(tensor, f"{(size, *joined.shape[1:])}, {joined.dtype}", size)
-            graph_ends.append(_Write.apply(tensor, joined[piece]))  # type: ignore[no-untyped-call]
+            graph_ends.append(_Write.apply(tensor, joined[piece], zero))  # type: ignore[no-untyped-call]
 
     def result(self) -> Any:
         """Return the nest of all rows."""
@@ -304,16 +328,16 @@ def _placeholder(leaf: Any) -> Any:
 
 
 class _Write(torch.autograd.Function):
-    """Copies a piece to its place. Its result stands for the piece in the graph and holds one number."""
+    """Copies a piece to its place. Its result stands for the piece in the graph. It is a view of a number that all pieces share."""
 
     @staticmethod
-    def forward(ctx: Any, piece: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, piece: Tensor, place: Tensor, zero: Tensor) -> Tensor:
         place.copy_(piece)
-        return piece.new_zeros(()).expand_as(piece)
+        return zero.expand_as(piece)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _JoinedRows(torch.autograd.Function):

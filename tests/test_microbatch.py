@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,6 +66,28 @@ def test_masks_are_drawn_again() -> None:
     torch.manual_seed(0)
     objective(microbatched(ours, 5)(x)).backward()
     assert torch.equal(after, torch.get_rng_state())
+
+
+def test_each_backward_draws_the_masks_of_the_forward() -> None:
+    """A graph that is kept runs its pieces again in each backward, and leaves the generator where it was."""
+    module = encoder(0.5)
+    value = objective(microbatched(module, 5)(rows()))
+    before = torch.get_rng_state()
+    found = []
+    for _ in range(2):
+        module.zero_grad()
+        value.backward(retain_graph=True)
+        found.append(gradients(module))
+    assert_close(found[1], found[0], rtol=0.0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_fake_tensors() -> None:
+    """Torch measures memory with them. They are refused beside the real tensors that hold a generator's state."""
+    with FakeTensorMode():
+        module = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+        microbatched(module, 4)(torch.randn(10, 3)).sum().backward()
+    assert module[0].weight.grad is not None
 
 
 def test_autocast_is_that_of_the_forward() -> None:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +197,69 @@ class UnusedParameterFinder:
         return [name for name, p in parameters.items() if id(p) not in reached]
 
 
+@dataclass(frozen=True)
+class FullPrecisionPlan:
+    """How a loss computes in ``promote(float32, parameters, inputs)``. Dtypes, devices and autocast decide it, not values.
+
+    Attributes:
+        dtype: Dtype of the computation.
+        device_types: Types of the devices of its inputs.
+        is_full: Whether a call computes in ``dtype`` already. Contexts take time, and usually none is needed.
+        trainable: Parameters of the loss that need a gradient.
+    """
+
+    dtype: torch.dtype
+    device_types: frozenset[str]
+    is_full: bool
+    trainable: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, modules: Sequence[nn.Module], parameters: Sequence[Tensor], given: Sequence[Tensor]
+    ) -> FullPrecisionPlan:
+        """Plan calls of a loss.
+
+        Args:
+            modules: All modules of the loss.
+            parameters: Their parameters.
+            given: Tensors among the arguments.
+        """
+        tensors = [*parameters, *given]
+        dtype = precision.compute_dtype(tensors)
+        device_types = frozenset(tensor.device.type for tensor in given)
+        is_full = not compat.is_any_autocast_on() and precision.is_full(dtype, device_types, tensors)
+        is_full = is_full and not precision.narrow_buffers(modules, dtype)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        return cls(dtype, device_types, is_full, trainable)
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Sequence[Tensor],
+    ) -> Any:
+        """Return the result of ``forward``, with every trainable parameter in its graph.
+
+        Args:
+            module: The loss. Its parameters and buffers keep their dtype.
+            forward: Function to call.
+            args: Positional arguments. Floating tensors among them are cast.
+            kwargs: Keyword arguments.
+            given: Tensors among the arguments.
+        """
+        if self.is_full:
+            result = forward(*args, **kwargs)
+        else:
+            args, kwargs = precision.cast_floating((args, kwargs), self.dtype)
+            with precision.full_precision(self.dtype, self.device_types), precision.cast_module(module, self.dtype):
+                result = forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            result = attach_zero_grad(result, self.trainable, given)
+        return result
+
+
 def run_full_precision(
     module: nn.Module,
     forward: Callable[..., Any],
@@ -213,25 +277,10 @@ def run_full_precision(
         kwargs: Keyword arguments.
         tensors: Tensors of this call. None: they are looked for.
     """
-    # 1. the dtype of the computation
     if tensors is None:
         tensors = precision.CallTensors.of(module, args, kwargs)
-    given, modules, parameters = tensors.given, tensors.modules, tensors.parameters
-    dtype = precision.compute_dtype([*parameters, *given])
-    devices = {tensor.device.type for tensor in given}
-    # 2. the call. Contexts take time, and usually none is needed
-    is_full = precision.is_full(dtype, devices, (*parameters, *given))
-    if is_full and not precision.narrow_buffers(modules, dtype):
-        result = forward(*args, **kwargs)
-    else:
-        args, kwargs = precision.cast_floating((args, kwargs), dtype)
-        with precision.full_precision(dtype, devices), precision.cast_module(module, dtype):
-            result = forward(*args, **kwargs)
-    # 3. every trainable parameter in the graph
-    if torch.is_grad_enabled():
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        result = attach_zero_grad(result, trainable, given)
-    return result
+    plan = FullPrecisionPlan.of(tensors.modules, tensors.parameters, tensors.given)
+    return plan.run(module, forward, args, kwargs, tensors.given)
 
 
 def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:
@@ -267,8 +316,10 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
     """Return the parameters that the outputs do not depend on, looking no further than the inputs."""
     # a walk over all nodes takes three times as long as the known way to a parameter
     missing = {id(p): p for p in parameters if not _is_at_last_place(p, outputs)}
+    if not missing:
+        return []
     came_from: dict[Any, tuple[Any, int]] = {output.grad_fn: (None, i) for i, output in enumerate(outputs)}
-    for node, children in walk_graph(outputs if missing else [], until=given):
+    for node, children in walk_graph(outputs, until=given):
         for place, (child, _) in enumerate(children):
             came_from.setdefault(child, (node, place))
         if not children and missing.pop(id(parameter := getattr(node, "variable", None)), None) is not None:

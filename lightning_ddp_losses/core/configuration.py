@@ -94,6 +94,15 @@ class Configuration:
         self._digest = _digest(self._options)
         return self._digest
 
+    def weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return parameters and buffers of the module that was read last, one that is held twice twice."""
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for own_parameters, own_buffers in self._snapshot.slots:
+            parameters += [parameter for parameter in own_parameters.values() if parameter is not None]
+            buffers += [buffer for buffer in own_buffers.values() if buffer is not None]
+        return parameters, buffers
+
     def follow(self, module: nn.Module) -> None:
         """Note the values after the module's own forward. What it changed is state."""
         if self.is_read and not self._snapshot.is_same(module):
@@ -115,12 +124,17 @@ class _Snapshot:
     Args:
         module: The module. None: no walk was made.
         values: What the walk has read.
+
+    Attributes:
+        slots: Parameters and buffers by name, of the module and of each one inside it.
     """
 
     def __init__(self, module: nn.Module | None = None, values: Mapping[AttributeKey, Any] | None = None) -> None:
         self._module = module
         self._parts: list[tuple[Callable[[], Collection[Any]], tuple[Any, ...]]] = []
+        self.slots: list[tuple[Mapping[str, Tensor | None], Mapping[str, Tensor | None]]] = []
         for each in () if module is None else module.modules():
+            self.slots.append((compat.parameter_slots(each), compat.buffer_slots(each)))
             attributes = vars(each)
             # a metric's states are other objects after each update
             own: Callable[[], Collection[Any]] = attributes.values

@@ -175,7 +175,7 @@ class ValueReading:
 
     def note_nan(self, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Look for NaN in the embeddings of a call, which are on an accelerator, in ``raise_late``."""
-        embeddings = _given(args, kwargs, 0, "embeddings")
+        embeddings = given_argument(args, kwargs, 0, "embeddings")
         if is_floating(embeddings) and embeddings.numel():
             judge = partial(_refuse_late_nan, f"{title}: embeddings of call {self._number}")
             self._late.append((HostCopy(embeddings.detach().isnan().any()), judge))
@@ -290,7 +290,7 @@ def check_inputs(
     Raises:
         InputError: naming the input, the expected value, and the fix.
     """
-    embeddings = _given(args, kwargs, 0, "embeddings")
+    embeddings = given_argument(args, kwargs, 0, "embeddings")
     if not isinstance(embeddings, Tensor):
         return
     # 1. rows
@@ -314,7 +314,7 @@ def check_inputs(
     if embeddings.ndim != 2 or embeddings.shape[1] != width:
         expected = f"shape (n, {width}), the width of its {name} {tuple(parameter.shape)}"
         _refuse(f"{title}: embeddings", expected, tuple(embeddings.shape), _WIDTH_FIX)
-    labels = _given(args, kwargs, 1, "labels")
+    labels = given_argument(args, kwargs, 1, "labels")
     if isinstance(labels, Tensor):
         check_labels(title, labels, embeddings.shape[0], num_classes, read_values=read_values)
 
@@ -331,14 +331,19 @@ def clamp_labels(
         kwargs: Keyword arguments.
         reading: State of this loss.
     """
-    classes = _classes_of_pml(loss, _class_weight(loss))
-    labels = _given(args, kwargs, 1, "labels")
+    classes = classes_of(loss)
+    labels = given_argument(args, kwargs, 1, "labels")
     if classes is None or not isinstance(labels, Tensor):
         return args, kwargs
     clamped = reading.clamp_labels(title, labels, classes)
     if len(args) > 1:
         return (args[0], clamped, *args[2:]), kwargs
     return args, {**kwargs, "labels": clamped}
+
+
+def classes_of(loss: nn.Module) -> int | None:
+    """Return the number of classes that labels are checked against. None if the loss has no weight per class."""
+    return _classes_of_pml(loss, _class_weight(loss))
 
 
 def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int | None:
@@ -352,7 +357,7 @@ def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int |
     return int(loss.num_classes) or parameter.shape[1 - _WIDTH_DIM[name]]  # type: ignore[arg-type]
 
 
-def _given(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+def given_argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
     """Return an argument of a call, given by position or by name. None if it is not given."""
     return args[position] if len(args) > position else kwargs.get(name)
 

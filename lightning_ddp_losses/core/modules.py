@@ -7,6 +7,8 @@ carries the plain method again.
 ``nn.Module`` sees only modules in its attributes. Other places that hold modules (a list, a dict, a closure, a callback) are searched
 here. Lightning does not move, synchronise or save unregistered ones. *Hidden* modules are held by an optimizer (or run with gradients
 inside ``training_step``) without being in ``module.parameters()``. Copies without an optimizer are left alone.
+
+``ModuleContents`` keeps what a walk over a module has found, and walks again when a slot holds something else.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_ddp_losses.core import compat, precision
 
 _MAX_OBJECTS = 20_000  # looked into
 _MAX_ITEMS = 1_000  # of one container: a longer one is data
@@ -93,6 +98,44 @@ class MethodPatch:
 def synchronises(module: nn.Module) -> bool:
     """Return whether a patch of this package computes the module's forward over the rows of all ranks."""
     return bool(getattr(module.__dict__.get("forward"), "synchronises", False))
+
+
+# ---------------------------------------------------------------------- registered modules and parameters
+
+
+class ModuleContents:
+    """The modules and parameters inside a module. Each step compares their slots, and walks again only if one has changed.
+
+    Args:
+        module: Module to look into.
+
+    Attributes:
+        modules: The module and all inside it, each once.
+        parameters: Their parameters. One that is held twice appears twice.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.modules: list[nn.Module] = []
+        self.parameters: list[Tensor] = []
+        self._last_slots: list[object] | None = None
+
+    def refresh(self) -> bool:
+        """Bring the contents up to date. Return whether something was added, removed or replaced since the last call."""
+        slots, last = self._slots(), self._last_slots
+        if last is not None and len(slots) == len(last) and all(map(is_, slots, last)):
+            return False
+        self.modules = precision.modules_of(self._module)
+        self.parameters = precision.parameters_in(self.modules)
+        self._last_slots = self._slots()
+        return True
+
+    def _slots(self) -> list[object]:
+        """Return what the slots of the known modules hold. The loops run in C."""
+        return [*compat.all_slots(self.modules, "modules"), *compat.all_slots(self.modules, "parameters")]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy walks over the copied module
+        return ModuleContents, (self._module,)
 
 
 # ---------------------------------------------------------------------- modules that are not registered

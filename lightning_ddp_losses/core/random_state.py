@@ -7,6 +7,7 @@ pytorch-metric-learning's ``c_f.NUMPY_RANDOM``. This is the one place that knows
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import struct
 import sys
@@ -220,6 +221,58 @@ def preserve_random_state(generators: Iterable[object], *, seed: int | None = No
     finally:
         for source, state in zip(sources, states, strict=True):
             source.set_state(state)
+
+
+class RandomStates:
+    """States of torch's generators at the start of several runs, so that a run that is repeated draws the same numbers.
+
+    The memory of all states is allocated before the first run. It is Python's memory and is read and written by address, as modes of torch
+    (fake tensors) refuse operators on tensors that they have not made.
+
+    Args:
+        devices: Devices that runs draw on, besides the CPU.
+        runs: Number of runs.
+
+    Attributes:
+        are_complete: Whether the generators of all devices are known. If not, use torch's own way for all of them.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], runs: int) -> None:
+        accelerators = {device for device in devices if device.type not in ("cpu", "meta")}
+        self.are_complete = all(compat.device_generators(device.type) for device in accelerators)
+        self._generators = torch_generators(accelerators) if self.are_complete else []
+        self._memory = [bytearray(runs * generator.get_state().nbytes) for generator in self._generators]
+        self._stored = 0
+
+    @contextlib.contextmanager
+    def of_run(self, number: int) -> Iterator[None]:
+        """Store the states if this is the first time of a run. Otherwise start from them, and put the generators back at the end.
+
+        Args:
+            number: Number of the run, from 0 on. First times come in this order.
+        """
+        if number == self._stored:
+            self._store_(number)
+            self._stored += 1
+            yield
+            return
+        with preserve_random_state(self._generators):
+            self._restore_(number)
+            yield
+
+    def _store_(self, number: int) -> None:
+        for generator, memory in zip(self._generators, self._memory, strict=True):
+            state = generator.get_state()
+            start = number * state.nbytes
+            memory[start : start + state.nbytes] = ctypes.string_at(state.data_ptr(), state.nbytes)
+
+    def _restore_(self, number: int) -> None:
+        for generator, memory in zip(self._generators, self._memory, strict=True):
+            state = generator.get_state()
+            start = number * state.nbytes
+            stored = bytes(memory[start : start + state.nbytes])
+            ctypes.memmove(state.data_ptr(), stored, state.nbytes)
+            generator.set_state(state)
 
 
 def random_source(generator: Any) -> RandomSource | None:

@@ -418,8 +418,8 @@ def gather_with_grad(
         backward: Gradient to give, as in ``all_gather_with_grad``.
         group: Process group. None is the world.
     """
-    exchange = BackwardExchange(what, group)
     if backward == "sum":
+        exchange = BackwardExchange(what, group)
         run_backward = partial(_rows_of_sum, exchange, counts, [t.requires_grad for t in tensors])
     else:
         rank = process_groups.rank(group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_ddp_losses.core.autograd_graph import match_requires_grad
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward, gather_with_grad
+from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
     NARROW_DTYPES,
@@ -51,8 +52,57 @@ class GatheredBatch:
     narrow_dtypes: list[list[torch.dtype | None]]
 
 
+@dataclass(frozen=True)
+class BatchLayout:
+    """What the names and forms of some tensors decide about every gather of them.
+
+    Attributes:
+        agreement: The operation, and what must match: names, dtypes and widths of the tensors, and the caller's values.
+        form: Form of an offer.
+        counted: Positions of the tensors that are counted and not gathered.
+        is_on_host: True if all tensors are on the CPU.
+        is_grad_enabled: True if gradients are on.
+    """
+
+    agreement: Agreement
+    form: struct.Struct
+    counted: frozenset[int]
+    is_on_host: bool
+    is_grad_enabled: bool
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        tensors: Mapping[str, Tensor],
+        options: Mapping[str, object] | None = None,
+        counted: Collection[str] = (),
+    ) -> BatchLayout:
+        """Return the layout of some tensors, as ``gather_batch`` describes them.
+
+        Args:
+            what: The operation.
+            tensors: (B, ...) by name.
+            options: Further values that must be equal on all ranks, in every call.
+            counted: Names of the tensors that are counted and not gathered.
+        """
+        is_grad_enabled = torch.is_grad_enabled()
+        compared = dict(options or {})
+        compared["gradients"] = "on" if is_grad_enabled else "off"
+        compared["tensors"] = ", ".join(tensors)
+        for name, tensor in tensors.items():
+            compared[name] = f"{('rows', *tensor.shape[1:])} {tensor.dtype} {tensor.device.type}"
+        return cls(
+            agreement=Agreement(what, compared),
+            form=_form(len(tensors)),
+            counted=frozenset(place for place, name in enumerate(tensors) if name in counted),
+            is_on_host=all(tensor.device.type == "cpu" for tensor in tensors.values()),
+            is_grad_enabled=is_grad_enabled,
+        )
+
+
 def gather_batch(
-    what: str,
+    what: str | BatchLayout,
     tensors: Mapping[str, Tensor],
     must_match: Mapping[str, object],
     *,
@@ -60,20 +110,23 @@ def gather_batch(
     extra: bytes = b"",
     counted: Collection[str] = (),
     narrow: Mapping[str, NarrowRows] | None = None,
+    given_dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> GatheredBatch:
     """Gather the rows of all ranks for several tensors at once, in rank order, with their graphs.
 
     Args:
-        what: The operation, for the handshake.
+        what: The operation, for the handshake, or the layout of these tensors from an earlier call.
         tensors: (B, ...) by name. B may differ per rank and per tensor.
         must_match: Further values that must be equal on all ranks.
         backward: Gradient to give, as in ``all_gather_with_grad``, or a function that decides it from the rows of each rank by name.
         extra: Own bytes that go with the handshake.
         counted: Names of (B, D) tensors that are not gathered: all ranks agree on D and dtype, and learn the numbers of rows.
-            They come back as (G, 0).
+            They come back as (G, 0). A layout has its own.
         narrow: Rows by name of a tensor that travel in its place if they are bfloat16 or float16 and the tensor is wider,
             from any rank, of any dtype. Gradients travel in the dtype of the tensor.
+        given_dtype: Dtype from which the floating tensors that ``narrow`` does not name were cast. They travel in it. None: they were
+            not cast.
         group: Process group. None is the world.
 
     Communication:
@@ -85,51 +138,86 @@ def gather_batch(
         RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or one computes without gradients
             (backward may communicate).
     """
-    values = list(tensors.values())
-    if counted:
-        values = [tensor[:, :0] if name in counted else tensor for name, tensor in tensors.items()]
     if process_groups.world_size(group) == 1:
+        names = counted if isinstance(what, str) else [name for i, name in enumerate(tensors) if i in what.counted]
+        values = [tensor[:, :0] if name in names else tensor for name, tensor in tensors.items()]
         return GatheredBatch(values, [[t.shape[0]] for t in values], [extra], [[None]] * len(values))
-    # 1. this rank's part of the handshake: rows and need of a gradient of each tensor, the extra bytes, the tensors if they are few
-    forms = [(narrow or {}).get(name) for name in tensors]
-    kinds = [0 if form is None else form.kind(t) for form, t in zip(forms, values, strict=True)]
+    layout = what
+    if isinstance(layout, str):
+        layout = BatchLayout.of(layout, tensors, counted=counted)
+    values = list(tensors.values())
+    for place in layout.counted:
+        values[place] = values[place][:, :0]
+    # 1. this rank's part of the handshake
+    narrow_rows = _narrow_rows(tensors, narrow or {}, given_dtype)
+    kinds = [0 if rows is None else rows.kind(tensor) for rows, tensor in zip(narrow_rows, values, strict=True)]
     # counted tensors travel later, in the dtypes that the ranks exchange here
-    forms = [None if name in counted else form for name, form in zip(tensors, forms, strict=True)]
-    sent = [f.rows.detach() if f and kind else t for f, kind, t in zip(forms, kinds, values, strict=True)]
-    is_grad_enabled = torch.is_grad_enabled()
-    needs_grad = [t.requires_grad and is_grad_enabled for t in values]
-    form = _form(len(values))
-    inline_bytes = form.size + len(extra) + sum(aligned(t.nbytes) for t in sent)
-    is_inline = inline_bytes <= handshake.inline_capacity(group) and all(t.device.type == "cpu" for t in values)
-    payload = form.pack(*(t.shape[0] for t in values), *needs_grad, *kinds, is_inline, len(extra)) + extra
-    if is_inline:
-        payload = b"".join([payload, *_aligned_bytes(sent)])
+    for place in layout.counted:
+        narrow_rows[place] = None
+    sent = list(values)
+    for place, rows in enumerate(narrow_rows):
+        if rows is not None and kinds[place]:
+            sent[place] = rows.rows.detach()
+    payload = _pack_offer(layout, values, sent, kinds, extra, handshake.inline_capacity(group))
     # 2. the handshake: all agree on the tensors
-    must_match = {
-        **must_match,
-        "gradients": "on" if is_grad_enabled else "off",
-        "tensors": ", ".join(tensors),
-        **{name: f"{('rows', *t.shape[1:])} {t.dtype} {t.device.type}" for name, t in tensors.items()},
-    }
-    payloads = handshake.all_gather(what, must_match, payload, group=group)
-    offers = [_Offer.read(form, payload) for payload in payloads]
-    counts = list(map(list, zip(*(offer.counts for offer in offers), strict=True)))
+    payloads = handshake.all_gather(layout.agreement, must_match, payload, group=group)
+    offers = [_Offer.read(layout.form, payload) for payload in payloads]
+    counts = [list(of_ranks) for of_ranks in zip(*[offer.counts for offer in offers], strict=True)]
     # 3. who needs no gradient of a tensor still takes part in its backward where another rank needs it
-    for i, value in enumerate(values):
-        values[i] = match_requires_grad(value, any(offer.needs_grad[i] for offer in offers))
+    for place, value in enumerate(values):
+        if layout.is_grad_enabled and not value.requires_grad and any(offer.needs_grad[place] for offer in offers):
+            values[place] = match_requires_grad(value, True)
     # 4. the rows, from the payloads or by one more gather, and how their gradient comes back
     how = backward
     if callable(how):
         how = how(dict(zip(tensors, counts, strict=True)))
-    travelling, narrow_dtypes = [], []
-    for i, (value, rows_form) in enumerate(zip(values, forms, strict=True)):
-        narrow_dtypes.append([NARROW_DTYPES[offer.kinds[i]] for offer in offers])
-        travelling.append(TravellingRows(value.detach(), rows_form, narrow_dtypes[i]))
+    travelling = []
+    narrow_dtypes = []
+    for place, value in enumerate(values):
+        dtypes = [NARROW_DTYPES[offer.kinds[place]] for offer in offers]
+        rows = narrow_rows[place]
+        if rows is None and place not in layout.counted and any(dtypes):  # another rank's rows were cast
+            rows = NarrowRows.of_cast(value, None)
+        narrow_dtypes.append(dtypes)
+        travelling.append(TravellingRows(value.detach(), rows, dtypes))
     receive = partial(_gather_packed, travelling, sent, counts, group)
     if all(offer.is_inline for offer in offers):
         receive = partial(_unpack, travelling, counts, _as_buffers([offer.rows for offer in offers]))
-    gathered = gather_with_grad(what, receive, values, counts, how, group)
+    gathered = gather_with_grad(layout.agreement.operation, receive, values, counts, how, group)
     return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
+
+
+def _pack_offer(
+    layout: BatchLayout,
+    tensors: Sequence[Tensor],
+    sent: Sequence[Tensor],
+    kinds: Sequence[int],
+    extra: bytes,
+    inline_capacity: int,
+) -> bytes:
+    """Return the offer of this rank: rows, need of a gradient and dtype of each tensor, the extra bytes, few tensors themselves."""
+    counts = [tensor.shape[0] for tensor in tensors]
+    needs_grad = [tensor.requires_grad and layout.is_grad_enabled for tensor in tensors]
+    sizes = [aligned(tensor.nbytes) for tensor in sent]
+    is_inline = layout.is_on_host and layout.form.size + len(extra) + sum(sizes) <= inline_capacity
+    parts = [layout.form.pack(*counts, *needs_grad, *kinds, is_inline, len(extra)), extra]
+    if is_inline:
+        for tensor, size in zip(sent, sizes, strict=True):
+            parts.append(host_bytes(tensor).ljust(size, b"\0"))
+    return b"".join(parts)
+
+
+def _narrow_rows(
+    tensors: Mapping[str, Tensor], narrow: Mapping[str, NarrowRows], given_dtype: torch.dtype | None
+) -> list[NarrowRows | None]:
+    """Return the rows that may travel in place of each tensor. None: the tensor travels, unless another rank has narrow ones."""
+    found = []
+    for name, tensor in tensors.items():
+        rows = narrow.get(name)
+        if rows is None and given_dtype is not None and tensor.is_floating_point():
+            rows = NarrowRows.of_cast(tensor, given_dtype)
+        found.append(rows)
+    return found
 
 
 Messages: TypeAlias = Tensor | Sequence[Tensor]
@@ -170,14 +258,6 @@ class _Offer(NamedTuple):
         return cls(counts, needs_grad, kinds, is_inline, payload[form.size : rows_start], payload[rows_start:])
 
 
-def _aligned_bytes(tensors: Sequence[Tensor]) -> Iterator[bytes]:
-    """Yield the bytes of each tensor on the CPU, and what fills them up to an aligned place."""
-    for tensor in tensors:
-        data = host_bytes(tensor)
-        yield data
-        yield bytes(aligned(len(data)) - len(data))
-
-
 def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], messages: Messages) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
     out, starts = [], [0] * len(messages)
@@ -185,13 +265,14 @@ def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], messa
         if isinstance(messages, Tensor) and len({*zip(starts, rows, each.dtypes, strict=True)}) == 1:
             # the usual case, with no work per rank: all have as many rows at the same place
             sizes = [each.num_bytes(0, rows[0])] * len(messages)
-            blocks = each.rows_in(messages[:, starts[0] : starts[0] + sizes[0]], 0, rows[0]).unbind()
+            whole = each.rows_in(messages[:, starts[0] : starts[0] + sizes[0]], 0, rows[0]).flatten(0, 1)
+            out.append(each.expanded(0, whole))
         else:
             sizes = list(map(each.num_bytes, range(len(rows)), rows))
             parts = [message[a : a + size] for message, a, size in zip(messages, starts, sizes, strict=True)]
             blocks = tuple(map(each.rows_in, parts, range(len(rows)), rows))
+            out.append(each.joined(blocks))
         starts = [start + aligned(size) for start, size in zip(starts, sizes, strict=True)]
-        out.append(each.joined(blocks))
     return out
 
 

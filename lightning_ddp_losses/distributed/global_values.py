@@ -190,11 +190,9 @@ def chosen_reduction(
     Raises:
         ConfigurationError: for what cannot be read, and for another reduction than the model's.
     """
-    if isinstance(reduces, str):
-        is_known = reduces in ("auto", "mean", "sum")
-    else:
-        is_known = math.isfinite(reduces) and reduces > 0 and not isinstance(reduces, bool)
-    expect(is_known, "reduces", expected='"auto", "mean", "sum", or a number above 0', got=repr(reduces))
+    if reduces not in ("auto", "mean", "sum"):
+        is_divisor = not isinstance(reduces, (str, bool)) and math.isfinite(reduces) and reduces > 0
+        expect(is_divisor, "reduces", expected='"auto", "mean", "sum", or a number above 0', got=repr(reduces))
     model = current_reduction()
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
@@ -323,7 +321,7 @@ class UpstreamGradRecorder:
 
     def take(self) -> str:
         """Return the upstream gradients that no watch has reported yet, as text for a handshake. They are not reported again."""
-        return _take_notes(lambda note: not note.is_late and note.number > self._first)
+        return _take_notes(after=self._first, late_before=0)
 
 
 class UpstreamGradWatch:
@@ -341,7 +339,9 @@ class UpstreamGradWatch:
         if process_groups.world_size(group) == 1:
             return cls()
         watches: dict[str, UpstreamGradWatch] = process_groups.internal_groups(group).notes.setdefault(cls, {})
-        return watches.setdefault(title, cls())
+        if title not in watches:
+            watches[title] = cls()
+        return watches[title]
 
     def watch(self, value: Any, *, group: Group = None, scale: float | None = None) -> Any:
         """Return the same value, or nest of values, scaled for the model's reduction. The upstream gradient of each tensor is noted.
@@ -353,9 +353,12 @@ class UpstreamGradWatch:
         """
         self._group = group
         self._everywhere = group is None or process_groups.world_size(group) == process_groups.world_size()
-        return inputs.map_tensors(lambda tensor: self._watch(with_scaled_gradient(tensor, scale)), value)
+        if isinstance(value, Tensor):
+            return self._watch(value, scale)
+        return inputs.map_tensors(lambda tensor: self._watch(tensor, scale), value)
 
-    def _watch(self, value: Tensor) -> Tensor:
+    def _watch(self, value: Tensor, scale: float | None) -> Tensor:
+        value = with_scaled_gradient(value, scale)
         if not value.requires_grad:
             return value
         if value.is_leaf:  # a hook would stay on a parameter
@@ -372,19 +375,33 @@ class UpstreamGradWatch:
 
         Those of an accelerator are a call older. So a value that is used twice in a step does not wait for the backward in between.
         """
-        before, self._last_take = self._last_take, next(_note_numbers)
-        noted = self.take_some(lambda note: not note.is_late or note.number < before)
-        return ", ".join(note.text() for note in noted) or "none yet"
+        before = self._last_take
+        self._last_take = next(_note_numbers)
+        noted = self.take_some(late_before=before)
+        return ", ".join([note.text() for note in noted]) or "none yet"
 
-    def take_some(self, wanted: Callable[[_NotedGrad], bool]) -> list[_NotedGrad]:
-        """Return some of the notes. They are not reported again."""
+    def take_some(self, *, after: float = -1, late_before: float = math.inf) -> list[_NotedGrad]:
+        """Return some of the notes. They are not reported again.
+
+        Args:
+            after: Notes with a higher number are returned.
+            late_before: Of an accelerator's notes, those with a lower number are returned.
+        """
         if not self._noted:
             return []
         # a call that has failed took the notes of some ranks only
         failures = process_groups.failures(self._group)
-        noted = [note for note in self._noted if note.failures == failures]
-        self._noted = [note for note in noted if not wanted(note)]
-        return [note for note in noted if wanted(note)]
+        wanted: list[_NotedGrad] = []
+        left: list[_NotedGrad] = []
+        for note in self._noted:
+            if note.failures != failures:
+                continue
+            if note.number > after and (note.number < late_before or not note.is_late):
+                wanted.append(note)
+            else:
+                left.append(note)
+        self._noted = left
+        return wanted
 
     @eager_recursive  # a hook in backward, which a compiled step would trace
     def note(self, grad: Tensor) -> None:
@@ -414,13 +431,13 @@ def forget_late_notes() -> None:
 
 def take_late_notes() -> str:
     """Return what came back into values and was not compared since, as text for a handshake of the world: when training ends."""
-    late = _take_notes(lambda note: True)
+    late = _take_notes()
     forget_late_notes()
     return late
 
 
-def _take_notes(wanted: Callable[[_NotedGrad], bool]) -> str:
-    """Return some notes of the world, in the order of backward, which is the same on all ranks."""
-    found = [watch.take_some(wanted) for watch in _world_watches() or ()]
+def _take_notes(*, after: float = -1, late_before: float = math.inf) -> str:
+    """Return some notes of the world (``UpstreamGradWatch.take_some``), in the order of backward, which is the same on all ranks."""
+    found = [watch.take_some(after=after, late_before=late_before) for watch in _world_watches() or ()]
     notes = sorted(itertools.chain.from_iterable(found), key=lambda note: note.number)
     return ", ".join(note.text() for note in notes) or "none"

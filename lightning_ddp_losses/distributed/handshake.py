@@ -16,13 +16,12 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_ddp_losses.core import compat, precision
 from lightning_ddp_losses.core.inputs import capture_error, is_capturing
@@ -261,10 +260,11 @@ class PendingHandshake:
         origin: int = OURS,
         instance: Instance | None = None,
     ) -> None:
+        if instance is not None and instance.label:  # which is in the text
+            instance = None
         self._text, self._payload, self._channel, self._instance = text, payload, channel, instance
-        self._received: ReceivedMessages | None = None  # messages of one call
-        self._headers: list[Header] = []  # of others
-        self._is_failed = False
+        self._received: ReceivedMessages | None = None
+        self._error: DDPLossError | None = None  # who asks again gets the same one
         # 1. the peers' messages in the handshake before say how long this one is
         if channel.pending is not None and kind == CALL:
             channel.pending.finish()  # ranks that disagreed in it do not go on
@@ -273,13 +273,13 @@ class PendingHandshake:
         self._has_channel_size = handshake_bytes is None
         self._size = handshake_bytes or channel.handshake_bytes
         # 2. the header, the payload if it fits, zeros up to the agreed size
-        message = bytearray(Header.pack(kind, text, digest, len(payload), origin, instance))
+        message = Header.pack(kind, text, digest, len(payload), origin, instance)
         self._is_inline = len(message) + len(payload) <= self._size
         if self._is_inline:
             message += payload
-        message.extend(bytes(self._size - len(message)))
         # 3. all of them to all ranks
-        self._messages, self._work = _start_gather_bytes(message, channel.group)
+        own = bytearray(message.ljust(self._size, b"\0"))
+        self._messages, self._work = start_gather(torch.frombuffer(own, dtype=torch.uint8), group=channel.group)
         channel.pending = self
         channel.opened += 1
 
@@ -290,29 +290,19 @@ class PendingHandshake:
     def finish(self) -> list[bytes]:
         """Wait for the peers, and return the payloads in rank order or raise the error of ``all_gather``."""
         self.receive()
-        received, headers = self._received, self._headers
-        if received is not None:
-            if self._is_same_instance(received.instances):
+        received = self._received
+        if self._error is None and received is not None:
+            instance = self._instance
+            if not received.are_one_call:
+                self._error = mismatch_error(received.headers())
+            elif instance is None or self._channel.meetings.fit(instance.kind, received.numbers, received.made):
                 return received.payloads()
-            error: DDPLossError = other_instances_error(received.headers())
-        elif len({(header.kind, header.version, header.digest) for header in headers}) > 1 or headers[0].kind != CALL:
-            error = mismatch_error(headers)
-        # one call, whose payloads came later
-        elif self._is_same_instance(lambda: (tuple([h.number for h in headers]), [h.made for h in headers])):
-            return [header.payload for header in headers]
-        else:
-            error = other_instances_error(headers)
-        mark_reported(error, self._channel.group)
-        if not self._is_failed:  # who asks again gets the same error
-            self._is_failed = True
+            else:
+                self._error = other_instances_error(received.headers())
+            mark_reported(self._error, self._channel.group)
             self._channel.groups.failures += 1
-        raise error
-
-    def _is_same_instance(self, instances: Callable[[], tuple[tuple[int, ...], Sequence[int]]]) -> bool:
-        if self._instance is None or self._instance.label:
-            return True
-        numbers, made = instances()
-        return self._channel.meetings.fit(self._instance.kind, numbers, made)
+        assert self._error is not None
+        raise self._error
 
     def receive(self, timeout: timedelta | None = None) -> None:
         """Wait for the peers' messages.
@@ -320,18 +310,28 @@ class PendingHandshake:
         Args:
             timeout: Time to wait. None: the group's.
         """
-        if self._channel.pending is self:
-            self._channel.pending = None
-            try:
-                self._receive(timeout)
-            except DDPLossError:
-                raise
-            except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
-                raise self._missing_peers(error) from error
+        if self._channel.pending is not self:
+            return
+        self._channel.pending = None
+        try:
+            wait(self._work, timeout)
+            received = ReceivedMessages(self._messages.numpy())
+            if not received.are_in_full:
+                received.complete_(self._receive_rest(received.headers(), timeout))
+            elif self._has_channel_size:
+                self._channel.observe(received.longest)
+            self._received = received
+        except DDPLossError as error:
+            self._error = error
+            raise
+        except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
+            self._error = self._missing_peers(error)
+            raise self._error from error
 
     def headers(self) -> list[Header]:
         """Return the headers that were received, in rank order."""
-        return self._headers if self._received is None else self._received.headers()
+        assert self._received is not None
+        return self._received.headers()
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
         operation = self._text.decode(errors="replace").split("\n", 1)[0]
@@ -343,41 +343,31 @@ class PendingHandshake:
             "or on local data).",
         )
 
-    def _receive(self, timeout: timedelta | None) -> None:
-        # 1. a message of the same size from each rank
-        received = ReceivedMessages(_finish_gather_bytes(self._messages, self._work, self._size, timeout))
-        if received.are_one_call():
-            # the usual case, with little work per rank
-            self._received = received
-            self._observe(received.longest)
-            return
-        headers = self._headers = received.headers()
+    def _receive_rest(self, headers: list[Header], timeout: timedelta | None) -> list[Header]:
+        """Return the headers with the parts of messages that did not fit. Communication: up to two gathers."""
         if any(header.version != VERSION for header in headers):  # the layout is unknown
-            return
+            return headers
         refuse_long_payloads(headers)
-        # 2. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
-        self._observe(max(header.message_bytes for header in headers))
-        # 3. the payloads that did not fit. Ranks that disagree come to this gather all the same
+        # 1. every rank has seen how long the messages would have been, and derives the size of the next handshake from that
+        if self._has_channel_size:
+            self._channel.observe(max(header.message_bytes for header in headers))
+        # 2. the payloads that did not fit. Ranks that disagree come to this gather all the same
         missing = [header.payload_bytes if header.message_bytes > self._size else 0 for header in headers]
         if any(missing):
             rest = self._gather_rest(b"" if self._is_inline else self._payload, missing, timeout)
             headers = [h._replace(payload=late or h.payload) for h, late in zip(headers, rest, strict=True)]
-        # 4. the whole texts, if ranks disagree and the sent parts may not show about what
+        # 3. the whole texts, if ranks disagree and the sent parts may not show about what
         if hides_mismatch(headers):
             texts = self._gather_rest(self._text, [header.text_bytes for header in headers], timeout)
             headers = [header._replace(text=text) for header, text in zip(headers, texts, strict=True)]
-        self._headers = headers
-
-    def _observe(self, message_bytes: int) -> None:
-        if self._has_channel_size:
-            self._channel.observe(message_bytes)
+        return headers
 
     def _gather_rest(self, own: bytes, sizes: Sequence[int], timeout: timedelta | None) -> list[bytes]:
         """Gather so many bytes of each rank. Communication: one gather of the longest."""
-        longest = max(sizes)
-        everyone, work = _start_gather_bytes(bytearray(own.ljust(longest, b"\0")), self._channel.group)
-        rows = _finish_gather_bytes(everyone, work, longest, timeout)
-        return [bytes(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        part = torch.frombuffer(bytearray(own.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        everyone, work = start_gather(part, group=self._channel.group)
+        wait(work, timeout)
+        return [row[:size].tobytes() for row, size in zip(everyone.numpy(), sizes, strict=True)]
 
 
 class _OwnHandshake(PendingHandshake):
@@ -391,19 +381,6 @@ class _OwnHandshake(PendingHandshake):
 
     def finish(self) -> list[bytes]:
         return [self._payload]
-
-
-def _start_gather_bytes(own: bytearray, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
-    return start_gather(torch.frombuffer(own, dtype=torch.uint8), group=group)
-
-
-def _finish_gather_bytes(everyone: Tensor, work: dist.Work, size: int, timeout: timedelta | None) -> Any:
-    """Return the messages of all ranks, (W, size) uint8 of numpy."""
-    if timeout is None:
-        wait(work)
-    else:
-        work.wait(timeout)
-    return everyone.view(-1, size).numpy()
 
 
 # ---------------------------------------------------------------------- what fails on one rank

@@ -55,6 +55,7 @@ LARGEST_PAYLOAD = 64 << 20
 DIGEST_BYTES = 16
 _WIRE = struct.Struct(f"<BBHIIII{DIGEST_BYTES}s")
 HEADER_BYTES = _WIRE.size
+_OF_RANK = slice(8, 20)  # the numbers in a header that may differ by rank: payload_bytes, number, made
 
 _FIXES = {
     "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
@@ -101,7 +102,7 @@ class Instance:
 
     def numbers(self) -> tuple[int, int]:
         """Return its number, and how many of the kind this rank has made: what travels of one without a label."""
-        return (0, 0) if self.label else (self.number, _made[self.kind])
+        return self.number, _made[self.kind]
 
     def __str__(self) -> str:
         return self.label
@@ -116,7 +117,7 @@ class Meetings:
     def __init__(self) -> None:
         self._met: dict[str, dict[tuple[int, ...], None]] = {}
 
-    def fit(self, kind: str, numbers: tuple[int, ...], made: Sequence[int]) -> bool:
+    def fit(self, kind: str, numbers: Sequence[int], made: Sequence[int]) -> bool:
         """Note a meeting. Return whether it may be one of the same instance on all ranks.
 
         Args:
@@ -125,7 +126,8 @@ class Meetings:
             made: Number of instances of the kind, by rank.
         """
         met = self._met.setdefault(kind, {})
-        if numbers in met:
+        pair = tuple(numbers)
+        if pair in met:
             return True
         if min(made) == max(made) and min(numbers) != max(numbers):
             return False
@@ -134,7 +136,7 @@ class Meetings:
                 return False
         if len(met) == _KEPT:
             del met[next(iter(met))]
-        met[numbers] = None
+        met[pair] = None
         return True
 
 
@@ -253,43 +255,69 @@ class ReceivedMessages:
 
     Args:
         table: (W, n) uint8 of numpy, the messages as they were sent.
+
+    Attributes:
+        longest: Bytes of the longest message, if all of them have the same text.
+        are_one_call: Whether all ranks call the same operation with the same values.
+        are_in_full: Whether they do, and no part of a message is still to come.
+        numbers: Number of the calling loss, by rank.
+        made: How many losses of its kind were made, by rank.
     """
 
     def __init__(self, table: Any) -> None:
-        self._table = table
-        self.first = Header.read(memoryview(table[0]))
+        world_size, message_bytes = table.shape
         heads = table[:, :HEADER_BYTES].tobytes()
-        columns: Any = [(field,) * len(table) for field in _WIRE.unpack_from(heads)]
-        if heads != heads[:HEADER_BYTES] * len(table):
-            columns = zip(*_WIRE.iter_unpack(heads), strict=True)
-        versions, kinds, _, _, self._payload_bytes, self._numbers, self._made, digests = columns
-        self._agree = len({*versions}) == len({*kinds}) == len({*digests}) == 1
+        head = heads[:HEADER_BYTES]
+        first = Header(*_WIRE.unpack(head))
+        self._table, self._payload_start = table, first.payload_start
+        # 1. what all headers say, usually the same
+        self._payload_bytes: list[int] | None = None  # by rank, if they differ
+        self.numbers, self.made = [first.number] * world_size, [first.made] * world_size
+        agree, longest = True, first.payload_bytes
+        if heads != head * world_size:
+            agree, self._payload_bytes, self.numbers, self.made = _read_columns(table)
+            longest = max(self._payload_bytes)
+        # 2. whether that is one call
+        self.longest = self._payload_start + longest
+        self.are_one_call = agree and first.kind == CALL and first.version == VERSION
+        self.are_in_full = self.are_one_call and self.longest <= min(message_bytes, LARGEST_PAYLOAD)
+        self._completed: list[Header] | None = None
 
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest message, if all of them have the same text."""
-        payload_bytes: int = max(self._payload_bytes)
-        return self.first.payload_start + payload_bytes
-
-    def are_one_call(self) -> bool:
-        """Return whether all ranks call the same operation with the same values, and all messages are here in full."""
-        is_call = self.first.kind == CALL and self.first.version == VERSION
-        return self._agree and is_call and self.longest <= min(self._table.shape[1], LARGEST_PAYLOAD)
+    def complete_(self, headers: list[Header]) -> None:
+        """Take over the headers with the parts of messages that came later."""
+        self._completed = headers
+        kinds = {(header.kind, header.version, header.digest) for header in headers}
+        self.are_one_call = len(kinds) == 1 and headers[0].kind == CALL
 
     def payloads(self) -> list[bytes]:
         """Return the payloads of one call, in rank order."""
-        start, stop = self.first.payload_start, self.longest
-        data, size = self._table[:, start:stop].tobytes(), stop - start
-        places = range(0, len(self._table) * size, size) if size else [0] * len(self._table)
-        return [data[place : place + length] for place, length in zip(places, self._payload_bytes, strict=True)]
-
-    def instances(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the number of the calling loss, and of the losses of its kind that were made, of each rank."""
-        return self._numbers, self._made
+        if self._completed is not None:
+            return [header.payload for header in self._completed]
+        size = self.longest - self._payload_start
+        if size == 0:
+            return [b""] * len(self._table)
+        columns = self._table[:, self._payload_start : self.longest].copy()
+        # numpy makes a list of bytes of a whole column at once
+        padded: list[bytes] = columns.view(f"V{size}")[:, 0].tolist()
+        if self._payload_bytes is None:
+            return padded
+        return [payload[:length] for payload, length in zip(padded, self._payload_bytes, strict=True)]
 
     def headers(self) -> list[Header]:
-        """Return each header, as far as its message was sent."""
+        """Return each header, as far as its message was received."""
+        if self._completed is not None:
+            return self._completed
         return [Header.read(memoryview(message)) for message in self._table]
+
+
+def _read_columns(table: Any) -> tuple[bool, list[int], list[int], list[int]]:
+    """Return whether headers agree in what may not differ by rank, and by rank: length of the payload, number, number made."""
+    heads = table[:, :HEADER_BYTES].copy()
+    of_rank = heads[:, _OF_RANK]
+    payload_bytes, numbers, made = of_rank.copy().view("<u4").T.tolist()
+    of_rank[:] = 0
+    agree = bool((heads == heads[0]).all())
+    return agree, payload_bytes, numbers, made
 
 
 def hides_mismatch(headers: Sequence[Header]) -> bool:

@@ -259,9 +259,11 @@ def internal_groups(group: Group = None) -> ProcessGroups:
         everything itself.
     """
     global _close_registered  # noqa: PLW0603 - once per process
-    _forget_former_world()
-    if group in _groups_by_group:
-        return _groups_by_group[group]
+    if dist.group.WORLD is not _world:
+        _forget_former_world()
+    known = _groups_by_group.get(group)
+    if known is not None:
+        return known
     _refuse_foreign_group(group)
     ranks = tuple(dist.get_process_group_ranks(group or _world))
     if ranks not in _groups_by_ranks:
@@ -275,7 +277,8 @@ def internal_groups(group: Group = None) -> ProcessGroups:
 
 def failures(group: Group = None) -> int:
     """Return how many errors all members of a group have received so far. It makes no groups."""
-    _forget_former_world()
+    if dist.group.WORLD is not _world:
+        return 0
     groups = _groups_by_group.get(group)
     return 0 if groups is None else groups.failures
 

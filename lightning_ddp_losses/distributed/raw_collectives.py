@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -107,8 +108,16 @@ _AWAKE_SECONDS = 0.002
 _give_way = getattr(os, "sched_yield", None) or (lambda: time.sleep(0))
 
 
-def wait(work: dist.Work) -> None:
-    """Wait for a collective on the CPU."""
+def wait(work: dist.Work, timeout: timedelta | None = None) -> None:
+    """Wait for a collective on the CPU.
+
+    Args:
+        work: The collective.
+        timeout: Time to wait. None: the group's.
+    """
+    if timeout is not None:
+        work.wait(timeout)
+        return
     seconds = awake_seconds()
     if seconds:
         end = time.perf_counter() + seconds

@@ -13,6 +13,7 @@ The passes over the activations are torch's kernels, on any device. The precisio
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,16 +55,18 @@ class Scope:
     handshake_group: Group = None
     subgroup_size: int | None = None
 
-    def subgroups(self) -> list[range]:
-        """Return the subgroups that normalise together, as ranks of ``handshake_group``."""
+    @functools.cached_property
+    def subgroups(self) -> list[slice]:
+        """The subgroups that normalise together, as ranks of ``handshake_group``."""
         world = process_groups.world_size(self.handshake_group)
         step = self.subgroup_size or world
-        return [range(first, first + step) for first in range(0, world, step)]
+        return [slice(first, first + step) for first in range(0, world, step)]
 
-    def own_subgroup(self) -> range:
-        """Return the subgroup with this rank in it."""
+    @functools.cached_property
+    def own_subgroup(self) -> slice:
+        """The subgroup with this rank in it."""
         rank = process_groups.rank(self.handshake_group)
-        return next(ranks for ranks in self.subgroups() if rank in ranks)
+        return next(ranks for ranks in self.subgroups if ranks.start <= rank < ranks.stop)
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
         if agreed is not None:
             table, known = _gather_moments(moments, count, scope)
             plan.count(planned, known)
-            return _merge_moments(known, table, x, _exchange_in_backward(call, agreed.in_backward))
+            exchange = BackwardExchange(str(call), scope.handshake_group) if agreed.in_backward else None
+            return _merge_moments(known, table, x, exchange)
         refuse_earlier_calls(plan, scope)
         offer = plan.offer(planned, count, scope.group, scope.handshake_group)
 
@@ -150,22 +154,23 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
     is_inline = x.device.type == "cpu" and scope.subgroup_size is None
     if is_inline:
         payload += moments.cpu().numpy().tobytes()
-    payloads = handshake.all_gather(str(call), must_match, payload, group=scope.handshake_group)
-    counts, all_need, offers = zip(*(_HEAD.unpack_from(sent) for sent in payloads), strict=True)
+    operation = str(call)
+    payloads = handshake.all_gather(operation, must_match, payload, group=scope.handshake_group)
+    counts, all_need, offers = zip(*map(_HEAD.unpack_from, payloads), strict=True)
     in_backward = any(all_need)
     if planned is not None and plan is not None:
         plan.met(planned._replace(in_backward=in_backward), set(offers))
-    for ranks in scope.subgroups():
-        if sum(counts[rank] for rank in ranks) == 1:
-            _refuse_one_value(str(call), (1, channels, *[1] * (x.ndim - 2)), counts)
+    for ranks in scope.subgroups:
+        if sum(counts[ranks]) == 1:
+            _refuse_one_value(operation, (1, channels, *[1] * (x.ndim - 2)), counts)
 
     # moments of each rank, merged
     if is_inline:
         table = torch.frombuffer(bytearray(b"".join(sent[_HEAD.size :] for sent in payloads)), dtype=moments.dtype)
     else:
         table = gather_stacked(moments, scope.group)
-    own_counts = [counts[rank] for rank in scope.own_subgroup()]
-    return _merge_moments(own_counts, table, x, _exchange_in_backward(call, in_backward))
+    exchange = BackwardExchange(operation, scope.handshake_group) if in_backward else None
+    return _merge_moments(counts[scope.own_subgroup], table, x, exchange)
 
 
 def refuse_earlier_calls(plan: ForwardPlan, scope: Scope, *, of_all: bool = False) -> None:
@@ -190,10 +195,6 @@ def _gather_moments(moments: Tensor, count: int, scope: Scope) -> tuple[Tensor, 
     """Return mean and M2 of each rank, (W, 2 C), and their numbers of values, (W,), which the host does not know."""
     everyone = gather_stacked(torch.cat([moments, moments.new_full((1,), count)]), scope.group)
     return everyone[:, :-1], everyone[:, -1]
-
-
-def _exchange_in_backward(call: Call, is_needed: bool) -> BackwardExchange | None:
-    return BackwardExchange(str(call), call.scope.handshake_group) if is_needed else None
 
 
 def _refuse_one_value(call: str, size: tuple[int, ...], counts: Sequence[int], *, collective: bool = True) -> NoReturn:
@@ -227,7 +228,7 @@ def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _merge_moments(
-    counts: list[int] | Tensor, table: Tensor, x: Tensor, in_backward: BackwardExchange | None
+    counts: Sequence[int] | Tensor, table: Tensor, x: Tensor, in_backward: BackwardExchange | None
 ) -> Statistics:
     """Apply Chan's formula to all ranks at once, in float64. It runs on the host for a device without float64."""
     dtype = table.dtype

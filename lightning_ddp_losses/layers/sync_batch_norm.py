@@ -39,7 +39,7 @@ from lightning_ddp_losses.core.compat import BATCH_NORM_TYPES, attached_trainer
 from lightning_ddp_losses.core.modules import MethodPatch, eager_recursive, unregistered_modules
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import RankMismatchError, expect, expect_count, listed
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError, expect, expect_count, listed
 from lightning_ddp_losses.layers.batch_norm_function import (
     Call,
     Scope,
@@ -318,13 +318,13 @@ class SyncedForward(MethodPatch):
         try:
             with _ReplacedBatchNorm(self, scope) as replaced:
                 output = self.original(*args, **kwargs)
-            expect(
-                replaced.was_called,
-                f"{self.title}: {type(self.module).__name__}.forward",
-                expected="a call of torch.nn.functional.batch_norm",
-                got="none: it computes the statistics of this rank's rows by itself",
-                fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
-            )
+            if not replaced.was_called:
+                raise ConfigurationError(
+                    f"{self.title}: {type(self.module).__name__}.forward",
+                    expected="a call of torch.nn.functional.batch_norm",
+                    got="none: it computes the statistics of this rank's rows by itself",
+                    fix="Leave the layer out, or let its forward end in torch.nn.functional.batch_norm.",
+                )
         except Exception as error:  # an error that all ranks raise passes through
             raise_in_scope(scope, error, self.title)
         return output

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -35,10 +35,11 @@ from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses import tuples as row_tuples
+from lightning_ddp_losses.losses.pml_registry import LossFacts
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
-_REFERENCES = (("ref_emb", "embeddings"), ("ref_labels", "labels"))
+_REFERENCES = {"ref_emb": "embeddings", "ref_labels": "labels"}
 
 
 _SHAPES = (("embeddings", "(n, D)", 2), ("labels", "(n,)", 1), ("ref_emb", "(n, D)", 2), ("ref_labels", "(n,)", 1))
@@ -97,13 +98,13 @@ def by_name(
     given = dict(zip(names, args, strict=False)) | kwargs
     given = {name: value for name, value in given.items() if value is not None}
     if rules.are_class_labels:
-        _refuse_labels(title, inner, given)
+        refuse_labels(title, inner, given)
     if rules.are_of_pml:
         _refuse_odd_shapes(title, given)
     return given
 
 
-def _refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
+def refuse_labels(title: str, inner: nn.Module, given: Mapping[str, Any]) -> None:
     """Refuse labels that are no class indices: a second view in their place, one-hot rows, flags, or floating numbers."""
     for name in ("labels", "ref_labels"):
         labels = given.get(name)
@@ -209,13 +210,72 @@ def _refuse_views(title: str, given: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------------- a call of PML's
 
 
+def refuse_half_labelled(inner: nn.Module, facts: LossFacts, given: Mapping[str, Any]) -> None:
+    """Refuse labels of the references if the rows have none."""
+    is_half_labelled = "labels" not in given and "ref_labels" in given and "ref_emb" in given
+    expect(
+        not is_half_labelled or facts.pairs_views,
+        f"{type(inner).__name__}: labels",
+        expected="labels and ref_labels, or neither (each row its own identity)",
+        got="ref_labels only",
+        error=InputError,
+    )
+
+
+class CallBatches(NamedTuple):
+    """What is gathered of a call's arguments.
+
+    Attributes:
+        tensors: Batches by name, each tensor once, then the index tensors of this rank's own tuples.
+        aliases: Names of arguments that are the same tensor as another one, whose name follows.
+        num_indices: Number of index tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    num_indices: int
+
+    @classmethod
+    def of(cls, inner: nn.Module, given: Mapping[str, Any]) -> CallBatches:
+        """Return the batches of a call.
+
+        Args:
+            inner: The loss or miner.
+            given: Its arguments by name, none of them None.
+
+        Raises:
+            InputError: for tuples of a wrong form.
+        """
+        tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        for name, value in given.items():
+            if not isinstance(value, Tensor):
+                continue
+            own = _REFERENCES.get(name)
+            if own is not None and given.get(own) is value:
+                aliases[name] = own
+            else:
+                tensors[name] = value
+        # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes), and is gathered like any batch
+        tuples = given.get("indices_tuple")
+        if tuples is None or isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
+            return cls(tensors, aliases, 0)
+        if len(tuples) and pml_registry.compares_named_rows(inner):
+            row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", tuples)
+        for place, index in enumerate(tuples):
+            tensors[f"index {place}"] = _on_device_of(given.get("embeddings"), index)
+        return cls(tensors, aliases, len(tuples))
+
+
 class PMLCall:
-    """Gathers the arguments of a call, and keeps the tensors apart that one process keeps apart.
+    """The arguments of a call over all ranks. Tensors that one process keeps apart stay apart.
 
     Args:
         inner: The loss or miner.
+        facts: Facts of its class.
         given: Its arguments by name, none of them None.
-        gather: Gathers named batches.
+        batches: What was gathered of them.
+        gathered: The same of all ranks.
         rank: This rank.
         two_views: The embeddings are both views of each sample, the first view's rows before the second's.
 
@@ -225,67 +285,55 @@ class PMLCall:
         args: Those without a name: none.
         counts: Rows of each rank, per gathered tensor.
         local_labels: This rank's labels, or its identities if no labels were given.
-        seed: Seed of random draws, the same on every rank.
     """
 
     def __init__(
         self,
         inner: nn.Module,
+        facts: LossFacts,
         given: dict[str, Any],
-        gather: Callable[[dict[str, Tensor]], GatheredBatch],
+        batches: CallBatches,
+        gathered: GatheredBatch,
         rank: int,
         *,
         two_views: bool = False,
     ) -> None:
         self.given = given
-        self._inner, self._rank, self._two_views = inner, rank, two_views
-        self._facts = pml_registry.facts_of(inner)
+        self._inner, self._facts, self._rank, self._two_views = inner, facts, rank, two_views
+        self._gathered = gathered
         without_labels = "labels" not in given and ("ref_emb" in given or two_views)
-        self._identities_wanted = without_labels and not self._facts.pairs_views
-        if self._identities_wanted and "ref_labels" in given:
-            raise InputError(
-                f"{type(inner).__name__}: labels",
-                expected="labels and ref_labels, or neither (each row its own identity)",
-                got="ref_labels only",
-            )
-        # each tensor travels once, and each index tensor of this rank's own tuples
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        aliases = {name: own for name, own in _REFERENCES if name in tensors and tensors[name] is given.get(own)}
-        batches = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        rows, tuples = given.get("embeddings"), given.get("indices_tuple")
-        # a tensor is no tuple of indices but a value per row (ManifoldLoss's classes), and is gathered like any batch
-        own_tuples: Sequence[Tensor] = ()
-        if tuples is not None and not isinstance(tuples, (row_tuples.GlobalTuples, Tensor)):
-            own_tuples = tuples
-        if len(own_tuples) and pml_registry.compares_named_rows(inner):
-            row_tuples.refuse_malformed_tuples(f"{type(inner).__name__}: indices_tuple", own_tuples)
-        indices = {f"index {i}": _on_device_of(rows, index) for i, index in enumerate(own_tuples)}
-        gathered = gather(batches | indices)
-        self.seed = shared_seed(gathered)
-        names = [*batches, *indices]
+        self._identities_wanted = without_labels and not facts.pairs_views
+        names = list(batches.tensors)
         self.counts = dict(zip(names, gathered.counts, strict=True))
-        self.narrow_dtypes = dict(zip(names, gathered.narrow_dtypes, strict=True))
         # every rank sees every rank's numbers of rows
         self._refuse_lengths()
+        tuples = given.get("indices_tuple")
         if isinstance(tuples, row_tuples.GlobalTuples):
-            references = None if self._facts.own_references else self.total_references
+            references = None if facts.own_references else self.total_references
             tuples.check(type(inner).__name__, self.total_rows, references)
         # the loss gets the rows of all ranks, with tuples that count them
         arguments: dict[str, Any] = dict(zip(names, gathered.tensors, strict=True))
-        if indices:
-            tuples = self._renumbered([arguments.pop(name) for name in indices])
+        if batches.num_indices:
+            indices = [arguments.pop(f"index {place}") for place in range(batches.num_indices)]
+            tuples = self._renumbered(indices)
         self.local_labels: Tensor | None = given.get("labels")
         if self._identities_wanted:
             self._add_identities_(arguments)
-        for name, own in aliases.items():
+        for name, own in batches.aliases.items():
             arguments[name] = arguments[own]
         if tuples is not None and not isinstance(tuples, Tensor):
+            rows = given.get("embeddings")
             arguments["indices_tuple"] = tuple(_on_device_of(rows, index) for index in tuples)
         # other arguments (a flag, a number) do not travel
         for name, value in given.items():
             arguments.setdefault(name, value)
         self.arguments = arguments
         self.args: tuple[Any, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        """Seed of random draws, the same on every rank."""
+        return shared_seed(self._gathered)
 
     @property
     def kwargs(self) -> dict[str, Any]:
@@ -303,7 +351,8 @@ class PMLCall:
 
     def is_bf16_on_all_ranks(self) -> bool:
         """Return whether every rank gave its rows in bfloat16. Known where several ranks have gathered them."""
-        of_rows = [dtypes for name, dtypes in self.narrow_dtypes.items() if name in ("embeddings", "ref_emb")]
+        by_name = zip(self.counts, self._gathered.narrow_dtypes, strict=True)
+        of_rows = [dtypes for name, dtypes in by_name if name in ("embeddings", "ref_emb")]
         return all(len(dtypes) == 1 or {*dtypes} == {torch.bfloat16} for dtypes in of_rows)
 
     @property
@@ -494,65 +543,79 @@ def _counts_from_zero(labels: Tensor) -> bool:
 # ---------------------------------------------------------------------- a call of any other loss
 
 
-class TensorCall:
-    """Gathers the arguments of a call, also in lists, tuples and dicts. 0-dim tensors and other values stay as they are.
+def batches_in(
+    title: str, values: Mapping[int | str, Any], batch_dims: Mapping[int | str, int | None]
+) -> dict[str, Tensor]:
+    """Return the batches of a call by path, their samples along dim 0.
 
     Args:
         title: Name of the loss in messages.
+        values: Arguments by position and name. Batches may also be inside lists, tuples and dicts.
+        batch_dims: Dimension that counts samples, by position or name (default 0). None: no batch.
+
+    Raises:
+        InputError: for a batch in a container that is no plain list, tuple or dict.
+    """
+    batches: dict[str, Tensor] = {}
+    for name, value in values.items():
+        dim = batch_dims.get(name, 0)
+        if dim is None:
+            continue
+        found: list[Tensor] = []
+        inputs.map_tensors(found.append, value)
+        expect(
+            len(found) == len(inputs.tensors_in(value)),
+            f"{title}: argument {name}",
+            expected="tensors, or lists, tuples and dicts of them",
+            got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
+            fix="Pass the tensors one by one, or in a list.",
+            error=InputError,
+        )
+        for place, tensor in enumerate(found):
+            path = str(name) if tensor is value else f"{name}[{place}]"
+            if tensor.ndim:
+                batches[path] = tensor.movedim(dim, 0)
+    return batches
+
+
+class TensorCall:
+    """The arguments of a call over all ranks, also in lists, tuples and dicts. 0-dim tensors and other values stay as they are.
+
+    Args:
         args: Positional arguments of this rank.
         kwargs: The same by name.
         batch_dims: Dimension that counts samples, by position or name (default 0). None: no batch.
-        gather: Gathers named batches along dim 0.
+        gathered: The batches of all ranks, in the order of ``batches_in``.
 
     Attributes:
         args: The arguments over all ranks.
         kwargs: The same by name.
         batches: Those that were gathered.
-        seed: Seed of random draws, the same on every rank.
-
-    Raises:
-        InputError: for a batch in a container that is no plain list, tuple or dict.
     """
 
     def __init__(
         self,
-        title: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batch_dims: Mapping[int | str, int | None],
-        gather: Callable[[dict[str, Tensor]], GatheredBatch],
+        gathered: GatheredBatch,
     ) -> None:
+        everyone = iter(gathered.tensors)
         values: dict[int | str, Any] = dict(enumerate(args))
         values.update(kwargs)
-        # which of them are batches, also inside lists, tuples and dicts, and along which dimension
-        dims: dict[int | str, int] = {}
-        batches: dict[str, Tensor] = {}
         for name, value in values.items():
             dim = batch_dims.get(name, 0)
-            if dim is None:
-                continue
-            found: list[Tensor] = []
-            inputs.map_tensors(found.append, value)
-            expect(
-                len(found) == len(inputs.tensors_in(value)),
-                f"{title}: argument {name}",
-                expected="tensors, or lists, tuples and dicts of them",
-                got=f"a {type(value).__name__} of tensors, whose rows would stay on this rank",
-                fix="Pass the tensors one by one, or in a list.",
-                error=InputError,
-            )
-            dims[name] = dim
-            rows = {f"{name}[{i}]" if found[0] is not value else str(name): t for i, t in enumerate(found) if t.ndim}
-            # batches travel with their samples along dim 0
-            batches |= {path: tensor.movedim(dim, 0) for path, tensor in rows.items()}
-        gathered = gather(batches)
-        everyone = iter(gathered.tensors)
-        for name, dim in dims.items():
-            values[name] = inputs.map_tensors(partial(_next_of, everyone, dim), values[name])
+            if dim is not None:
+                values[name] = inputs.map_tensors(partial(_next_of, everyone, dim), value)
         self.args = tuple(values[position] for position in range(len(args)))
         self.kwargs = {name: values[name] for name in kwargs}
         self.batches: Iterable[Any] = gathered.tensors
-        self.seed = shared_seed(gathered)
+        self._gathered = gathered
+
+    @property
+    def seed(self) -> int:
+        """Seed of random draws, the same on every rank."""
+        return shared_seed(self._gathered)
 
 
 def _next_of(everyone: Iterator[Tensor], dim: int, own: Tensor) -> Tensor:

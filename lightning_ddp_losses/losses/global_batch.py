@@ -21,26 +21,34 @@ from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans, Signature
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import Backward
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
-from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.gathered_batch import BackwardChoice, BatchLayout, GatheredBatch, gather_batch
 from lightning_ddp_losses.distributed.global_values import (
     UpstreamGradWatch,
     micro_batch_to_match,
     remember_global_value,
 )
+from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
-from lightning_ddp_losses.distributed.raw_collectives import narrow_batches
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
-from lightning_ddp_losses.losses.gathered_call import ArgumentRules, PMLCall, SeedCounter, TensorCall, same_draws
+from lightning_ddp_losses.losses.gathered_call import (
+    ArgumentRules,
+    CallBatches,
+    PMLCall,
+    SeedCounter,
+    TensorCall,
+    same_draws,
+)
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
-from lightning_ddp_losses.losses.loss_plan import LossPlan, LossPlans, exact_modes
+from lightning_ddp_losses.losses.loss_plan import CallPlan, LossPlan, LossPlans, exact_modes
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
-from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.products import ProductChoice, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
@@ -50,19 +58,21 @@ _WATCHED_CALLS = 3  # the first calls look for labels that count a rank's own ro
 
 
 class PreparedCall(NamedTuple):
-    """Properties of one call before its rows are made wider and its loss runs.
+    """One call whose arguments were checked on this rank.
 
     Attributes:
-        narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
-        form: Form of their products.
-        weights: A fingerprint of a part of the loss's weights. Empty: it is not compared.
-        plan: Rules for all calls of the loss.
+        args: Positional arguments, in the dtype of the computation.
+        kwargs: Arguments by name.
+        rules: Rules for all calls of the loss.
+        plan: Rules for the calls with this signature.
+        must_match: Values of this call that must be equal on all ranks.
     """
 
-    narrow_dtype: torch.dtype | None
-    form: ProductForm
-    weights: str
-    plan: LossPlan
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rules: LossPlan
+    plan: CallPlan
+    must_match: dict[str, object]
 
 
 class GlobalBatchLoss(WithProcessGroup, nn.Module):
@@ -199,7 +209,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def plan(self) -> LossPlan:
         """What the class and the options of the loss decide about its calls. ``print(loss.plan)`` shows it."""
         if self._plans.configuration.is_read:
-            return self._plans.current(self.loss, self.backward)
+            return self._current_rules()
         # what ranks compare is read by their first call, and not where one of them looks
         return LossPlan.of(self.loss, self.backward, Configuration().read(self.loss))
 
@@ -215,53 +225,119 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 tensors are batches along dim 0, 0-dim tensors are not.
             kwargs: The same by name.
         """
-        args, kwargs, tensors, prepared = self._prepare(args, kwargs)
-        evaluate = partial(self._evaluate, prepared)
-        try:
-            value = autograd_graph.run_full_precision(self, evaluate, args, kwargs, tensors=tensors)
-        finally:
-            self._plans.configuration.follow(self.loss)
+        with handshake.raising_on_all_ranks(self._title, group=self._group):
+            inputs.refuse_capture(self._title)
+            self.value_reading.raise_late()
+            # 1. what the signature of the call decides: once
+            rules = self._current_rules()
+            parameters, buffers = self._plans.configuration.weights()
+            signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers], self.batch_dims)
+            plan = self._plans.of_calls.get(signature)
+            if plan is None:
+                plan = self._plan_call(rules, args, kwargs, tensors)
+                self._plans.of_calls.add(signature, plan)
+            # 2. what its values decide
+            args, kwargs = self._check_values(rules, plan, args, kwargs, tensors)
+            must_match = self._take_must_match(rules, parameters)
+            # 3. the loss over all ranks, in full precision
+            try:
+                if plan.is_cast:
+                    args, kwargs = precision.cast_floating((args, kwargs), plan.dtype)
+                    devices = {tensor.device.type for tensor in tensors}
+                    with precision.full_precision(plan.dtype, devices), precision.cast_module(self, plan.dtype):
+                        value = self._evaluate(PreparedCall(args, kwargs, rules, plan, must_match))
+                else:
+                    value = self._evaluate(PreparedCall(args, kwargs, rules, plan, must_match))
+            finally:
+                self._plans.configuration.follow(self.loss)
+            trainable = [parameter for parameter in parameters if parameter.requires_grad]
+            if trainable and torch.is_grad_enabled():
+                value = autograd_graph.attach_zero_grad(value, trainable, tensors)
         remember_global_value(value, self._title)
         if self.backward == "sum":
             return value
         return self._upstream_grad.watch(value, group=self._group)
 
-    def _prepare(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors, PreparedCall]:
-        """Refuse inputs that this rank cannot take, together with the peers, and return them as they may be used.
+    # ------------------------------------------------------------------ plan
 
-        One walk over the arguments and the loss serves all questions: device, shape, labels, dtype.
-        """
-        tensors = precision.CallTensors.of(self, args, kwargs)
-        read = self.value_reading.next_call(tensors.given)
-        form: ProductForm = "float32"
-        with handshake.raising_on_all_ranks(self._title, group=self._group):
-            inputs.refuse_capture(self._title)
-            self._check_devices(tensors, args, kwargs)
-            self.value_reading.raise_late()
-            inputs.check_inputs(
-                self.loss, self._title, args, kwargs, read_values=read, refuse_nan=False, allow_empty=True
+    def _current_rules(self) -> LossPlan:
+        """Return the rules for all calls, as the loss and this object are configured now."""
+        others = (self.mode, self.products, self._tile_compiler is None, *self.batch_dims.items())
+        return self._plans.current(self.loss, self.backward, *others)
+
+    def _plan_call(
+        self, rules: LossPlan, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> CallPlan:
+        """Refuse what no call of this signature may be, and decide what all of them have in common."""
+        title, loss = self._title, self.loss
+        parameters, buffers = self._plans.configuration.weights()
+        mode: Any = rules.modes[0] if self.mode == "auto" else self.mode
+        names: tuple[str, ...] = ()
+        given = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
+        own_rules = _argument_rules(rules, args)
+        if rules.is_pml:
+            names = (*own_rules.names[: len(args)], *kwargs)
+            given = dict(zip(own_rules.names, args, strict=False)) | kwargs
+        own_buffers = buffers if isinstance(loss, TORCH_LOSS_TYPES) else []
+        inputs.check_devices(title, given, parameters, buffers=own_buffers)
+        inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
+        if mode not in rules.modes:
+            raise not_exact(title, mode, rules.modes)
+        if rules.is_pml:
+            named = gathered_call.by_name(title, loss, own_rules, args, kwargs)
+            gathered_call.refuse_half_labelled(labelled_loss(loss), rules.inner_facts, named)
+        # precision
+        dtype = precision.compute_dtype([*parameters, *tensors])
+        devices = {tensor.device.type for tensor in tensors}
+        is_full = precision.is_full(dtype, devices, (*parameters, *tensors))
+        rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
+        labels = [given.get("labels"), given.get("ref_labels")]
+        return CallPlan(
+            mode=mode,
+            names=names,
+            dtype=dtype,
+            is_cast=not is_full or bool(precision.narrow_buffers(precision.modules_of(self), dtype)),
+            narrow_dtype=precision.narrow_dtype(tensors),
+            products=choose_form(title, self.products, rows) if rows else "float32",
+            has_label_rows=any(isinstance(each, Tensor) and each.ndim == 2 for each in labels),
+        )
+
+    def _check_values(
+        self,
+        rules: LossPlan,
+        plan: CallPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Refuse values that the loss cannot take, and return the arguments with labels that an accelerator survives."""
+        are_read = self.value_reading.next_call(tensors)
+        if plan.has_label_rows and rules.arguments.are_class_labels:
+            gathered_call.refuse_labels(
+                self._title, self.loss, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
             )
-            # before the loss runs and changes its own state
-            plan = self._plans.current(self.loss, self.backward)
-            weights = self._weights.take([*tensors.parameters, *self._own_buffers()], self._group)
-            if self.products != "float32":
-                rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
-                form = choose_form(self._title, self.products, rows) if rows else "float32"
-        if not read:
-            args, kwargs = inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
-        return args, kwargs, tensors, PreparedCall(precision.narrow_dtype(tensors.given), form, weights, plan)
+        if rules.num_classes is None:
+            return args, kwargs
+        embeddings = inputs.given_argument(args, kwargs, 0, "embeddings")
+        labels = inputs.given_argument(args, kwargs, 1, "labels")
+        if isinstance(embeddings, Tensor) and isinstance(labels, Tensor):
+            rows, classes = embeddings.shape[0], rules.num_classes
+            inputs.check_labels(self._title, labels, rows, classes, read_values=are_read)
+        if are_read:
+            return args, kwargs
+        return inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)
 
-    def _check_devices(self, tensors: precision.CallTensors, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse tensors on several devices, class weights of torch's own losses among them."""
-        buffers = self._own_buffers()
-        if not tensors.are_on_one_device(buffers):
-            plan, names = self.plan, [f"argument {place}" for place in range(len(args))]
-            if plan.is_pml:
-                names = [*_argument_rules(plan, args).names]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            inputs.check_devices(self._title, given, precision.parameters_of(self.loss), buffers=buffers)
+    def _take_must_match(self, rules: LossPlan, parameters: list[Tensor]) -> dict[str, object]:
+        """Return values of a call that must be equal on all ranks, and take the notes of the last backward."""
+        must_match: dict[str, object] = {"configuration": rules.configuration, "which": self._instance}
+        must_match |= micro_batch_to_match()
+        weights = self._weights.take([*parameters, *self._own_buffers()], self._group)
+        if weights:
+            must_match["weights"] = weights
+        if self.backward == "own_slice":
+            noted = self._upstream_grad.take()
+            must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
+        return must_match
 
     def _own_buffers(self) -> list[Tensor]:
         """Return the buffers of torch's own losses: class weights, which are options."""
@@ -269,72 +345,76 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return []
         return [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
 
-    def _evaluate(self, prepared: PreparedCall, /, *args: Any, **kwargs: Any) -> Any:
-        """Choose an evaluation for this call, and run it."""
-        modes = prepared.plan.modes
-        mode = modes[0] if self.mode == "auto" else self.mode
-        with handshake.raising_on_all_ranks(self._title, group=self._group):
-            if mode not in modes:
-                raise not_exact(self._title, mode, modes)
-            if prepared.plan.is_pml:
-                value = self._evaluate_pml(mode, prepared, args, kwargs)
-            else:
-                value = self._evaluate_torch(mode, prepared, args, kwargs)
+    def _evaluate(self, call: PreparedCall) -> Any:
+        """Evaluate the loss over the rows of all ranks."""
+        value = self._evaluate_pml(call) if call.rules.is_pml else self._evaluate_torch(call)
         if self.queue_position is not None:
             self.queue_position.update_()
         return value
 
     # ------------------------------------------------------------------ choose
 
-    def _evaluate_torch(self, mode: str, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate_torch(self, call: PreparedCall) -> Any:
         """Evaluate a loss that is not PML's."""
+        args, kwargs, mode = call.args, call.kwargs, call.plan.mode
         if mode == "elements":
-            return by_elements(self.loss, self._exchange(prepared), args, kwargs)
+            rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+            return by_elements(self.loss, self._exchange(call, rows), args, kwargs)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
-            self._upstream_grad.take()  # the coefficients are compared by the sums' own watch
             return by_moments(self.loss, views, self._group)
-        gather = partial(self._gather, prepared, self.backward)
-        call = TensorCall(self._title, args, kwargs, self.batch_dims, gather)
-        return self._replicated(prepared.plan, self.loss, call)
+        batches = gathered_call.batches_in(self._title, dict(enumerate(args)) | kwargs, self.batch_dims)
+        gathered = self._gather(call, batches, self.backward)
+        return self._replicated(call.rules, self.loss, TensorCall(args, kwargs, self.batch_dims, gathered))
 
-    def _evaluate_pml(self, mode: str, prepared: PreparedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate_pml(self, call: PreparedCall) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""
-        plan, loss = prepared.plan, self.loss
-        given = gathered_call.by_name(self._title, loss, _argument_rules(plan, args), args, kwargs)
+        rules, mode, loss = call.rules, call.plan.mode, self.loss
+        by_place = zip(call.plan.names, (*call.args, *call.kwargs.values()), strict=True)
+        given = {name: value for name, value in by_place if value is not None}
         # a loss of two views makes labels, and the loss inside it compares rows by them
-        if plan.takes_views:
+        if rules.takes_views:
             loss, given = labelled_loss(loss), gathered_call.labelled_arguments(loss, self._title, given)
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.loss and are_of_samples:
-            return by_elements(self.loss, self._exchange(prepared), (), given)
-
+            return by_elements(self.loss, self._exchange(call, given["embeddings"]), (), given)
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
-        def backward(counts: dict[str, list[int]]) -> Backward:
-            return "sum" if mode == "rows" and not self._are_few(plan, counts) else self.backward
-
-        gather = partial(self._gather, prepared, backward)
-        call = PMLCall(loss, given, gather, process_groups.rank(self._group), two_views=plan.stacks_views)
-        value = self._evaluate_gathered(mode, prepared, loss, call)
+        how: Backward | BackwardChoice = self.backward
+        if mode == "rows":
+            how = partial(self._backward_of_rows, rules)
+        facts, two_views = rules.inner_facts, rules.stacks_views
+        batches = CallBatches.of(loss, given)
+        gathered = self._gather(call, batches.tensors, how)
+        rank = process_groups.rank(self._group)
+        rows = PMLCall(loss, facts, given, batches, gathered, rank, two_views=two_views)
+        value = self._evaluate_gathered(call, loss, rows)
         # last: if warnings are errors, peers are not in the middle of the evaluation
-        self._warn_identities(call)
-        self._warn_moved_pairs(call)
+        if not self._warned and self._seeds.number <= _WATCHED_CALLS:
+            self._warn_identities(rows)
+        if not self._warned and facts.pairs_views:
+            self._warn_moved_pairs(rows)
         return value
 
-    def _evaluate_gathered(self, mode: str, prepared: PreparedCall, loss: Any, call: PMLCall) -> Any:
+    def _backward_of_rows(self, rules: LossPlan, counts: dict[str, list[int]]) -> Backward:
+        """Return which gradient rows get that each rank compares with its own anchors. With few rows every rank compares all."""
+        return self.backward if self._are_few(rules, counts) else "sum"
+
+    def _evaluate_gathered(self, prepared: PreparedCall, loss: Any, call: PMLCall) -> Any:
         """Evaluate a PML loss that has gathered the rows of all ranks."""
         # a sum over anchors: our own tiles if there are any, else PML's formula on this rank's anchors
-        plan, is_mined = prepared.plan, "indices_tuple" in call.given
-        if mode == "rows" and not self._are_few(plan, call.counts) and (plan.splits_pairs or not is_mined):
-            if plan.tiles is not None and call.ref_labels is not None:
-                form = prepared.form
+        rules, is_mined = prepared.rules, "indices_tuple" in call.given
+        may_split = prepared.plan.mode == "rows" and (rules.splits_pairs or not is_mined)
+        if may_split and not self._are_few(rules, call.counts):
+            exchange = self._exchange(prepared, call.given["embeddings"])
+            if rules.tiles is not None and call.ref_labels is not None:
+                form = prepared.plan.products
                 if self.products == "auto" and not call.is_bf16_on_all_ranks():
                     form = "float32"
                 options = self.tile_bytes, self._tile_compiler, form
-                return TiledCall(loss, plan.tiles, call, self._exchange(prepared), *options).run()
+                return TiledCall(loss, rules.tiles, call, exchange, *options).run()
             if call.rows_possible():
-                return by_rows(loss, self._exchange(prepared), call, self.tile_bytes)
+                return by_rows(loss, exchange, call, self.tile_bytes)
         # the full loss on every rank
         if self.queue_position is not None:
             expect(
@@ -346,24 +426,24 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 collective=True,
             )
             self.queue_position.check(call.rows_to_remember(), self._title)
-        return self._replicated(plan, loss, call)
+        return self._replicated(rules, loss, call)
 
-    def _replicated(self, plan: LossPlan, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
+    def _replicated(self, rules: LossPlan, loss: nn.Module, call: PMLCall | TensorCall) -> Any:
         """Evaluate the full loss, and note its value for the next call."""
-        value = replicated(loss, call, draws=plan.draws, writes_distances=plan.writes_distances)
+        value = replicated(loss, call, draws=rules.draws, writes_distances=rules.inner_facts.writes_distances)
         self._replicated_value.note(value, self._group)
         return value
 
-    def _are_few(self, plan: LossPlan, counts: dict[str, list[int]]) -> bool:
+    def _are_few(self, rules: LossPlan, counts: dict[str, list[int]]) -> bool:
         """Return whether there are so few rows that every rank computes the full loss faster. All ranks get the same answer."""
         if self.mode == "rows":  # decided by what all ranks have agreed on, so not by tile_bytes
             return False
-        return sum(counts.get("embeddings", ())) <= plan.few_rows
+        return sum(counts.get("embeddings", ())) <= rules.inner_facts.few_rows
 
     def _warn_identities(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that hand-made labels of self-supervised use collide between ranks. All ranks see it."""
         labels = call.given.get("labels")
-        if labels is None or self._warned:
+        if labels is None:
             return
         watched = _WATCHED_CALLS if inputs.on_host([labels]) else 1  # to look at labels waits for an accelerator
         if self._seeds.number > watched or process_groups.world_size(self._group) == 1:
@@ -377,7 +457,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _warn_moved_pairs(self, call: PMLCall) -> None:
         """Warn once, on rank 0, that row i of all ranks' references is not of the rank that holds row i. All ranks see it."""
-        if self._warned or not call.moves_pairs():
+        if not call.moves_pairs():
             return
         counts = zip(call.counts["embeddings"], call.counts["ref_emb"], strict=True)
         by_rank = ", ".join(f"rank {rank}: {rows} and {refs}" for rank, (rows, refs) in enumerate(counts))
@@ -395,47 +475,40 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     # ------------------------------------------------------------------ exchange
 
     def _gather(
-        self, prepared: PreparedCall, backward: Backward | BackwardChoice, batches: dict[str, Tensor]
+        self, call: PreparedCall, batches: dict[str, Tensor], backward: Backward | BackwardChoice
     ) -> GatheredBatch:
-        seed, must_match = self._seeds.next(), self._take_must_match(prepared)
+        """Gather batches of all ranks, and compare the value of the call before."""
+        plan = call.plan
+        if plan.layout is None:
+            plan.layout = BatchLayout.of(self._title, batches, self._options())
+        seed = self._seeds.next()
         gathered = gather_batch(
-            self._title,
+            plan.layout,
             batches,
-            must_match,
+            call.must_match,
             backward=backward,
             extra=seed + self._replicated_value.take(),
-            narrow=narrow_batches(batches, prepared.narrow_dtype),
+            given_dtype=plan.narrow_dtype,
             group=self._group,
         )
         self._replicated_value.refuse_other(self._title, [extra[len(seed) :] for extra in gathered.extras])
         return gathered
 
-    def _exchange(self, prepared: PreparedCall) -> SumExchange:
-        def must_match(like: Tensor) -> dict[str, object]:
-            form = f"{('rows', *like.shape[1:])} {like.dtype} {like.device.type}"
+    def _exchange(self, call: PreparedCall, rows: Tensor) -> SumExchange:
+        """Return how sums of the call are exchanged."""
+        plan = call.plan
+        if plan.sums is None:
+            form = f"{('rows', *rows.shape[1:])} {rows.dtype} {rows.device.type}"
             gradients = "on" if torch.is_grad_enabled() else "off"
-            return {**self._take_must_match(prepared), "rows of embeddings": form, "gradients": gradients}
+            plan.sums = Agreement(self._title, {**self._options(), "rows of embeddings": form, "gradients": gradients})
+        return SumExchange(plan.sums, call.must_match, self._group)
 
-        return SumExchange(self._title, must_match, self._group)
-
-    def _take_must_match(self, prepared: PreparedCall) -> dict[str, object]:
-        """Return values that must be equal on all ranks, and take the notes of the last backward."""
-        must_match: dict[str, object] = {
-            "mode": self.mode,
-            "backward": self.backward,
-            "configuration": prepared.plan.configuration,
-            "products": self.products,
-            "which": self._instance,
-            **micro_batch_to_match(),
-        }
+    def _options(self) -> dict[str, object]:
+        """Return the options that must be equal on all ranks."""
+        options: dict[str, object] = {"mode": self.mode, "backward": self.backward, "products": self.products}
         if self.compile_tiles:
-            must_match["compile_tiles"] = True
-        if prepared.weights:
-            must_match["weights"] = prepared.weights
-        if self.backward == "own_slice":
-            noted = self._upstream_grad.take()
-            must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
-        return must_match
+            options["compile_tiles"] = True
+        return options
 
     @cached_property
     def _title(self) -> str:
@@ -481,6 +554,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self.set_group(group, self._title, name)
         self._seeds = SeedCounter()
         self._configuration = Configuration()
+        self._layouts: Plans[BatchLayout] = Plans()
 
     @eager_recursive
     @torch.no_grad()
@@ -495,15 +569,23 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             mine = partial(self._mine, precision.narrow_dtype(given.values()))
             return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
 
-    def _mine(self, narrow_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
+    def _mine(self, given_dtype: torch.dtype | None, /, **given: Any) -> GlobalTuples:
         configuration = self._configuration.read(self.miner)
-
-        def gather(batches: dict[str, Tensor]) -> GatheredBatch:
-            must_match = {"which": self._instance, "configuration": configuration}
-            seed, narrow = self._seeds.next(), narrow_batches(batches, narrow_dtype)
-            return gather_batch(self._title, batches, must_match, extra=seed, narrow=narrow, group=self._group)
-
-        call = PMLCall(self.miner, given, gather, process_groups.rank(self._group))
+        batches, facts = CallBatches.of(self.miner, given), pml_registry.facts_of(self.miner)
+        signature, _ = Signature.of((), given)
+        layout = self._layouts.get(signature)
+        if layout is None:
+            layout = BatchLayout.of(self._title, batches.tensors)
+            self._layouts.add(signature, layout)
+        gathered = gather_batch(
+            layout,
+            batches.tensors,
+            {"which": self._instance, "configuration": configuration},
+            extra=self._seeds.next(),
+            given_dtype=given_dtype,
+            group=self._group,
+        )
+        call = PMLCall(self.miner, facts, given, batches, gathered, process_groups.rank(self._group))
         try:
             with same_draws(call.seed, call.batches):
                 tuples = self.miner(**call.arguments)

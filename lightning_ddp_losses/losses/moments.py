@@ -17,6 +17,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from lightning_ddp_losses.distributed.global_values import (
     micro_batch_to_match,
     remember_global_value,
 )
+from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError
 
@@ -313,18 +315,23 @@ def meet(
     tensors = list(given.values())
     with handshake.raising_on_all_ranks(title, group=group):
         _check(title, given, features, parts)
-    dtype, device = precision.compute_dtype(tensors), tensors[0].device.type
-    layout = {
-        "rows": f"(rows, {tensors[0].shape[1]}) {dtype} on {device}",
-        "gradients": "on" if torch.is_grad_enabled() else "off",
-    }
-    payload = _ROWS.pack(len(tensors[0]), any(tensor.requires_grad for tensor in tensors))
-    payloads = handshake.all_gather(title, {**layout, **must_match}, payload, group=group)
+    rows = tensors[0]
+    dtype = precision.compute_dtype(tensors)
+    agreement = _agreement(title, rows.shape[1], dtype, rows.device.type, torch.is_grad_enabled())
+    payload = _ROWS.pack(len(rows), any(tensor.requires_grad for tensor in tensors))
+    payloads = handshake.all_gather(agreement, must_match, payload, group=group)
     counts, needs_grad = zip(*map(_ROWS.unpack, payloads), strict=True)
     if sum(counts) < at_least:  # every rank knows the counts, so every rank raises
         expected = f"{at_least} or more on all ranks together"
         raise InputError(f"{title}: rows", expected=expected, ranks=counts, collective=True)
     return [match_requires_grad(tensor.to(dtype), any(needs_grad)) for tensor in tensors], list(counts)
+
+
+@functools.lru_cache(maxsize=32)
+def _agreement(title: str, width: int, dtype: torch.dtype, device_type: str, has_gradients: bool) -> Agreement:
+    """Return what the ranks agree on in all calls on rows of this kind. The options of a call are compared next to it."""
+    gradients = "on" if has_gradients else "off"
+    return Agreement(title, {"rows": f"(rows, {width}) {dtype} on {device_type}", "gradients": gradients})
 
 
 def _check(title: str, given: Mapping[str, Tensor], features: int | None, parts: int) -> None:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +55,7 @@ from lightning_ddp_losses.distributed.global_values import (
     micro_batch_to_match,
     remember_global_value,
 )
+from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
@@ -234,14 +235,19 @@ class SumExchange:
     """How the ranks exchange their sums in one call.
 
     Attributes:
-        title: Name of the loss in messages.
-        must_match: Function of a tensor of the call that returns the values that must be equal on all ranks.
+        agreement: The loss, and values that must be equal on all ranks.
+        must_match: Further such values, of this call.
         group: Process group.
     """
 
-    title: str
-    must_match: Callable[[Tensor], dict[str, object]]
+    agreement: Agreement
+    must_match: Mapping[str, object]
     group: Group
+
+    @property
+    def title(self) -> str:
+        """Name of the loss in messages."""
+        return self.agreement.operation
 
     @property
     def world(self) -> int:
@@ -280,7 +286,7 @@ class SumExchange:
             payload = raw_collectives.host_bytes(table.cpu())
             if row_stats is not None:
                 payload += raw_collectives.host_bytes(row_stats.cpu())
-            payloads = self._handshake(like, payload, handshake_bytes)
+            payloads = self._handshake(payload, handshake_bytes)
             everyone = _from_bytes([sent[: table.nbytes] for sent in payloads], table).view(-1, *table.shape)
             if row_stats is not None:
                 sent_stats = [sent[table.nbytes :] for sent in payloads]
@@ -289,13 +295,13 @@ class SumExchange:
             return GlobalSums(partials, everyone, may_be_empty), row_stats
         divisors = None
         if current_window() is None:
-            self._handshake(like, b"", handshake_bytes)
+            self._handshake(b"", handshake_bytes)
         else:
             # the host divides the micro-batches of a window, and waits only for divisors that it does not know
             own = torch.tensor(
                 HostNumbers([each.share_of(self.world) for each in partials]).read(), dtype=torch.float64
             )
-            payloads = self._handshake(like, raw_collectives.host_bytes(own), handshake_bytes)
+            payloads = self._handshake(raw_collectives.host_bytes(own), handshake_bytes)
             divisors = tuple(_from_bytes(payloads, own).view(-1, len(own)).sum(0).tolist())
         if row_stats is not None and self.world > 1:
             row_stats = raw_collectives.all_gather_rows(row_stats, list(rows_by_rank), self.group)
@@ -303,9 +309,10 @@ class SumExchange:
             partials, raw_collectives.gather_stacked(table, self.group), may_be_empty, divisors
         ), row_stats
 
-    def _handshake(self, like: Tensor, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
-        must_match = self.must_match(like)
-        return handshake.all_gather(self.title, must_match, payload, handshake_bytes=handshake_bytes, group=self.group)
+    def _handshake(self, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
+        return handshake.all_gather(
+            self.agreement, self.must_match, payload, handshake_bytes=handshake_bytes, group=self.group
+        )
 
 
 def _from_bytes(payloads: Sequence[bytes], like: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.modules import eager_recursive
-from lightning_ddp_losses.errors import InputError, expect
-from lightning_ddp_losses.metrics.exchange import exchange
+from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
+from lightning_ddp_losses.metrics.exchange import Plans, exchange
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
 from lightning_ddp_losses.metrics.states import ExchangingMetric, detached
 
@@ -53,7 +53,8 @@ class Members:
         # decided before asking which members have peers: some groups may have one rank only
         waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
         packets = [leaf.packet() for leaf in waiting]
-        for leaf, values in zip(waiting, exchange(f"{self._title()}, compute", packets), strict=True):
+        exchanged = exchange(f"{self._title()}, compute", packets, Plans.of(self))
+        for leaf, values in zip(waiting, exchanged, strict=True):
             leaf._cache = detached(leaf._states())
             leaf._receive(values)
             leaf._is_synced, leaf._to_sync = True, False
@@ -109,9 +110,9 @@ class Composite(Members):
         """Return the metrics that the forward calls, in order."""
         return [getattr(self, self._only_member)]
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+    def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
         """Return the arguments of each member."""
-        return [(args, kwargs)] * len(self._members())
+        return [(args, kwargs)] * len(members)
 
     def _joined(self, values: list[Any]) -> Any:
         """Return the value from those of the members."""
@@ -119,8 +120,8 @@ class Composite(Members):
         return value
 
     def _forward_calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ForwardCall]:
-        calls = []
-        for member, given in zip(self._members(), self._arguments(*args, **kwargs), strict=True):
+        calls, members = [], self._members()
+        for member, given in zip(members, self._arguments(members, *args, **kwargs), strict=True):
             calls += member._forward_calls(*given)
         return calls
 
@@ -138,8 +139,8 @@ class _DifferentiableComposition(Composite):
     def _members(self) -> list[Any]:
         return [part for part in self._parts() if isinstance(part, Metric)]
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
-        return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
+    def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
+        return [(args, member._filter_kwargs(**kwargs)) for member in members]
 
     def _joined(self, values: list[Any]) -> Any:
         remaining = iter(values)
@@ -177,7 +178,7 @@ class _DifferentiableMultioutput(Composite):
     def _members(self) -> list[Any]:
         return list(self.metrics)  # type: ignore[attr-defined]
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+    def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
         by_output = self._get_args_kwargs_by_output(*args, **kwargs)  # type: ignore[attr-defined]
         return [(tuple(own_args), dict(own_kwargs)) for own_args, own_kwargs in by_output]
 
@@ -257,7 +258,9 @@ class _DifferentiableMultitask(Composite):
     def _members(self) -> list[Any]:
         return list(self.task_metrics.values())  # type: ignore[attr-defined]
 
-    def _arguments(self, task_preds: dict[str, Any], task_targets: dict[str, Any]) -> list[Arguments]:
+    def _arguments(
+        self, members: list[Any], /, task_preds: dict[str, Any], task_targets: dict[str, Any]
+    ) -> list[Arguments]:
         tasks = self.task_metrics.keys()  # type: ignore[attr-defined]
         expect(
             tasks == task_preds.keys() == task_targets.keys(),
@@ -278,7 +281,7 @@ class _DifferentiableTransformed(Composite):
 
     _only_member = "wrapped_metric"
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
+    def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
         return [(self._wrap_transform(*args), kwargs)]  # type: ignore[attr-defined]
 
 
@@ -286,23 +289,26 @@ class DifferentiableCollection(Composite):
     """A collection: all states of all members in one exchange."""
 
     def _members(self) -> list[Any]:
-        return list(self._by_name().values())
-
-    def _by_name(self) -> dict[str, Any]:
         assert isinstance(self, MetricCollection)
-        return dict(self.items(keep_base=True, copy_state=False))
+        # members of a compute group get the states of its first member
+        return [member for _, member in self.items(keep_base=True, copy_state=False)]
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> list[Arguments]:
-        for name, member in self._by_name().items():
-            what, got = f"{type(self).__name__}: `{name}`", f"a plain {type(member).__name__}, added later"
-            is_ours, fix = isinstance(member, (DifferentiableMetric, Composite)), "Add differentiable(metric)."
-            expect(is_ours, what, expected="a differentiable metric", got=got, fix=fix)
-        return [(args, member._filter_kwargs(**kwargs)) for member in self._members()]
+    def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
+        assert isinstance(self, MetricCollection)
+        for name, member in nn.ModuleDict.items(self):
+            if not isinstance(member, (DifferentiableMetric, Composite)):
+                raise ConfigurationError(
+                    f"{type(self).__name__}: `{name}`",
+                    expected="a differentiable metric",
+                    got=f"a plain {type(member).__name__}, added later",
+                    fix="Add differentiable(metric).",
+                )
+        return [(args, member._filter_kwargs(**kwargs)) for member in members]
 
     def _joined(self, values: list[Any]) -> Any:
         """Return the values under torchmetrics' names. It calls each member's forward for them."""
         assert isinstance(self, MetricCollection)
-        members = self._by_name()
+        members = dict(nn.ModuleDict.items(self))
         plain = {name: member.__dict__.get("forward") for name, member in members.items()}
         try:
             for member, value in zip(members.values(), values, strict=True):

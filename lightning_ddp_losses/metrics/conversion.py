@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.metric import CompositionalMetric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -30,9 +30,9 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.errors import expect, expect_option
+from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
-from lightning_ddp_losses.metrics.exchange import Packet, exchange
+from lightning_ddp_losses.metrics.exchange import Packet, Plans, exchange
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step
 from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, States, is_correlation, torchmetrics_names
 
@@ -189,24 +189,24 @@ class SyncedMetric(ExchangingMetric):
         if is_correlation(type(self)):
             return
         for name, reduce in self._reductions.items():
-            expect(
-                reduce is not None or not isinstance(getattr(self, name), Tensor),
-                f"synced {type(self).__name__}: state `{name}`",
-                expected="a list, or a tensor with a reduction",
-                got="a tensor with dist_reduce_fx=None: how to join those of all ranks is not known",
-                fix="Give add_state a reduction, or dist_reduce_fx=lambda stacked: stacked if compute joins them itself.",
-            )
+            if reduce is None and isinstance(getattr(self, name), Tensor):
+                raise ConfigurationError(
+                    f"synced {type(self).__name__}: state `{name}`",
+                    expected="a list, or a tensor with a reduction",
+                    got="a tensor with dist_reduce_fx=None: how to join those of all ranks is not known",
+                    fix="Give add_state a reduction, or dist_reduce_fx=lambda stacked: stacked if compute joins them itself.",
+                )
 
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         self._refuse_states()
-        untouched, found = self._update_count == 0, []
-        for name, reduce in self._reductions.items():
-            value: Any = getattr(self, name)
-            rows = self._update_count
-            if untouched and reduce is dim_zero_mean:  # states may be loaded or merged without an update
-                rows = int(not torch.equal(value, self._defaults[name]))  # type: ignore[arg-type]
-            found.append(self._state(name, value, rows, untouched))
+        rules, untouched = self._rules(), self._update_count == 0
+        found = self._to_send(rules, self._update_count, untouched)
+        if untouched:  # states may be loaded or merged without an update
+            for index, name in enumerate(rules.titles):
+                if name in rules.means:
+                    is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
+                    found[index] = found[index]._replace(weight=float(not is_default))
         return Packet(found, self.process_group, self._configuration.read(self))
 
     def _sync_dist(
@@ -218,7 +218,7 @@ class SyncedMetric(ExchangingMetric):
         group, title = process_group or self.process_group, self._title("compute")
         with handshake.raising_on_all_ranks(title, group=group):
             packet = self.packet()
-        self._receive(*exchange(title, [packet._replace(group=group)]))
+        self._receive(*exchange(title, [packet._replace(group=group)], Plans.of(self)))
 
     def _receive(self, values: Sequence[Any]) -> States:
         reduced = super()._receive(values)

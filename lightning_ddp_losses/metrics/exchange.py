@@ -17,6 +17,9 @@ Each rank makes the same plan of the buffer from the shapes of all ranks. Tensor
 them: by update first, by rank second. A rank without data holds defaults, and some metrics widen these at their first update. Such a
 default takes the shape of the other ranks' state. Any other difference is an error, the same on every rank.
 
+What the names, kinds and fixed shapes of the states decide is kept by the metric or collection that is called (``ExchangePlan``): the text
+of what must match and, if no state has rows or items, the description of this rank's tensors.
+
 Metrics of a collection's compute group share their states. A rank sends them once, and they get one place in the buffer if they are shared
 on every rank. (A rank without data has no groups yet. Its defaults are compared.)
 
@@ -36,14 +39,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.data import dim_zero_mean
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.gathered_batch import aligned
 from lightning_ddp_losses.distributed.global_values import micro_batch_to_match
-from lightning_ddp_losses.distributed.messages import Instance
+from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
 from lightning_ddp_losses.errors import RankMismatchError
@@ -56,47 +59,42 @@ Entry: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 # ---------------------------------------------------------------------- a metric's message
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """A state on its way to the other ranks.
 
     Attributes:
         name: Names of the metric and the state, for messages.
+        kind: How the state is gathered.
+        reduction: Name of the reduction, to compare between ranks.
+        untouched: Whether the value is still the default.
         value: Tensor, or list of tensors or of other objects (text, nests of tensors). Such objects are pickled.
         device: Device of the metric. Tensors of a list on other devices are moved there.
         reduce: torchmetrics' reduction, a function of the stacked tensors or of the list, or None.
         weight: Number of this rank's rows, as a weight of means over ranks.
-        untouched: Whether the value is still the default.
     """
 
     name: str
+    kind: Kind
+    reduction: str
+    untouched: bool
     value: Tensor | list[Any]
     device: torch.device
     reduce: Callable[..., Any] | None
     weight: float = 1.0
-    untouched: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        """How the state is gathered."""
-        if self.reduce is dim_zero_cat:
-            return "rows"
-        return "stack" if isinstance(self.value, Tensor) else "list"
 
     @property
     def holds_objects(self) -> bool:
         """Whether the list has an item that is not a tensor."""
         return isinstance(self.value, list) and not all(isinstance(item, Tensor) for item in self.value)
 
-    def description(self) -> str:
-        """Return name, kind and reduction, to compare between ranks."""
-        return f"{self.name} ({self.kind}, {getattr(self.reduce, '__qualname__', 'none')})"
-
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Return the tensors to send, on one device. Rows have at least one dimension, and one dtype."""
-        tensors = [self.value] if isinstance(self.value, Tensor) else list(self.value)
-        if self.holds_objects:
-            return [_pickled(self.name, item).to(device) for item in tensors]
+        if isinstance(self.value, Tensor):
+            tensors = [self.value]
+        else:
+            tensors = list(self.value)
+            if self.holds_objects:
+                return [_pickled(self.name, item).to(device) for item in tensors]
         if self.kind == "rows":
             tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
             dtypes = [tensor.dtype for tensor in tensors]
@@ -109,11 +107,11 @@ class State:
         """Reduce the tensors of all ranks as torchmetrics does. Means are weighted by the ``rows`` of each rank."""
         if self.kind == "rows":
             return gathered[0] if gathered else []
+        if self.reduce is None or not gathered:
+            return gathered[0] if self.kind == "stack" else gathered
         if self.kind == "list":
-            return gathered if self.reduce is None or not gathered else self.reduce(gathered)
-        (stacked,) = gathered
-        if self.reduce is None:
-            return stacked
+            return self.reduce(gathered)
+        stacked = gathered[0]
         if self.reduce is dim_zero_mean and len(set(rows)) > 1 and stacked.is_floating_point():
             ranks = [rank for rank, n in enumerate(rows) if n]  # a mean without rows is NaN
             shares = stacked.new_tensor([rows[rank] for rank in ranks]) / sum(rows)
@@ -139,15 +137,97 @@ class Packet(NamedTuple):
     instance: Instance | None = None
 
 
+# ---------------------------------------------------------------------- what is decided once
+
+_MOST_PLANS = 32
+
+
+class Plans:
+    """The plans of one metric or collection by signature. The oldest goes if there are too many. A copy or a pickle has none."""
+
+    def __init__(self) -> None:
+        self._by_signature: dict[tuple[Any, ...], Any] = {}
+
+    @classmethod
+    def of(cls, owner: object) -> Plans:
+        """Return the plans that a metric or collection keeps."""
+        attributes = vars(owner)
+        if "_plans" not in attributes:
+            attributes["_plans"] = cls()
+        plans: Plans = attributes["_plans"]
+        return plans
+
+    def find(self, signature: tuple[Any, ...]) -> Any:
+        """Return the plan of a signature. None if there is none."""
+        return self._by_signature.get(signature)
+
+    def keep(self, signature: tuple[Any, ...], plan: Any) -> Any:
+        """Keep a plan, and return it."""
+        if len(self._by_signature) == _MOST_PLANS:
+            del self._by_signature[next(iter(self._by_signature))]
+        self._by_signature[signature] = plan
+        return plan
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plans, ()
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What the signature of an exchange decides.
+
+    Attributes:
+        agreement: What must match, apart from the values that change in each call.
+        states: Names and kinds of the states.
+        contents: Contents of this rank's message (``pack_contents``). None if a state has rows or items, whose number may change.
+    """
+
+    agreement: Agreement
+    states: tuple[tuple[str, Kind], ...]
+    contents: str | None
+
+
+def _plan_of(
+    title: str,
+    states: Sequence[State],
+    tensors: Sequence[Sequence[Tensor]],
+    holders: Sequence[int],
+    packets: Sequence[Packet],
+    plans: Plans,
+) -> ExchangePlan:
+    """Return the plan of an exchange. It is made if the signature of the exchange is new."""
+    device = states[0].device.type if states else "cpu"
+    configuration = tuple([packet.configuration for packet in packets])
+    described = tuple([state[:4] for state in states])
+    fixed = None
+    if all(state.kind == "stack" for state in states):
+        fixed = tuple([(tensor.dtype, tensor.shape) for sent in tensors for tensor in sent]), tuple(holders)
+    signature = (title, torch.is_grad_enabled(), device, configuration, described, fixed)
+    plan: ExchangePlan | None = plans.find(signature)
+    if plan is None:
+        compared = [f"{name} ({kind}, {reduction})" for name, kind, reduction, _ in described]
+        must_match = {
+            "gradients": "on" if torch.is_grad_enabled() else "off",
+            "configuration": "; ".join(configuration),
+            "device": device,
+            "states": ", ".join(compared),
+        }
+        kinds = tuple([(state.name, state.kind) for state in states])
+        contents = None if fixed is None else pack_contents(states, tensors, holders)
+        plan = plans.keep(signature, ExchangePlan(Agreement(title, must_match), kinds, contents))
+    return plan
+
+
 # ---------------------------------------------------------------------- the exchange
 
 
-def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
+def exchange(title: str, packets: Sequence[Packet], plans: Plans) -> list[list[Any]]:
     """Exchange the states of several metrics and reduce them.
 
     Args:
         title: Name of the operation, for the handshake.
         packets: One packet for each metric, with the same metrics in the same order on every rank.
+        plans: Plans of the metric or collection that is called.
 
     Returns:
         The states of each packet, reduced over all ranks, with the same bits on every rank.
@@ -162,62 +242,61 @@ def exchange(title: str, packets: Sequence[Packet]) -> list[list[Any]]:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
     """
     by_ranks: dict[tuple[int, ...], list[Packet]] = {}
+    ranks_of = {group: process_groups.members(group) for group in {packet.group for packet in packets}}
     for packet in packets:
-        by_ranks.setdefault(process_groups.members(packet.group), []).append(packet)
+        by_ranks.setdefault(ranks_of[packet.group], []).append(packet)
     reduced: dict[int, Any] = {}
     for chosen in by_ranks.values():
-        states = list(itertools.chain.from_iterable(packet.states for packet in chosen))
-        devices = list(dict.fromkeys(state.device.type for state in states)) or ["cpu"]
+        states = list(itertools.chain.from_iterable([packet.states for packet in chosen]))
+        devices = list(dict.fromkeys([state.device.type for state in states])) or ["cpu"]
         with handshake.raising_on_all_ranks(title, group=chosen[0].group):
             for device in devices:
                 name = title if len(devices) == 1 else f"{title}, on {device}"
                 on_device = [state for state in states if state.device.type == device]
-                values = _exchange_states(name, on_device, chosen)
+                values = _exchange_states(name, on_device, chosen, plans)
                 reduced.update(zip(map(id, on_device), values, strict=True))
     return [[reduced[id(state)] for state in packet.states] for packet in packets]
 
 
-def _exchange_states(title: str, states: Sequence[State], packets: Sequence[Packet]) -> list[Any]:
+def _exchange_states(title: str, states: Sequence[State], packets: Sequence[Packet], plans: Plans) -> list[Any]:
     """Exchange the states of some packets that are on one kind of device, and reduce them."""
     group = packets[0].group
     device = states[0].device if states else torch.device("cpu")
     holders = _first_holders(states)
     tensors = [state.tensors(device) if holders[index] == index else [] for index, state in enumerate(states)]
     own = list(itertools.chain.from_iterable(tensors))
+    plan = _plan_of(title, states, tensors, holders, packets, plans)
     # handshake: shapes and row counts, and the bytes themselves if they fit
-    contents = pack_contents(states, tensors, holders)
+    contents = plan.contents or pack_contents(states, tensors, holders)
     payload = _head(True, states, contents)
-    is_inline = len(payload) + sum(tensor.nbytes for tensor in own) <= handshake.inline_capacity(group)
+    is_inline = len(payload) + sum([tensor.nbytes for tensor in own]) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
         is_inline = False  # a copy to the host would wait for the device
     payload = payload + _joined_bytes(own, device) if is_inline else _head(False, states, contents)
-    must_match = {
+    of_call = {
         "which": packets[0].instance,
-        "gradients": "on" if torch.is_grad_enabled() else "off",
-        "factor that came back in the last backward": ", ".join(packet.upstream_grads for packet in packets),
+        "factor that came back in the last backward": ", ".join([packet.upstream_grads for packet in packets]),
         **micro_batch_to_match(),
-        "configuration": "; ".join(packet.configuration for packet in packets),
-        "device": device.type,
-        "states": ", ".join(state.description() for state in states),
     }
-    received = [sent.partition(b"\n") for sent in handshake.all_gather(title, must_match, payload, group=group)]
-    inline, weights, all_contents = zip(*(json.loads(head) for head, _, _ in received), strict=True)
+    received = [sent.partition(b"\n") for sent in handshake.all_gather(plan.agreement, of_call, payload, group=group)]
+    inline, weights, all_contents = zip(*[json.loads(head) for head, _, _ in received], strict=True)
 
     # gather: the tensors of all ranks in one buffer, in the order of one process
-    plan = plan_buffer(title, tuple((state.name, state.kind) for state in states), all_contents)
+    buffer_plan = plan_buffer(title, plan.states, all_contents)
     if all(inline):
-        buffer = _buffer_from_bytes(plan, [data for _, _, data in received]).to(device)
+        buffer = _buffer_from_bytes(buffer_plan, [data for _, _, data in received]).to(device)
     else:
-        buffer = _gather_buffer(plan, own, device, group)
+        buffer = _gather_buffer(buffer_plan, own, device, group)
 
     # read: this rank's own slices with their graph, then reduce
-    gathered = _read_with_grad(plan, buffer, own, group)
-    for index in plan.objects:
+    gathered = _read_with_grad(buffer_plan, buffer, own, group)
+    for index in buffer_plan.objects:
         gathered[index] = [_unpickled(tensor, states[index].device) for tensor in gathered[index]]
     rows_of_means = zip(*weights, strict=True)
     found = []
     for state, values in zip(states, gathered, strict=True):
-        found.append(state.reduced(values, next(rows_of_means) if state.reduce is dim_zero_mean else ()))
+        rows = next(rows_of_means) if state.reduce is dim_zero_mean else ()
+        found.append(state.reduced(values, rows))
     return found
 
 
@@ -227,9 +306,11 @@ def _first_holders(states: Sequence[State]) -> list[int]:
     found = []
     for index, state in enumerate(states):
         value = state.value
-        held: Any = [id(item) for item in (value if isinstance(value, list) else [value])]
-        if state.untouched and isinstance(value, Tensor) and value.device.type == "cpu":
-            held = [value.dtype, value.shape, host_bytes(value)]  # each metric has its own defaults
+        held: tuple[Any, ...] = (id(value),)
+        if isinstance(value, list):
+            held = tuple(map(id, value))
+        elif state.untouched and value.device.type == "cpu":
+            held = (value.dtype, value.shape, host_bytes(value))  # each metric has its own defaults
         found.append(holder_of.setdefault((state.kind, state.reduce, *held), index))
     return found
 

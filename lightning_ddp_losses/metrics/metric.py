@@ -26,7 +26,7 @@ from lightning_ddp_losses.distributed.global_values import current_window, name_
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
-from lightning_ddp_losses.metrics.exchange import Packet, State, exchange
+from lightning_ddp_losses.metrics.exchange import Packet, Plans, State, exchange
 from lightning_ddp_losses.metrics.states import (
     ExchangingMetric,
     Gather,
@@ -164,7 +164,8 @@ class DifferentiableMetric(MetricStates):
         given = inputs.tensors_in((args, kwargs))
         self._prepare(given)
         if record.gather == "inputs" and self._has_peers:
-            (rows_of_all,) = exchange(self._title("update"), [self._packet(_input_states(self, args, kwargs))])
+            packet = self._packet(_input_states(self, args, kwargs))
+            (rows_of_all,) = exchange(self._title("update"), [packet], Plans.of(self))
             args, kwargs = _with_rows(rows_of_all, args, kwargs)
         rows = inputs.num_rows(args, kwargs)
         may_skip = rows == 0 and self._may_skip(args, kwargs)
@@ -174,7 +175,7 @@ class DifferentiableMetric(MetricStates):
             is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
         finally:
             self._enable_grad, record.in_forward = False, False
-        record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
+        record.seen = self._seen_after(self._rules(), record.seen, rows, is_skipped, self._states())
         if is_skipped and record.keep_graph:
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
         if not record.keep_graph:  # items of a list bring their own graph
@@ -220,7 +221,7 @@ class DifferentiableMetric(MetricStates):
         group = process_group or self.process_group
         if process_groups.world_size(group) == 1 or self._record.gather == "inputs":
             return  # every rank has them already
-        self._receive(*exchange(self._title("compute"), [self.packet()._replace(group=group)]))
+        self._receive(*exchange(self._title("compute"), [self.packet()._replace(group=group)], Plans.of(self)))
 
     def reset(self) -> None:
         """Go back to the defaults."""
@@ -252,7 +253,9 @@ class DifferentiableMetric(MetricStates):
 
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
-        return self._packet(self._states_to_send(self._record.seen))
+        seen = self._record.seen
+        untouched = self._update_count == seen.skipped
+        return self._packet(self._to_send(self._rules(), seen.rows, untouched, self._split_by_update()))
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
@@ -296,18 +299,21 @@ class ForwardCall:
         self._batch: States = {}
         self._accumulated: States | None = None
         self._rows, self._is_skipped = 0, False
+        self._has_peers = False
+        self._rules = metric._rules()
 
     def begin(self) -> None:
         """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs."""
         metric = self.metric
         metric._prepare(self._given)
-        if not metric._has_peers:
-            self._update()
-        elif metric._record.gather == "inputs":
+        self._has_peers = metric._has_peers
+        if self._has_peers and metric._record.gather == "inputs":
             self.packet = metric._packet(_input_states(metric, self._args, self._kwargs))
-        else:
-            self._update()
-            self.packet = metric._packet(metric._states_to_send(Seen(self._rows, int(self._is_skipped))))
+            return
+        self._update()
+        if self._has_peers:
+            untouched = metric._update_count == int(self._is_skipped)
+            self.packet = metric._packet(metric._to_send(self._rules, self._rows, untouched))
 
     def _update(self) -> None:
         """Put the accumulated states aside, and update from the defaults."""
@@ -315,11 +321,12 @@ class ForwardCall:
         self._rows = inputs.num_rows(args, kwargs)
         may_skip = self._rows == 0 and metric._may_skip(args, kwargs)
         grad_enabled = torch.is_grad_enabled()
-        self._aside = Progress(metric._states(), metric._update_count, metric._record.seen)
+        before = metric._states()
+        self._aside = Progress(before, metric._update_count, metric._record.seen)
         metric._record.in_forward = True
         # states that do not add up need a second update, on the accumulated ones
-        if not metric._adds_up:
-            self._accumulated = metric._states_after(args, kwargs, may_skip=may_skip)
+        if not self._rules.adds_up:
+            self._accumulated = metric._states_after(before, args, kwargs, may_skip=may_skip)
         metric._clear()
         metric._enable_grad = grad_enabled
         self._is_skipped = not metric._update_rows(args, kwargs, may_skip=may_skip)
@@ -340,7 +347,7 @@ class ForwardCall:
             elif self.packet is not None:
                 reduced = metric._receive(exchanged)
                 if metric.sync_on_compute:  # a rank's share of the rows may change from step to step
-                    self._batch |= {name: reduced[name] for name in metric._means()}
+                    self._batch |= {name: reduced[name] for name in self._rules.means}
             # the value of the global batch
             metric._assign({"_to_sync": False, "_should_unsync": False})
             value = metric.compute()
@@ -353,7 +360,8 @@ class ForwardCall:
         expects_gradient = metric._record.expects_gradient
         if self._wants_gradient and self._rows == 0 and expects_gradient:  # takes part in backward, like its peers
             value = self._with_zero_grad(value)
-        has_gradient = any(tensor.requires_grad for tensor in inputs.tensors_in(value))
+        tensors = inputs.tensors_in(value)
+        has_gradient = any(tensor.requires_grad for tensor in tensors)
         if self._wants_gradient and expects_gradient and not has_gradient:
             raise ConfigurationError(
                 f"{metric._title()}: value",
@@ -363,8 +371,8 @@ class ForwardCall:
             )
         # other ranks have the same value: watch the gradient that comes back into it
         metric._forward_cache = inputs.map_tensors(Tensor.detach, value)
-        if metric._has_peers:
-            for tensor in inputs.tensors_in(value):
+        if self._has_peers:
+            for tensor in tensors:
                 remember_global_value(tensor)
             value = metric._record.upstream_grads.watch(value, group=metric.process_group)
         self.value = value
@@ -378,7 +386,7 @@ class ForwardCall:
             metric._assign(detached(self._batch))
             metric._reduce_states(aside.states)
             states = metric._states()
-        seen = metric._seen_after(aside.seen, self._rows, self._is_skipped, states)
+        seen = metric._seen_after(self._rules, aside.seen, self._rows, self._is_skipped, states)
         self._aside = Progress(states, aside.update_count + 1, seen)
 
     def end(self) -> None:
@@ -386,10 +394,9 @@ class ForwardCall:
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return
-        metric._assign({**aside.states, "_update_count": aside.update_count})
+        flags = {"_to_sync": metric.sync_on_compute, "_should_unsync": True, "_enable_grad": False, "_is_synced": False}
+        metric._assign({**aside.states, **flags, "_update_count": aside.update_count, "_computed": None})
         metric._record.seen, metric._record.in_forward = aside.seen, False
-        metric._assign({"_to_sync": metric.sync_on_compute, "_should_unsync": True})
-        metric._assign({"_enable_grad": False, "_is_synced": False, "_computed": None})
         metric._drop_graphs()
 
     def _count_in_window(self, value: Any) -> Any:
@@ -428,7 +435,7 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
                     stack.callback(call.end)
                     call.begin()
                 packets = [call.packet for call in together if call.packet is not None]
-                exchanged = iter(exchange(title, packets))
+                exchanged = iter(exchange(title, packets, Plans.of(owner)))
                 for call in together:
                     call.finish(next(exchanged) if call.packet is not None else ())
         return owner._value_of(iter(calls))
@@ -477,7 +484,10 @@ def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: d
         expect(not has_text, what, expected="tensors", got=got, fix="Use gather='states'.", error=InputError)
     batches = [tensor for tensor in inputs.tensors_in((args, kwargs)) if tensor.ndim]
     name = type(metric).__name__
-    return [State(f"{name}, input {i}", t, t.device, dim_zero_cat) for i, t in enumerate(batches)]
+    found = []
+    for index, batch in enumerate(batches):
+        found.append(State(f"{name}, input {index}", "rows", "dim_zero_cat", False, batch, batch.device, dim_zero_cat))
+    return found
 
 
 def _with_rows(rows: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

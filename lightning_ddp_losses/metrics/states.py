@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.metrics.exchange import Packet, State
+from lightning_ddp_losses.metrics.exchange import Kind, Packet, Plans, State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -72,6 +72,52 @@ class MetricRecord:
     inputs_without_rows: list[Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class StateRules:
+    """What the declared states of a metric decide about all of its calls.
+
+    Attributes:
+        titles: Names of the metric and the state for messages, by state.
+        means: States reduced by "mean".
+        concatenated: States reduced by "cat".
+        adds_up: Whether the states after two batches follow from the states of each, so that one update is enough.
+    """
+
+    titles: Mapping[str, str]
+    means: tuple[str, ...]
+    concatenated: tuple[str, ...]
+    adds_up: bool
+
+    @classmethod
+    def of(cls, metric: Metric) -> StateRules:
+        """Make the rules of a metric as its states are declared now."""
+        titles, means, concatenated = {}, [], []
+        adds_up = metric.full_state_update is False
+        reductions: dict[str, Any] = dict(metric._reductions)
+        for name, reduce in reductions.items():
+            titles[name] = f"{type(metric).__name__}.{name}"
+            if reduce is dim_zero_mean:
+                means.append(name)
+            elif reduce is dim_zero_cat:
+                concatenated.append(name)
+            is_list = isinstance(metric._defaults.get(name), list)
+            # torchmetrics would stack these
+            if (is_list and reduce not in (None, dim_zero_cat)) or (reduce is None and not is_list):
+                adds_up = False
+        return cls(titles, tuple(means), tuple(concatenated), adds_up)
+
+
+_REDUCTIONS: dict[Any, str] = {
+    dim_zero_sum: "sum",
+    dim_zero_mean: "mean",
+    dim_zero_max: "max",
+    dim_zero_min: "min",
+    dim_zero_cat: "cat",
+    None: "none",
+}
+"""torchmetrics' names of its reductions. A user's function has none."""
+
+
 class Progress(NamedTuple):
     """Everything that a metric has accumulated since the last reset."""
 
@@ -92,10 +138,37 @@ class ExchangingMetric(Metric):
         """Return the states of everything since ``reset``, to be exchanged."""
         raise NotImplementedError
 
-    def _state(self, name: str, value: Any, rows: int, untouched: bool) -> State:
-        """Return a state as it is sent. ``rows`` weigh it if it is a mean."""
-        reduce: Any = self._reductions[name]  # a function, also if add_state was given a name
-        return State(f"{type(self).__name__}.{name}", value, self.device, reduce, float(rows), untouched)
+    def _rules(self) -> StateRules:
+        """Return what the declared states decide. Another state, reduction or default makes other rules."""
+        reductions = self._reductions
+        kinds = map(_REDUCTIONS.get, reductions.values())
+        signature = (type(self), *reductions, *kinds, *map(type, self._defaults.values()))
+        plans = Plans.of(self)
+        rules: StateRules = plans.find(signature) or plans.keep(signature, StateRules.of(self))
+        return rules
+
+    def _to_send(
+        self, rules: StateRules, rows: int, untouched: bool, split: Mapping[str, list[Tensor]] | None = None
+    ) -> list[State]:
+        """Return the states as they are sent.
+
+        Args:
+            rules: Rules of the states.
+            rows: Weight of those that are means.
+            untouched: Whether they are the defaults.
+            split: States that are sent in several tensors.
+        """
+        found = []
+        for name, title in rules.titles.items():
+            value = getattr(self, name)
+            reduce: Any = self._reductions[name]  # a function, also if add_state was given a name
+            kind: Kind = "stack" if isinstance(value, Tensor) else "list"
+            if reduce is dim_zero_cat:
+                kind = "rows"
+                value = (split or {}).get(name, value)
+            reduction = getattr(reduce, "__qualname__", "none")
+            found.append(State(title, kind, reduction, untouched, value, self.device, reduce, float(rows)))
+        return found
 
     def _receive(self, values: Sequence[Any]) -> States:
         """Replace this rank's states by those of all ranks, in the order of the packet."""
@@ -150,7 +223,6 @@ class ExchangingMetric(Metric):
 class MetricStates(ExchangingMetric):
     """The handling of states that a differentiable metric needs."""
 
-    __jit_unused_properties__: ClassVar[list[str]] = [*ExchangingMetric.__jit_unused_properties__, "_adds_up"]
     if TYPE_CHECKING:
         _record: MetricRecord
 
@@ -162,15 +234,20 @@ class MetricStates(ExchangingMetric):
         if not _has_plain_reset(type(self)):
             self.reset()
             return
-        tensors = {name: value for name, value in self._defaults.items() if isinstance(value, Tensor)}
-        self._assign({name: value.detach().clone() for name, value in tensors.items()})
-        self._assign({"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False})
+        fresh: dict[str, Any] = {"_update_count": 0, "_computed": None, "_cache": None, "_is_synced": False}
+        for name, default in self._defaults.items():
+            if isinstance(default, Tensor):
+                fresh[name] = default.detach().clone()
+        self._assign(fresh)
 
     def _prepare(self, given: list[Tensor]) -> None:
         """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32."""
         record, parameters = self._record, precision.parameters_of(self)
-        held = {name: getattr(self, name) for name in self._defaults}
-        states = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        states = {}
+        for name in self._defaults:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                states[name] = value
         if len({tensor.device for tensor in (*given, *parameters, *states.values())}) > 1:
             arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
             inputs.check_devices(f"metric {type(self).__name__}", arguments, parameters, states=states)
@@ -178,7 +255,7 @@ class MetricStates(ExchangingMetric):
             record.configuration.read(self)
         dtype = precision.compute_dtype([*parameters, *given])
         for name, default in self._defaults.items():
-            if isinstance(default, Tensor) and default.is_floating_point():
+            if isinstance(default, Tensor) and default.dtype != dtype and default.is_floating_point():
                 wide = torch.promote_types(dtype, default.dtype)
                 if wide != default.dtype:
                     self._defaults[name] = default.to(wide)
@@ -187,45 +264,28 @@ class MetricStates(ExchangingMetric):
 
     # ------------------------------------------------------------------ send and receive
 
-    def _states_to_send(self, seen: Seen) -> list[State]:
-        """Return the states of some updates, as they are sent."""
-        untouched = self._update_count == seen.skipped
-        return [self._state(name, self._split_by_update(name), seen.rows, untouched) for name in self._reductions]
+    def _split_by_update(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that grew by "cat", split by update, so that ranks' updates can be put in order."""
+        found = {}
+        for name, ends in self._record.seen.ends.items():
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and len(ends) > 1 and ends[-1] == len(value):
+                found[name] = list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
+        return found
 
-    def _split_by_update(self, name: str) -> Any:
-        """Return a state. A tensor that grew by "cat" is split by update, so that ranks' updates can be put in order."""
-        value, ends = getattr(self, name), self._record.seen.ends.get(name, [0])
-        grew = isinstance(value, Tensor) and len(ends) > 1 and ends[-1] == len(value)
-        if self._record.in_forward or not grew:
-            return value
-        sizes = [after - before for before, after in pairwise([0, *ends])]
-        return list(torch.split(value, sizes))
-
-    def _seen_after(self, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
+    def _seen_after(self, rules: StateRules, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
         """Return ``seen`` with one more update, and with the present lengths of tensors reduced by "cat"."""
         ends = {}
-        for name, value in states.items():
-            if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim:
+        for name in rules.concatenated:
+            value = states[name]
+            if isinstance(value, Tensor) and value.ndim:
                 ends[name] = [*seen.ends.get(name, ()), len(value)]
         return Seen(seen.rows + rows, seen.skipped + is_skipped, ends)
 
     # ------------------------------------------------------------------ add up
 
-    @property
-    def _adds_up(self) -> bool:
-        """Whether the states after two batches follow from those of each, so that one update is enough."""
-        for name, reduce in self._reductions.items():
-            is_list = isinstance(self._defaults[name], list)
-            if reduce not in (None, dim_zero_cat) if is_list else reduce is None:  # torchmetrics would stack these
-                return False
-        return self.full_state_update is False
-
-    def _means(self) -> list[str]:
-        """Return the names of the states reduced by "mean"."""
-        return [name for name, reduce in self._reductions.items() if reduce is dim_zero_mean]
-
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
-        means = {name: getattr(self, name) for name in self._means()}
+        means = {name: getattr(self, name) for name in self._rules().means}
         super()._reduce_states(incoming_state)
         n = self._update_count
         for name, local in means.items():  # torchmetrics rounds these to float32
@@ -248,22 +308,27 @@ class MetricStates(ExchangingMetric):
             return False
         return True
 
-    def _states_after(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
+    def _states_after(self, states: States, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
         """Return the states after one more update, for a metric with states that do not add up."""
         self._enable_grad = False
-        # update may change tensors in place
-        self._assign({name: v if isinstance(v, list) else v.clone() for name, v in self._states().items()})
-        before = {id(tensor) for tensor in inputs.tensors_in(self._states())}
+        before = dict(states)
+        for name, value in states.items():
+            # update may change them in place
+            before[name] = value.clone() if isinstance(value, Tensor) else list(value)
+        self._assign(before)
+        known = {id(tensor) for tensor in inputs.tensors_in(before)}
         self._update_rows(args, kwargs, may_skip=may_skip)
-        return inputs.map_tensors(lambda t: t if id(t) in before else t.detach(), self._states())  # type: ignore[no-any-return]
+        return inputs.map_tensors(lambda t: t if id(t) in known else t.detach(), self._states())  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ graphs and copies
 
     def _drop_graphs(self) -> None:
         """Detach the tensors that a metric keeps besides its states: no graph may grow with the steps."""
-        for name, value in self.__dict__.items():
-            if isinstance(value, Tensor) and value.grad_fn is not None and name not in self._defaults:
-                self.__dict__[name] = value.detach()
+        attributes = vars(self)
+        for name in attributes.keys() - _OF_TORCHMETRICS - self._defaults.keys():
+            value = attributes[name]
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                attributes[name] = value.detach()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle and copy, without graphs."""
@@ -271,6 +336,20 @@ class MetricStates(ExchangingMetric):
         for name in (*self._defaults, "_forward_cache", "_computed"):
             state[name] = inputs.map_tensors(lambda t: t if t.is_leaf else t.detach(), state[name])
         return state
+
+
+class _Bare(Metric):
+    """A metric without states."""
+
+    def update(self) -> None:
+        """Do nothing."""
+
+    def compute(self) -> None:
+        """Return nothing."""
+
+
+_OF_TORCHMETRICS = frozenset(vars(_Bare())) | {"_record", "_instance", "_plans"}
+"""Attributes of a metric that hold no graph between calls: torchmetrics' own and this package's."""
 
 
 @functools.cache
@@ -282,7 +361,7 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    return {name: inputs.map_tensors(Tensor.detach, value) for name, value in states.items()}
+    return inputs.map_tensors(Tensor.detach, states)  # type: ignore[no-any-return]
 
 
 # ---------------------------------------------------------------------- correlations

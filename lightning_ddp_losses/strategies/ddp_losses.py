@@ -237,8 +237,7 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             plan = self._wrap()
         finally:
             self._ddp_kwargs = kwargs
-        parameters.leave_out(plan.reduced, self._first_bucket(plan))
-        parameters.frozen += frozen
+        parameters.leave_out(plan.reduced, self._first_bucket(plan), frozen)
         if self._losses.call_check is not None:
             self._losses.call_check.watch_gradients()
 

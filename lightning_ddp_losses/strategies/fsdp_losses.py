@@ -20,7 +20,6 @@ import contextlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from operator import is_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,8 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.modules import eager_recursive
-from lightning_ddp_losses.core.precision import parameters_of
+from lightning_ddp_losses.core.modules import ModuleContents, eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import fingerprints, hash_lines
 from lightning_ddp_losses.distributed.shard import local_part, shard_of
@@ -182,7 +180,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         )
         self._losses = LossParallelism(self, options)
         self._sharded: list[FSDPModule] = []  # each step needs them, and the search takes long
-        self._parts: list[Tensor] = []  # what the module held in a step when each rank held its parts alone
+        self._parts = ModuleContents(nn.Module())  # what the module held in a step when each rank held its parts alone
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -219,6 +217,7 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         # none of them is gathered now
         self.divided_parameters = frozenset(name for name, p in module.named_parameters() if isinstance(p, DTensor))
         self._sharded = _sharded_modules(module)
+        self._parts = ModuleContents(module)
         if not self._losses.parts:
             return
         if module.trainer.state.fn == TrainerFn.FITTING:
@@ -241,10 +240,9 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
         """Give all ranks rank 0's buffers before a synchronising step, as DDP does. Parameters are this rank's parts again."""
         module = self._losses.module
         # fully_shard puts other objects in place of the parts while they are gathered
-        held = parameters_of(module)
-        if len(held) != len(self._parts) or not all(map(is_, held, self._parts)):
+        if self._parts.refresh():
             self._reshard()
-            self._parts = parameters_of(module)
+            self._parts.refresh()
         if self.sync_gradients:
             ddp_setup.broadcast_buffers(module, self._losses.found, {})
 
@@ -315,7 +313,8 @@ class ModelParallelLossStrategy(LossHooks, ModelParallelStrategy):
             self._layer_sync.revert(self._losses.module)
         self._reshard()
         super().teardown()
-        self._sharded, self._parts, self.divided_parameters = [], [], frozenset()
+        self._sharded, self.divided_parameters = [], frozenset()
+        self._parts = ModuleContents(nn.Module())
 
 
 def _sharded_modules(module: nn.Module) -> list[FSDPModule]:

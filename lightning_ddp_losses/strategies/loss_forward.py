@@ -2,7 +2,8 @@
 
 * Around each call of a loss: precision, input checks, its parameters kept in the graph, and a count. A patch sits in the loss's instance
   as its ``forward`` for the length of a fit: attributes, parameter names and hooks stay those of the plain module. A copy or a pickle of
-  the loss carries the plain ``forward`` again, so both need no peer.
+  the loss carries the plain ``forward`` again, so both need no peer. How the loss computes is planned once (``FullPrecisionPlan``). A call
+  makes another plan if dtypes, devices, autocast, or the modules and parameters inside the loss are not those of the last call.
 * The call check: one handshake in each synchronising backward with the number of calls and rows of each loss on each rank. It is exchanged
   at one point: before the first gradients of the model can leave, and wait for a peer that does not come. A hook on the model's parameters,
   which runs before DDP's own, finds that point by counting bytes, as all ranks do. Without such gradients it is the end of autograd's
@@ -17,11 +18,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import pytorch_metric_learning.losses as pml
@@ -31,9 +34,10 @@ from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
-from lightning_ddp_losses.core.compat import uncompiled
-from lightning_ddp_losses.core.modules import Hidden, MethodPatch, eager, find_hidden
+from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
+from lightning_ddp_losses.core.compat import all_slots, is_any_autocast_on, uncompiled
+from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.global_values import UpstreamGradRecorder
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
@@ -41,10 +45,11 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError, LossCallError, RankMismatchError, expect, format_error
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.loss_discovery import ADOPTED, FoundLoss, is_loss, named_tensors
-from lightning_ddp_losses.strategies.loss_reducer import LossReducer, ReducedParameter
+from lightning_ddp_losses.strategies.loss_reducer import Gradients, LossReducer, ReductionPlan
 from lightning_ddp_losses.strategies.shards import shard_losses
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
+_KIND = attrgetter("dtype", "device", "requires_grad")
 _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
 
@@ -65,12 +70,17 @@ class LossForwardPatch(MethodPatch):
         self._inner = uncompiled(loss.module)
         self._title = loss.title
         self.sees_global_batch = loss.sees_global_batch or global_loss is not None
+        # a global loss of ours computes wide, and sends rows in the dtype that they have
+        self._computes_wide = loss.sees_global_batch and isinstance(self._inner, WithProcessGroup)
         self._global_loss = global_loss  # evaluates the loss over all ranks, and comes back here for the loss itself
         self._in_global_loss = False
         self.counting = False
         self.calls = self.rows = 0
         self._refuse_nan = refuse_nan
         self.value_reading = inputs.ValueReading()
+        self._contents = ModuleContents(loss.module)
+        self._signature: tuple[object, ...] = ()
+        self._plan: FullPrecisionPlan | None = None
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +92,8 @@ class LossForwardPatch(MethodPatch):
             self.calls += 1
             self.rows += inputs.num_rows(args, kwargs)
         # 2. check the inputs. To look at values on an accelerator waits for it
-        tensors = precision.CallTensors.of(self.module, args, kwargs)
-        read = self.value_reading.next_call(tensors.given)
+        given = inputs.tensors_in((args, kwargs))
+        read = self.value_reading.next_call(given)
         self.value_reading.raise_late()
         inputs.check_inputs(
             self._inner,
@@ -97,17 +107,32 @@ class LossForwardPatch(MethodPatch):
         if not read and self._refuse_nan:
             self.value_reading.note_nan(self._title, args, kwargs)
         # 3. evaluate
-        if self._global_loss is None:
-            if not read:
-                args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self.value_reading)
-            if getattr(self._inner, "sees_global_batch", False) and isinstance(self._inner, WithProcessGroup):
-                return self.original(*args, **kwargs)  # which computes wide by itself, and sends rows as they come
-            return autograd_graph.run_full_precision(self.module, self.original, args, kwargs, tensors=tensors)
-        self._in_global_loss = True
-        try:
-            return self._global_loss(*args, **kwargs)
-        finally:
-            self._in_global_loss = False
+        if self._global_loss is not None:
+            self._in_global_loss = True
+            try:
+                return self._global_loss(*args, **kwargs)
+            finally:
+                self._in_global_loss = False
+        if not read:
+            args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self.value_reading)
+        if self._computes_wide:
+            return self.original(*args, **kwargs)
+        return self._plan_for(given).run(self.module, self.original, args, kwargs, given)
+
+    def _plan_for(self, given: Sequence[Tensor]) -> FullPrecisionPlan:
+        """Return the plan of a call: the last one, unless the loss holds something else or its tensors are of another kind.
+
+        (pytorch-metric-learning assigns the data of its weights in forward, in another dtype if the inputs have one.)
+        """
+        contents = self._contents
+        is_other = contents.refresh()
+        buffers = [buffer for buffer in all_slots(contents.modules, "buffers") if buffer is not None]
+        tensors = [*contents.parameters, *buffers, *given]
+        signature = (torch.get_default_dtype(), is_any_autocast_on(), len(given), *map(_KIND, tensors))
+        if self._plan is None or is_other or signature != self._signature:
+            self._plan = FullPrecisionPlan.of(contents.modules, contents.parameters, given)
+            self._signature = signature
+        return self._plan
 
 
 class LossCalls(FitPart):
@@ -154,13 +179,15 @@ class Calls:
 
     Attributes:
         parameters: Parameters that the strategy reduces in this backward.
-        new: Those of them that were created after the wrap.
+        step: Number of the step.
+        payload: What this rank sends about its calls, in parts.
         expected: Per loss, whether its parameters may hold gradients.
         uneven: Rows of each rank, by the title of a loss with different numbers.
     """
 
-    parameters: list[ReducedParameter]
-    new: list[ReducedParameter]
+    parameters: ReductionPlan
+    step: int
+    payload: list[bytes]
     expected: list[bool] = field(default_factory=list)
     uneven: dict[str, list[int]] = field(default_factory=dict)
 
@@ -180,8 +207,8 @@ class CallCheck:
         self._counters = list(counters)
         self._attached: list[tuple[Callable[[], bytes], Callable[[list[bytes]], None]]] = []
         self._upstream_grads = UpstreamGradRecorder()
-        self._unsent: tuple[Mapping[str, object], bytes] | None = None  # what must match, and the payload
         self._calls: Calls | None = None
+        self._is_unsent = False
         self._ready_bytes = 0
         self._hooks: list[RemovableHandle] = []
         self.watch_gradients()
@@ -212,31 +239,25 @@ class CallCheck:
 
     def start(self, step: int) -> None:
         """Prepare the handshake of a synchronising backward: what ran on this rank. Counts start again from zero."""
-        parameters = self._parameters.now()
-        new = self._parameters.find_new(parameters)
-        must_match = {
-            "step": step,
-            "trainable parameters outside the model's DDP": self._parameters.describe(parameters),
-            "new parameters": ", ".join(p.name for p in new) or "none",
-            "parameters frozen since the model was wrapped": ", ".join(self._parameters.frozen) or "none",
-        }
-        has_grad = {p.owner for p in parameters if p.parameter.grad is not None}
-        payload = b"".join(_CALL.pack(c.calls, c.rows, i in has_grad) for i, c in enumerate(self._counters))
-        self._reducer.start_backward(parameters, [counter.calls > 0 for counter in self._counters])
-        for counter in self._counters:
+        plan = self._parameters.plan()
+        before = Gradients(plan)
+        self._reducer.start_backward(before, [counter.calls > 0 for counter in self._counters])
+        has_grad = {p.owner for p in itertools.compress(plan.reduced, before.flags)}
+        payload = []
+        for index, counter in enumerate(self._counters):
+            payload.append(_CALL.pack(counter.calls, counter.rows, index in has_grad))
             counter.calls = counter.rows = 0
         for measure, _ in self._attached:
-            payload += handshake.sized(measure())
-        self._unsent = must_match, payload
-        self._calls, self._ready_bytes = Calls(parameters, new), 0
+            payload.append(handshake.sized(measure()))
+        self._calls = Calls(plan, step, payload)
+        self._is_unsent = True
+        self._ready_bytes = 0
         # upstream gradients of global values travel along
         self._upstream_grads.start()
 
     def _on_gradient(self, num_bytes: int, _: Tensor) -> None:
-        if self._unsent is None:
-            return
         self._ready_bytes += num_bytes
-        if self._ready_bytes >= self._parameters.first_bucket:
+        if self._is_unsent and self._ready_bytes >= self._parameters.first_bucket:
             self.exchange()
 
     def exchange(self) -> None:
@@ -247,15 +268,17 @@ class CallCheck:
             RankMismatchError: on every rank, when parameters differ by name, shape or dtype, when the ranks weigh a global value
                 differently, or when a parameter created after the wrap does not start equal.
         """
-        unsent, calls, self._unsent = self._unsent, self._calls, None
-        if unsent is None or calls is None:
+        calls = self._calls
+        if calls is None or not self._is_unsent:
             return
-        must_match, payload = unsent
-        grads = self._reducer.pack(calls.parameters)
-        own = payload + handshake.sized(self._upstream_grads.take().encode()) + handshake.sized(grads)
-        self._compare_(calls, handshake.all_gather("backward", must_match, own))
-        if calls.new:
-            self._parameters.admit(calls.new)
+        self._is_unsent = False
+        plan = calls.parameters
+        gradients = self._reducer.pack(plan)
+        upstream_grads = self._upstream_grads.take().encode()
+        own = b"".join([*calls.payload, handshake.sized(upstream_grads), handshake.sized(gradients)])
+        self._compare_(calls, handshake.all_gather(plan.calls, {"step": calls.step}, own))
+        if plan.new:
+            self._parameters.admit(plan.new)
 
     def finish(self) -> Calls | None:
         """Return the calls of all ranks, and exchange them now if backward did not. None if no handshake was prepared."""
@@ -265,13 +288,21 @@ class CallCheck:
 
     def _compare_(self, calls: Calls, payloads: Sequence[bytes]) -> None:
         """Complete the calls with those of all ranks, or refuse them."""
-        # equal payloads are read once
-        first = self._read(payloads[0])
-        by_rank = [first if payload == payloads[0] else self._read(payload) for payload in payloads]
-        calls_by_rank, attached, upstream_grads, gradients = zip(*by_rank, strict=True)
+        end = _CALL.size * len(self._counters)
+        self._compare_calls_(calls, [payload[:end] for payload in payloads])
+        # the parts of all ranks, each in rank order
+        *attached, upstream_grads, gradients = zip(*[handshake.read_sized(p, end) for p in payloads], strict=True)
+        refuse_other_upstream_grads([noted.decode() for noted in upstream_grads])
+        for (_, judge), parts in zip(self._attached, attached, strict=True):
+            judge(list(parts))
+        self._reducer.receive(gradients)
+
+    def _compare_calls_(self, calls: Calls, packed: Sequence[bytes]) -> None:
+        """Complete the calls with the numbers of all ranks, or refuse losses that ran on some ranks only."""
+        by_rank = [list(_CALL.iter_unpack(own)) for own in packed]
         missing: list[str] = []
-        for index, counter in enumerate(self._counters):
-            counts, num_rows, grads = zip(*[of_rank[index] for of_rank in calls_by_rank], strict=True)
+        for counter, of_ranks in zip(self._counters, zip(*by_rank, strict=True), strict=True):
+            counts, num_rows, grads = zip(*of_ranks, strict=True)
             calls.expected.append(any(counts) or any(grads))
             if counter.loss.learnable and any(counts) and not all(counts):
                 missing.append(_missing_text(counter.loss.title, counts, num_rows))
@@ -280,16 +311,6 @@ class CallCheck:
         if missing:
             fix = "Call it on every rank (times 0 where it should not count), or decide on all ranks together."
             raise LossCallError("\n".join([*missing, fix]), collective=True)
-        refuse_other_upstream_grads(upstream_grads)
-        for index, (_, judge) in enumerate(self._attached):
-            judge([of_rank[index] for of_rank in attached])
-        self._reducer.receive(gradients)
-
-    def _read(self, payload: bytes) -> tuple[list[Any], list[bytes], str, bytes]:
-        """Return a rank's calls, rows and presence of a gradient for each loss, the checks' bytes, upstream gradients, and gradients."""
-        end = _CALL.size * len(self._counters)
-        *attached, upstream_grads, gradients = handshake.read_sized(payload, end)
-        return list(_CALL.iter_unpack(payload[:end])), attached, upstream_grads.decode(), gradients
 
 
 def _missing_text(title: str, calls: Sequence[int], rows: Sequence[int]) -> str:

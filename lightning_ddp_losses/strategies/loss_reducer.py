@@ -2,7 +2,8 @@
 
 Gradients are read from the live module after backward, so parameters that were created, replaced or unfrozen after the wrap take part, and
 no hook can be lost. The reduction covers every trainable parameter that the model's own DDP does not reduce (nor a shard, nor one that
-DDP ignores by the user's choice). Every gradient has its mean when ``reduce`` returns:
+DDP ignores by the user's choice). What follows from their names, shapes, dtypes and devices is decided once, in a `ReductionPlan`. Each
+backward compares these, and makes another plan if one has changed. Every gradient has its mean when ``reduce`` returns:
 
 0. The call check of this backward carries a has-gradient flag per parameter, and on the CPU the small gradients too if they are few bytes.
    Larger ones on the CPU leave as soon as all flags are known, next to the rest of backward. This counts if the gradients of all losses
@@ -19,13 +20,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import is_
+from operator import and_, attrgetter, gt, ne
 from typing import NamedTuple
 
 import torch
@@ -33,15 +35,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_ddp_losses.core.compat import tensor_version
-from lightning_ddp_losses.core.precision import parameters_of
+from lightning_ddp_losses.core.modules import ModuleContents
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.global_values import gradient_reduction_of, reduced_by
+from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import LossCallError, RankMismatchError, format_error
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 LARGE_BYTES = 1 << 20
 _EXACT_WORLD = 256  # bfloat16 counts flags exactly up to here
+_KIND = attrgetter("shape", "dtype", "device")
 
 
 class ReducedParameter(NamedTuple):
@@ -58,6 +62,48 @@ class ReducedParameter(NamedTuple):
     owner: int
 
 
+class ReductionPlan:
+    """The parameters of a backward, and what follows from them. It serves as long as they keep their names, shapes, dtypes and devices.
+
+    Args:
+        reduced: Parameters, sorted by name.
+        new: Those of them that are not known to be equal on all ranks.
+        frozen: Names of parameters that the model's DDP reduced before they were frozen.
+
+    Attributes:
+        reduced: Parameters, sorted by name.
+        new: Those of them that are not known to be equal on all ranks.
+        parameters: The parameters alone.
+        is_small: For each, whether its gradient shares a buffer with others.
+        is_on_host: Whether gradients can be read without waiting for an accelerator.
+        is_of_losses: Whether each belongs to a loss. The gradient of another one may arrive at the end of backward.
+        calls: What the ranks agree on in the call check.
+        flags: What they agree on where flags have a separate handshake.
+    """
+
+    def __init__(
+        self, reduced: Sequence[ReducedParameter], new: Sequence[ReducedParameter], frozen: Sequence[str]
+    ) -> None:
+        self.reduced, self.new = reduced, new
+        self.parameters = [p.parameter for p in reduced]
+        self.is_small = [p.nbytes <= LARGE_BYTES for p in self.parameters]
+        self.is_on_host = _are_on_host(self.parameters)
+        self.is_of_losses = all(p.owner >= 0 for p in reduced)
+        text = "; ".join(f"{p.name} {tuple(p.parameter.shape)} {p.parameter.dtype}" for p in reduced)
+        described = f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+        must_match = {
+            "trainable parameters outside the model's DDP": described,
+            "new parameters": ", ".join(p.name for p in new) or "none",
+            "parameters frozen since the model was wrapped": ", ".join(frozen) or "none",
+        }
+        self.calls = Agreement("backward", must_match)
+        self.flags = Agreement("gradients", {"parameters": described})
+
+    def marked(self, marks: Iterable[object]) -> list[nn.Parameter]:
+        """Return the parameters that have a mark."""
+        return list(itertools.compress(self.parameters, marks))
+
+
 class ReducedParameters:
     """Trainable parameters that the model's own DDP does not reduce. Shards and names that the user excluded are left out.
 
@@ -69,7 +115,6 @@ class ReducedParameters:
 
     Attributes:
         elsewhere: Parameters that the model's DDP reduces now.
-        frozen: Names of those that it reduced before they were frozen.
     """
 
     def __init__(
@@ -81,34 +126,57 @@ class ReducedParameters:
         first_bucket: float = 0,
     ) -> None:
         self._module = module
-        self.leave_out(reduced_elsewhere, first_bucket)
-        self.frozen: list[str] = []
         self._ignored = frozenset(ignored)
+        self._frozen: list[str] = []
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
         self._losses: list[str] = []
         self._candidates: list[ReducedParameter] = []
-        self._described: tuple[object, str] = (None, "")
+        self._signature: object = None
+        self._plan = ReductionPlan([], [], [])
+        self.leave_out(reduced_elsewhere, first_bucket)
 
-    def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: float) -> None:
-        """Leave parameters to the model's DDP from now on."""
+    def leave_out(self, reduced_elsewhere: Sequence[Tensor], first_bucket: float, frozen: Sequence[str] = ()) -> None:
+        """Leave parameters to the model's DDP from now on.
+
+        Args:
+            reduced_elsewhere: Parameters that it reduces.
+            first_bucket: Bytes of gradient that must be ready before it sends any.
+            frozen: Names of those that it reduced until they were frozen.
+        """
         self.first_bucket = first_bucket
         # the tensors are kept, not only their ids: an id may be taken again
         self.elsewhere = {id(p): p for p in reduced_elsewhere}
-        self._module_parameters: list[Tensor] = []
+        self._frozen += frozen
+        self._plan_anew()
 
     def watch(self, losses: Sequence[str]) -> None:
         """Set the names of the losses. Existing parameters count as synchronised."""
         self._losses = list(losses)
-        self._module_parameters = []
-        self._equal_on_all_ranks.update({p.name: p.parameter for p in self.now()})
+        self._plan_anew()
+        self._count_as_equal(self.plan().reduced)
 
-    def now(self) -> list[ReducedParameter]:
-        """Return the parameters, sorted by name. Names are looked up again only if the module holds other parameters than before."""
-        held = parameters_of(self._module)
-        if len(held) != len(self._module_parameters) or not all(map(is_, held, self._module_parameters)):
+    def _count_as_equal(self, reduced: Sequence[ReducedParameter]) -> None:
+        self._equal_on_all_ranks.update({p.name: p.parameter for p in reduced})
+        self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        self._contents = ModuleContents(self._module)
+
+    def plan(self) -> ReductionPlan:
+        """Return the plan of the trainable parameters: the last one, unless something that it follows from has changed."""
+        is_other_set = self._contents.refresh()
+        if is_other_set:
             self._candidates = self._find()
-            self._module_parameters = held
-        return [c for c in self._candidates if c.parameter.requires_grad or c.parameter.grad is not None]
+        parameters = [c.parameter for c in self._candidates]
+        # a frozen one may hold a gradient from before
+        takes_part = [p.requires_grad or p.grad is not None for p in parameters]
+        signature = takes_part, [*map(_KIND, parameters)]
+        if is_other_set or signature != self._signature:
+            self._signature = signature
+            reduced = list(itertools.compress(self._candidates, takes_part))
+            new = [p for p in reduced if self._equal_on_all_ranks.get(p.name) is not p.parameter]
+            self._plan = ReductionPlan(reduced, new, self._frozen)
+        return self._plan
 
     def _find(self) -> list[ReducedParameter]:
         found = []
@@ -118,18 +186,6 @@ class ReducedParameters:
             owners = [i for i, loss in enumerate(self._losses) if name.startswith(f"{loss}.")]
             found.append(ReducedParameter(name, parameter, next(iter(owners), -1)))
         return sorted(found, key=lambda p: p.name)
-
-    def describe(self, parameters: Sequence[ReducedParameter]) -> str:
-        """Return names, shapes and dtypes, short."""
-        signature = tuple((p.name, p.parameter.shape, p.parameter.dtype) for p in parameters)
-        if signature != self._described[0]:
-            text = "; ".join(f"{name} {tuple(shape)} {dtype}" for name, shape, dtype in signature)
-            self._described = signature, f"{text[:200]} #{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
-        return self._described[1]
-
-    def find_new(self, parameters: Sequence[ReducedParameter]) -> list[ReducedParameter]:
-        """Return those that appeared, or were replaced, since they were last known to be equal on all ranks."""
-        return [p for p in parameters if self._equal_on_all_ranks.get(p.name) is not p.parameter]
 
     def admit(self, new: Sequence[ReducedParameter]) -> None:
         """Take parameters that appeared after the wrap, if they are equal on all ranks.
@@ -151,26 +207,32 @@ class ReducedParameters:
                 collective=True,
                 page="F05",
             )
-        self._equal_on_all_ranks.update({p.name: p.parameter for p in new})
+        self._count_as_equal(new)
 
 
-class _SeenGradient(NamedTuple):
-    """A parameter's gradient at some time. The tensor is held: another one could get its id when it is gone."""
+class Gradients:
+    """The gradients of a plan's parameters at one time. The tensors are held: another one could get the id of one that is gone.
 
-    parameter: nn.Parameter
-    grad: Tensor | None
-    version: int
+    Attributes:
+        flags: 0 without a gradient, 1 with one, more than all ranks together for a sparse one, which cannot be reduced.
+    """
 
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> _SeenGradient:
-        """Note the gradient as it is now."""
-        grad = parameter.grad
-        return cls(parameter, grad, 0 if grad is None else tensor_version(grad))
+    def __init__(self, plan: ReductionPlan) -> None:
+        self._tensors = [parameter.grad for parameter in plan.parameters]
+        self._versions: list[int] = []
+        self.flags: list[int] = []
+        for grad in self._tensors:
+            flag = version = 0
+            if grad is not None:
+                version = tensor_version(grad)
+                flag = process_groups.world_size() + 1 if grad.is_sparse else 1
+            self._versions.append(version)
+            self.flags.append(flag)
 
-    def has_changed(self) -> bool:
-        """Return whether the gradient was replaced or written to since."""
-        grad = self.parameter.grad
-        return grad is not self.grad or (grad is not None and tensor_version(grad) != self.version)
+    def changed_since(self, before: Gradients) -> list[bool]:
+        """Return for each gradient whether it was replaced or written to since another time."""
+        pairs = zip(self._tensors, self._versions, before._tensors, before._versions, strict=True)
+        return [grad is not earlier or version != old for grad, version, earlier, old in pairs]
 
 
 @dataclass
@@ -178,21 +240,24 @@ class _SentGradients:
     """The gradients that left in the call check, or right after it.
 
     Attributes:
-        flags: Flags of all parameters.
-        parameters: Parameters with gradients that have left.
-        seen: All gradients as they were then. Empty on an accelerator, where only flags leave.
-        mean: Function that waits for the mean of the gradients. None if no gradient has left.
+        seen: All gradients as they were then.
+        flags: Their flags, as bytes.
+        parameters: Parameters with small gradients that have left. None on an accelerator, where only flags leave.
+        dtype: Dtype of those gradients on the wire.
+        mean: Function that waits for their mean. None if no gradient has left.
     """
 
-    flags: list[int]
-    parameters: list[nn.Parameter]
-    seen: list[_SeenGradient]
+    seen: Gradients
+    flags: bytes
+    parameters: list[nn.Parameter] | None = None
+    dtype: torch.dtype = torch.float32
     mean: Callable[[], Tensor] | None = None
 
-    def changed(self, parameters: Sequence[ReducedParameter], flags: Sequence[int]) -> str:
-        """Return the names of the gradients that changed since."""
-        changed = [s.has_changed() for s in self.seen] or [a != b for a, b in zip(self.flags, flags, strict=True)]
-        return ", ".join(p.name for p, has_changed in zip(parameters, changed, strict=True) if has_changed)
+    def changed(self, now: Gradients) -> list[bool]:
+        """Return for each gradient whether it has changed since. On an accelerator that is whether it has come or gone."""
+        if self.parameters is not None:
+            return now.changed_since(self.seen)
+        return list(map(ne, now.flags, self.seen.flags))
 
 
 class LossReducer:
@@ -208,73 +273,70 @@ class LossReducer:
 
     def __init__(self, parameters: ReducedParameters, wire_dtype: torch.dtype | None = None) -> None:
         self.parameters, self._wire_dtype = parameters, wire_dtype
-        self._unwritten: list[_SeenGradient] | None = None
+        self._before: Gradients | None = None
+        self._called: Sequence[bool] = ()
         self._sent: _SentGradients | None = None
 
     # ------------------------------------------------------------------ in the call check
 
-    def start_backward(self, parameters: Sequence[ReducedParameter], called: Sequence[bool]) -> None:
+    def start_backward(self, before: Gradients, called: Sequence[bool]) -> None:
         """Note the gradients that a backward is to write.
 
         Args:
-            parameters: Parameters of this backward.
+            before: Gradients before it.
             called: Per loss, whether it ran on this rank.
         """
-        self._sent = self._unwritten = None
+        self._sent = self._before = None
         # without a call, a gradient that is there shows that losses of an earlier forward may get theirs at any time
-        if any(called) or all(p.parameter.grad is None for p in parameters):
-            self._unwritten = [
-                _SeenGradient.of(p.parameter)
-                for p in parameters
-                if p.owner >= 0 and called[p.owner] and p.parameter.requires_grad
-            ]
+        if any(called) or not any(before.flags):
+            self._before = before
+            self._called = called
 
-    def pack(self, parameters: Sequence[ReducedParameter]) -> bytes:
+    def pack(self, plan: ReductionPlan) -> bytes:
         """Return this rank's part of the call check: flags, and few bytes of gradients. Empty if some are yet to come."""
-        unwritten, self._unwritten = self._unwritten, None
-        # a parameter of no loss gets its gradient later
-        if not parameters or any(p.owner < 0 for p in parameters) or process_groups.world_size() == 1:
+        before, self._before = self._before, None
+        if not plan.parameters or not plan.is_of_losses or process_groups.world_size() == 1:
             return b""
-        flags = _flags_of(parameters)
-        if max(flags) > 1:  # sparse: an error after backward
+        seen = Gradients(plan)
+        if max(seen.flags) > 1:  # sparse: an error after backward
             return b""
-        if not _are_on_host(parameters):
-            self._sent = _SentGradients(flags, [], [])
-            return _packed(flags)
-        if unwritten is None or not all(seen.has_changed() for seen in unwritten):
+        flags = array("I", seen.flags).tobytes()
+        if not plan.is_on_host:
+            self._sent = _SentGradients(seen, flags)
+            return flags
+        is_awaited = [self._called[p.owner] and p.parameter.requires_grad for p in plan.reduced]
+        if before is None or any(map(gt, is_awaited, seen.changed_since(before))):
             return b""
-        small = [p.parameter for p, flag in zip(parameters, flags, strict=True) if flag and _is_small(p)]
-        self._sent = _SentGradients(flags, small, [_SeenGradient.of(p.parameter) for p in parameters])
-        payload = _packed(flags)
-        num_bytes = sum(p.numel() for p in small) * self._dtype_of(small).itemsize
-        if small and len(payload) + num_bytes <= handshake.inline_capacity():
-            payload += raw_collectives.host_bytes(_flat(small, self._dtype_of(small)))
-        return payload
+        small = plan.marked(map(and_, seen.flags, plan.is_small))
+        dtype = self._dtype_of(small)
+        self._sent = _SentGradients(seen, flags, small, dtype)
+        num_bytes = sum(p.numel() for p in small) * dtype.itemsize
+        if small and len(flags) + num_bytes <= handshake.inline_capacity():
+            return flags + raw_collectives.host_bytes(_flat(small, dtype))
+        return flags
 
     def receive(self, payloads: Sequence[bytes]) -> None:
         """Take the parts of all ranks. They count only if every rank has sent the same flags."""
         sent = self._sent
         if sent is None:
             return
-        start, own = len(_packed(sent.flags)), sent.parameters
-        if len({payload[:start] for payload in payloads}) > 1:
+        start = len(sent.flags)
+        if not all(payload.startswith(sent.flags) for payload in payloads):
             self._sent = None
         elif len(payloads[0]) > start:
             rows = bytearray().join([payload[start:] for payload in payloads])
-            gathered = torch.frombuffer(rows, dtype=self._dtype_of(own)).view(len(payloads), -1)
+            gathered = torch.frombuffer(rows, dtype=sent.dtype).view(len(payloads), -1)
             sent.mean = functools.partial(gathered.mean, 0)
-        elif own:
-            sent.mean = raw_collectives.start_mean(_flat(own, self._dtype_of(own)))
+        elif sent.parameters:
+            sent.mean = raw_collectives.start_mean(_flat(sent.parameters, sent.dtype))
 
     # ------------------------------------------------------------------ after backward
 
-    def reduce(
-        self, parameters: Sequence[ReducedParameter] | None = None, expected: Sequence[bool] | None = None
-    ) -> None:
+    def reduce(self, plan: ReductionPlan | None = None, expected: Sequence[bool] | None = None) -> None:
         """Replace each gradient by its mean over ranks.
 
         Args:
-            parameters: Parameters of this backward. None: they are looked up.
+            plan: Parameters of this backward. None: they are looked up.
             expected: Per loss, whether its parameters may hold gradients, as all ranks have agreed. None: all may.
 
         Raises:
@@ -285,79 +347,73 @@ class LossReducer:
         Communication: at most one all-reduce, one more for each gradient over ``LARGE_BYTES``. On an accelerator at most one handshake.
         """
         world_size = process_groups.world_size()
-        if parameters is None:
-            parameters = self.parameters.now()
-        if not parameters or world_size == 1:
+        if plan is None:
+            plan = self.parameters.plan()
+        if not plan.parameters or world_size == 1:
             return
-        flags = _flags_of(parameters)
-        is_reduced = [False] * len(parameters)
+        now = Gradients(plan)
         sent, self._sent = self._sent, None
         # 1. gradients that the call check has settled. Or flags, on the host with small gradients
         if sent is not None:
-            sums, is_reduced = self._finish_sent(sent, parameters, flags)
-        elif _are_on_host(parameters):
-            is_reduced = [_is_small(p) and (expected is None or p.owner < 0 or expected[p.owner]) for p in parameters]
-            small = [p.parameter for p, packed in zip(parameters, is_reduced, strict=True) if packed]
-            mean = raw_collectives.start_mean(_flat(small, self._dtype_of(small), flags))()
-            sums = [round(value * world_size) for value in mean[: len(flags)].tolist()]
-            _write_mean_(mean[len(flags) :], small)
+            changed = sent.changed(now)
+            is_reduced = self._finish_sent(sent, plan, is_valid=not any(changed))
+            if not any(changed):
+                return
+            names = ", ".join(p.name for p in itertools.compress(plan.reduced, changed))
+            agreement = Agreement("gradients that changed after the call check", {"parameters": names})
+            # peers without a change do not come: this rank does not wait for them as long as its group would
+            sums = _sum_flags(agreement, now.flags, handshake.PEER_TIMEOUT)
+        elif plan.is_on_host:
+            is_expected = [expected is None or p.owner < 0 or expected[p.owner] for p in plan.reduced]
+            is_reduced = list(map(and_, plan.is_small, is_expected))
+            small = plan.marked(is_reduced)
+            mean = raw_collectives.start_mean(_flat(small, self._dtype_of(small), now.flags))()
+            sums = [round(value * world_size) for value in mean[: len(now.flags)].tolist()]
+            _write_mean_(mean[len(now.flags) :], small)
         else:
-            sums = self._sum_flags("gradients", self.parameters.describe(parameters), flags)
+            sums = _sum_flags(plan.flags, now.flags)
+            is_reduced = [False] * len(sums)
         # 2. every gradient is there on all ranks, or on none
         if any(total not in (0, world_size) for total in sums):
-            raise partial_gradients([p.name for p in parameters], flags)
+            raise partial_gradients([p.name for p in plan.reduced], now.flags)
         # 3. the remaining gradients
-        self._reduce_now([p for p, total, done in zip(parameters, sums, is_reduced, strict=True) if total and not done])
+        self._reduce_now(plan, [total > 0 and not done for total, done in zip(sums, is_reduced, strict=True)])
 
-    def _finish_sent(
-        self, sent: _SentGradients, parameters: Sequence[ReducedParameter], flags: Sequence[int]
-    ) -> tuple[list[int], list[bool]]:
-        """Reduce the gradients that all ranks had at the call check, and compare those that changed since.
+    def _finish_sent(self, sent: _SentGradients, plan: ReductionPlan, *, is_valid: bool) -> list[bool]:
+        """Reduce the gradients that all ranks had at the call check. They are not written if some have changed since.
 
         A rank with changed gradients first takes part in its peers' reduction, with zeros for a gradient that has vanished: they may
         not know of the change. Its handshake then meets theirs of the same change, or their next one, and that is an error on every rank.
 
         Returns:
-            The flags summed over ranks, and whether each gradient has its mean.
+            Whether each gradient was reduced here, and not in the call check.
         """
-        changed = sent.changed(parameters, flags)
-        in_check = [sent.mean is not None and _is_small(p) for p in parameters]
+        remains = [flag == 1 for flag in sent.seen.flags]
         if sent.mean is not None:
             mean = sent.mean()
-            if not changed:
+            if sent.parameters and is_valid:
                 _write_mean_(mean, sent.parameters)
-        is_agreed = [flag == 1 and not done for flag, done in zip(sent.flags, in_check, strict=True)]
-        self._reduce_now([p for p, agreed in zip(parameters, is_agreed, strict=True) if agreed])
-        if not changed:
-            return [flag * process_groups.world_size() for flag in flags], [True] * len(parameters)
-        what = "gradients that changed after the call check"
-        # peers without a change do not come: this rank does not wait for them as long as its group would
-        return self._sum_flags(what, changed, flags, handshake.PEER_TIMEOUT), is_agreed
+            remains = list(map(gt, remains, plan.is_small))
+        self._reduce_now(plan, remains)
+        return remains
 
-    def _reduce_now(self, parameters: Sequence[ReducedParameter]) -> None:
-        """Replace gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
-        small = [p.parameter for p in parameters if _is_small(p)]
+    def _reduce_now(self, plan: ReductionPlan, marks: Sequence[bool]) -> None:
+        """Replace marked gradients by their means, all at once. One that is gone counts as zeros, and stays gone."""
+        small = plan.marked(map(and_, marks, plan.is_small))
         wait_for_small = raw_collectives.start_mean(_flat(small, self._dtype_of(small))) if small else None
         # a large one in its own memory, where dtypes allow
         started: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        for p in parameters:
-            if not _is_small(p):
-                grad = p.parameter.grad
-                own = torch.zeros_like(p.parameter) if grad is None or grad.is_sparse else grad.detach()
-                on_wire = own if self._wire_dtype is None else own.to(self._wire_dtype)
-                started.append((own, raw_collectives.start_mean(on_wire.contiguous())))
+        for parameter in plan.marked(map(gt, marks, plan.is_small)):
+            grad = parameter.grad
+            own = torch.zeros_like(parameter) if grad is None or grad.is_sparse else grad.detach()
+            on_wire = own if self._wire_dtype is None else own.to(self._wire_dtype)
+            started.append((own, raw_collectives.start_mean(on_wire.contiguous())))
         if wait_for_small is not None:
             _write_mean_(wait_for_small(), small)
         for own, wait in started:
             mean = wait()
             if mean.data_ptr() != own.data_ptr():
                 own.copy_(mean)
-
-    def _sum_flags(self, what: str, names: str, flags: Sequence[int], timeout: timedelta | None = None) -> list[int]:
-        """Return the flags summed over ranks. Communication: one handshake, of ranks with the same parameters."""
-        pending = handshake.start(what, {"parameters": names}, json.dumps(flags).encode())
-        pending.receive(timeout)
-        return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
 
     def _dtype_of(self, parameters: Sequence[nn.Parameter]) -> torch.dtype:
         """Return the dtype of a flat buffer, which counts flags exactly."""
@@ -366,9 +422,16 @@ class LossReducer:
         return functools.reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
 
 
-def _are_on_host(parameters: Sequence[ReducedParameter]) -> bool:
+def _sum_flags(agreement: Agreement, flags: Sequence[int], timeout: timedelta | None = None) -> list[int]:
+    """Return the flags summed over ranks. Communication: one handshake, of ranks with the same parameters."""
+    pending = handshake.start(agreement, {}, json.dumps(flags).encode())
+    pending.receive(timeout)
+    return [sum(column) for column in zip(*map(json.loads, pending.finish()), strict=True)]
+
+
+def _are_on_host(parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether gradients can be read without waiting for an accelerator."""
-    return all(p.parameter.device.type == "cpu" for p in parameters)
+    return all(p.device.type == "cpu" for p in parameters)
 
 
 def _flat(parameters: Sequence[nn.Parameter], dtype: torch.dtype, flags: Sequence[int] = ()) -> Tensor:
@@ -390,21 +453,6 @@ def _write_mean_(mean: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         if grad is not None and not grad.is_sparse:
             grad.detach().copy_(mean[offset : offset + parameter.numel()].view(grad.shape))
         offset += parameter.numel()
-
-
-def _flags_of(parameters: Sequence[ReducedParameter]) -> list[int]:
-    """Return 0 without a gradient, 1 with one, more than all ranks together for a sparse one, which cannot be reduced."""
-    sparse = process_groups.world_size() + 1
-    grads = [p.parameter.grad for p in parameters]
-    return [0 if grad is None else sparse if grad.is_sparse else 1 for grad in grads]
-
-
-def _packed(flags: Sequence[int]) -> bytes:
-    return array("I", flags).tobytes()
-
-
-def _is_small(reduced: ReducedParameter) -> bool:
-    return reduced.parameter.nbytes <= LARGE_BYTES
 
 
 def partial_gradients(names: Sequence[str], flags: Sequence[int]) -> LossCallError:

@@ -270,6 +270,9 @@ class UndividedData:
 
     Args:
         stage: Its name.
+
+    Attributes:
+        is_looking: False after the first batches of an epoch, and if they are not of iterable data sets.
     """
 
     def __init__(self, stage: str) -> None:
@@ -279,18 +282,18 @@ class UndividedData:
     def begin(self) -> None:
         """Begin an epoch."""
         self._seen: list[bytes] = []  # of the batches that have yet to travel
-        self._looked_at, self._is_looking, self._name = 0, True, ""
+        self._looked_at, self.is_looking, self._name = 0, True, ""
         self._rows = SameRows()
 
     def see(self, loaders: Sequence[Any], batch: Any) -> None:
         """Read a batch, if it is one of the first, and all of its sources are iterable. Communication: none."""
-        if not self._is_looking or not loaders:
+        if not self.is_looking or not loaders:
             return
         if process_groups.world_size() == 1 or not all(_is_iterable(loader) for loader in loaders):
-            self._is_looking = False
+            self.is_looking = False
             return
         self._looked_at += 1
-        self._is_looking = self._looked_at < _LOOKED_AT
+        self.is_looking = self._looked_at < _LOOKED_AT
         self._name = ", ".join(type(loader.dataset).__name__ for loader in loaders)
         self._seen.append(_SEEN.pack(*_hash_of(batch)))
 
@@ -337,7 +340,8 @@ class TrainingRows(FitPart):
         """Look at the first batches of an epoch."""
         if batch_idx == 0:
             self._data.begin()
-        self._data.see(compat.combined_loader(self.fit.trainer.fit_loop).flattened, batch)
+        if self._data.is_looking:
+            self._data.see(compat.combined_loader(self.fit.trainer.fit_loop).flattened, batch)
 
 
 def _is_iterable(loader: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_ddp_losses.core.modules import ModuleContents
 from lightning_ddp_losses.core.precision import has_buffers, modules_of, narrow_buffers, parameters_of
 
 
@@ -39,6 +41,28 @@ def test_modules_and_parameters_are_those_that_torch_finds(change: str) -> None:
     assert ids(modules_of(module)) == ids(list(module.modules()))
     assert ids(parameters_of(module)) == ids(list(module.parameters()))
     assert (ids(parameters_of(module)) == before) == (change in ("none", "circle"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_contents_that_are_kept_follow_the_module(change: str) -> None:
+    module = nested()
+    contents = ModuleContents(module)
+    assert contents.refresh(), "they are looked for at the first call"
+    assert not contents.refresh()
+    CHANGES[change](module)
+    assert contents.refresh() == (change != "none")
+    assert ids(contents.modules) == ids(list(module.modules()))
+    assert ids(contents.parameters) == ids(list(module.parameters()))
+    assert not contents.refresh()
+
+
+def test_a_copy_of_contents_is_of_the_copied_module() -> None:
+    module = nested()
+    kept = {"module": module, "contents": ModuleContents(module)}
+    kept["contents"].refresh()
+    twin = copy.deepcopy(kept)
+    assert twin["contents"].refresh()
+    assert ids(twin["contents"].parameters) == ids(list(twin["module"].parameters()))
 
 
 def test_buffers_of_what_is_left_out_do_not_count() -> None:

@@ -1,6 +1,6 @@
 """How much the resident set of a fresh process grows in one forward and backward: `python -m tests.losses.resident_growth`.
 
-It prints MiB as JSON, by kind of loss and number of ranks, for few rows and for four times as many. Each figure is of new processes, forked
+It prints MiB as JSON, by kind of step and number of ranks, for few rows and for four times as many. Each figure is of new processes, forked
 before anything was computed.
 """
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, SigLipLoss
+from lightning_ddp_losses import ClipLoss, GlobalBatchLoss, SigLipLoss, microbatched
 
 FEW, MANY = 2048, 8192
 DIM = 16
@@ -32,7 +32,10 @@ PAIR_LOSSES: dict[str, Callable[[], nn.Module]] = {
     "TripletMargin": pml.TripletMarginLoss,
 }
 TOWER_LOSSES: dict[str, Callable[[], nn.Module]] = {"CLIP": ClipLoss, "SigLIP": SigLipLoss}
-KINDS = [*PAIR_LOSSES, *TOWER_LOSSES]
+PIECES = "an encoder in pieces"
+PIECE_ROWS, WIDTH = 64, 2048
+ACTIVATION_MIB = PIECE_ROWS * WIDTH * 4 / (1 << 20)  # of a piece
+KINDS = [*PAIR_LOSSES, *TOWER_LOSSES, PIECES]
 WORLDS = (1, 2)
 
 
@@ -50,6 +53,10 @@ def step_of(kind: str, rows: int) -> Callable[[], object]:
     def own_rows() -> Tensor:
         return torch.randn(rows, DIM, generator=generator).chunk(world)[rank].clone().requires_grad_()
 
+    if kind == PIECES:
+        encoder = nn.Sequential(nn.Linear(DIM, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, DIM))
+        in_pieces, batch = microbatched(encoder, PIECE_ROWS), own_rows().detach()
+        return lambda: in_pieces(batch).sum().backward()
     if kind in TOWER_LOSSES:
         loss, given = TOWER_LOSSES[kind](), (own_rows(), own_rows())
     else:

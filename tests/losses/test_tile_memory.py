@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import pytorch_metric_learning.losses as pml
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, ssl
+from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss, microbatched, ssl
 from lightning_ddp_losses.losses import products
 from lightning_ddp_losses.losses.tile_results import TileResults
-from tests.losses.resident_growth import FEW, KINDS, MANY, PAIR_LOSSES, WORLDS
+from tests.losses.resident_growth import ACTIVATION_MIB, FEW, KINDS, MANY, PAIR_LOSSES, PIECE_ROWS, PIECES, WORLDS
 from tests.processes import run_python
 
 DIM = 8
@@ -70,6 +70,12 @@ def classes(loss: Callable[..., Any]) -> Callable[[int], Tensor]:
     return call
 
 
+def pieces() -> Callable[[int], Tensor]:
+    encoder = nn.Sequential(nn.Linear(DIM, DIM), nn.Dropout(0.1), nn.Linear(DIM, DIM))
+    in_pieces = microbatched(encoder, 16)
+    return lambda count: in_pieces(rows_of(count)).sum()
+
+
 STEPS: dict[str, Callable[[], Callable[[int], Tensor]]] = {
     **{name: lambda loss=loss: pairs(loss) for name, loss in PAIR_LOSSES.items()},
     "Circle, row tiles": lambda: pairs(pml.CircleLoss),
@@ -77,6 +83,7 @@ STEPS: dict[str, Callable[[], Callable[[int], Tensor]]] = {
     "SigLIP": lambda: towers(SigLipLoss),
     "ArcFace, class-sharded": lambda: classes(pml.ArcFaceLoss),
     "KoLeo": lambda: lambda count: ssl.koleo(rows_of(count)),
+    "an encoder in pieces": pieces,
 }
 
 
@@ -134,3 +141,6 @@ def test_the_resident_set_grows_with_the_rows() -> None:
         assert many < (few + FREE_MIB) * LARGEST_GROWTH**doublings, (
             f"{name}: {few} MiB for {FEW} rows, {many} for {MANY}"
         )
+    # autograd's nodes stay from piece to piece. Random states, which are large enough to pin an activation each, do not
+    number_of_pieces = MANY // PIECE_ROWS
+    assert found[f"{PIECES}, 1 ranks"][1] < number_of_pieces * ACTIVATION_MIB / 2

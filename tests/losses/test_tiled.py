@@ -27,7 +27,8 @@ from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.losses import ClassShardedLoss, GlobalBatchLoss, GlobalBatchMiner
 from lightning_ddp_losses.losses.evaluations import chunks_of
-from lightning_ddp_losses.losses.gathered_call import PMLCall, SeedCounter
+from lightning_ddp_losses.losses.gathered_call import CallBatches, PMLCall, SeedCounter
+from lightning_ddp_losses.losses.pml_registry import facts_of
 from lightning_ddp_losses.losses.products import TOWER_BYTES
 from lightning_ddp_losses.losses.tiled.evaluator import rows_of_a_tile
 from lightning_ddp_losses.losses.tiled.tiles import tile_distance
@@ -309,12 +310,10 @@ def test_any_row_loss_in_parts_is_one_process(pool: RankPool, world_size: int) -
 
 def test_parts_are_ordinary_input_and_cover_all_rows() -> None:
     labels = torch.tensor([0, 0, 0, 1, 2, 3, 4, 5, 5, 6])  # rows without positives cannot stand alone
-    call = PMLCall(
-        pml.CircleLoss(),
-        {"embeddings": torch.randn(10, 3), "labels": labels},
-        lambda tensors: gather_batch("a loss", tensors, {}, extra=SeedCounter().next()),
-        0,
-    )
+    loss, given = pml.CircleLoss(), {"embeddings": torch.randn(10, 3), "labels": labels}
+    batches = CallBatches.of(loss, given)
+    gathered = gather_batch("a loss", batches.tensors, {}, extra=SeedCounter().next())
+    call = PMLCall(loss, facts_of(loss), given, batches, gathered, 0)
     parts = chunks_of(pml.CircleLoss(), call, 10 * 6 * 4)  # one row each, were it not for that
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(10))
     assert len(parts) > 1

@@ -1,0 +1,118 @@
+"""The signature of a call: what of its arguments, weights and modes decides how it is computed. Plans are stored by it.
+
+Numbers of rows and values of arguments are no part of it: they change from call to call, and ranks may have different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from lightning_ddp_losses.core import compat
+
+MOST_PLANS = 32
+"""Plans that an object stores. The oldest one is dropped for a new one."""
+
+Plan = TypeVar("Plan")
+
+
+class Signature(NamedTuple):
+    """What a plan of a call follows from. Equal signatures have equal hashes.
+
+    Attributes:
+        arguments: The number of positional arguments, the names of the others, and of each argument its form, and the position of the
+            first one that is the same object.
+        weights: Of each parameter and buffer its dtype, device, need of a gradient and shape.
+        modes: Whether gradients, inference mode and autocast are on, and the default dtype.
+    """
+
+    arguments: tuple[Any, ...]
+    weights: tuple[Any, ...]
+    modes: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        weights: Iterable[Tensor] = (),
+        batch_dims: Mapping[int | str, int | None] | None = None,
+    ) -> tuple[Signature, list[Tensor]]:
+        """Return the signature of a call, and the tensors among its arguments, in order.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Arguments by name.
+            weights: Parameters and buffers of the called module.
+            batch_dims: Dimension that counts samples, by position or name (default 0). None: all dimensions are part of the signature.
+        """
+        tensors: list[Tensor] = []
+        values = [*args, *kwargs.values()]
+        dims = batch_dims or {}
+        arguments: list[Any] = [len(args), *kwargs]
+        for name, value in zip((*range(len(args)), *kwargs), values, strict=True):
+            first = next(index for index, other in enumerate(values) if other is value)
+            arguments += (first, _form(value, dims.get(name, 0), tensors))
+        forms = []
+        for weight in weights:
+            shape = () if is_lazy(weight) else weight.shape
+            forms.append((weight.dtype, weight.device, weight.requires_grad, shape))
+        modes = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            compat.is_any_autocast_on(),
+            torch.get_default_dtype(),
+        )
+        return cls(tuple(arguments), tuple(forms), modes), tensors
+
+
+def _form(value: Any, batch_dim: int | None, tensors: list[Tensor]) -> Any:
+    """Return the form of an argument, and append the tensors in it to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        if value.is_nested:
+            return type(value), value.dtype, value.device, value.requires_grad
+        shape = list(value.shape)
+        if batch_dim is not None and -len(shape) <= batch_dim < len(shape):
+            shape[batch_dim] = -1
+        return type(value), value.dtype, value.device, value.requires_grad, *shape
+    parts: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        parts = value
+    elif isinstance(value, dict):
+        parts = value.values()
+    else:
+        return type(value)
+    forms = [_form(part, batch_dim, tensors) for part in parts]
+    return type(value), *forms
+
+
+class Plans(Generic[Plan]):
+    """The plans of one object, by the signature of a call. A copy or a pickle has none."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Signature, Plan] = {}
+
+    def get(self, signature: Signature) -> Plan | None:
+        """Return the plan of a signature. None if there is none."""
+        return self._plans.get(signature)
+
+    def add(self, signature: Signature, plan: Plan) -> None:
+        """Store a plan. The oldest one is dropped if there are too many."""
+        if len(self._plans) == MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[signature] = plan
+
+    def clear(self) -> None:
+        """Drop all plans."""
+        self._plans.clear()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plans, ()
