@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
@@ -38,7 +39,7 @@ from lightning_ddp_losses.distributed.global_values import (
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
-from lightning_ddp_losses.losses.call_plans import Plans, kind_of, state_of_torch
+from lightning_ddp_losses.losses.call_plans import kind_of, signature_of
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
@@ -321,8 +322,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _plan_of(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> tuple[ShardPlan, list[Tensor]]:
         """Return the rules of a call, and the loss's parameters. Refuse arguments that cannot work."""
         parameters = precision.parameters_of(self)
-        kinds = [kind_of(embeddings), kind_of(labels), type(indices_tuple), *map(kind_of, parameters)]
-        signature = *kinds, self.products, state_of_torch()
+        arguments = [kind_of(embeddings), kind_of(labels), type(indices_tuple), self.products]
+        signature = signature_of(arguments, parameters)
         plan = self._plans.get(signature)
         if plan is None:
             title = self._title
@@ -332,7 +333,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             inputs.check_labels(title, labels, rows, num_classes, read_values=False)
             given = embeddings, labels, indices_tuple
             plan = ShardPlan.of(title, self, self._head, self.products, given, parameters)
-            self._plans.keep(signature, plan)
+            self._plans.add(signature, plan)
         return plan, parameters
 
     def _in_full_precision(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
@@ -41,7 +42,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     ring_round_trip,
 )
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
-from lightning_ddp_losses.losses.call_plans import Plans, kind_of, state_of_torch
+from lightning_ddp_losses.losses.call_plans import kind_of, signature_of
 from lightning_ddp_losses.losses.partial_sums import global_quotient
 from lightning_ddp_losses.losses.products import (
     GradTerms,
@@ -62,6 +63,7 @@ from lightning_ddp_losses.losses.products import (
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
 from lightning_ddp_losses.losses.tower_plan import (
+    PAIRED,
     Number,
     TowerPlan,
     TowerRows,
@@ -601,7 +603,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _plan_of(self, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
         """Return the rules of a call, and refuse arguments that cannot work."""
         title = type(self).__name__
-        kinds = [*map(kind_of, rows), *map(kind_of, parameters), *map(kind_of_number, numbers.values())]
+        kinds = [*map(kind_of, rows), *map(kind_of_number, numbers.values())]
         options = (
             self.products,
             self.gather,
@@ -610,7 +612,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             self._compiler is None,
             self.logit_scale is None,
         )
-        signature = *kinds, *options, state_of_torch()
+        signature = signature_of([*kinds, *options], parameters)
         plan = self._plans.get(signature)
         if plan is not None:
             check_pairs(title, rows)
@@ -618,17 +620,18 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         check_rows(title, rows, numbers, parameters)
         for name, number in numbers.items():
             check_number(title, name, number, getattr(self, name))
-        return self._plans.keep(signature, TowerPlan.of(self, rows, numbers, parameters))
+        plan = TowerPlan.of(self, rows, numbers, parameters)
+        self._plans.add(signature, plan)
+        return plan
 
     def _take_must_match(
         self, plan: TowerPlan, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]
     ) -> dict[str, object]:
         """Return values that must be equal on all ranks, and take the notes of the last backward."""
-        must_match: dict[str, object] = {"which": self._instance, **dict(plan.must_match)}
-        must_match["options"] = self.extra_repr()
-        for name, number in numbers.items():
-            # a tensor's value would wait for the device
-            must_match.setdefault(name, number)
+        must_match: dict[str, object] = {"which": self._instance, "options": self.extra_repr()}
+        # a tensor's value would wait for the device
+        plain = {name: number for name, number in numbers.items() if isinstance(number, (int, float))}
+        must_match.update(plain)
         if rows.queue is not None:
             must_match["queue"] = described(rows.queue)
         must_match["weights"] = self._weights.take(parameters, self._group)
@@ -685,15 +688,13 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         for name, tensor in second_tower.items():
             sent[name] = _to_travel(tensor, plan.dtype)
             narrow[name] = NarrowRows(tensor.detach(), _unchanged)
-        counted = list(sent) if plan.in_ring else []
         if paired and not plan.in_ring:
-            sent[_PAIRED] = paired[0]
+            sent[PAIRED] = paired[0]
         return gather_batch(
-            type(self).__name__,
+            plan.layout,
             sent,
             must_match,
             extra=plan.flags,
-            counted=counted,
             narrow=narrow,
             group=self._group,
         )
@@ -791,9 +792,6 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if self.max_scale is not None:
             own = own.clamp(max=math.log(self.max_scale))
         return own.exp()
-
-
-_PAIRED = "products with their own text"  # name of these numbers in the gather
 
 
 def _joined_flags(flags_of_ranks: Sequence[bytes]) -> tuple[bool, bool, bool]:
