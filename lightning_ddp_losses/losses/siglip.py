@@ -17,9 +17,9 @@ from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, value_with_grad
+from lightning_ddp_losses.losses.plans.towers import TowerRows
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
 from lightning_ddp_losses.losses.tile_results import TileResults
-from lightning_ddp_losses.losses.tower_plan import TowerRows
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 

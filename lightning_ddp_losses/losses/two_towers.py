@@ -42,8 +42,20 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     ring_round_trip,
 )
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
-from lightning_ddp_losses.losses.call_plans import kind_of, signature_of
 from lightning_ddp_losses.losses.partial_sums import global_quotient
+from lightning_ddp_losses.losses.plans.signatures import kind_of, signature_of
+from lightning_ddp_losses.losses.plans.towers import (
+    PAIRED,
+    Number,
+    TowerPlan,
+    TowerRows,
+    check_number,
+    check_pairs,
+    check_rows,
+    described,
+    kind_of_number,
+    number_as_tensor,
+)
 from lightning_ddp_losses.losses.products import (
     GradTerms,
     Operand,
@@ -62,18 +74,6 @@ from lightning_ddp_losses.losses.products import (
     warn_of_tf32,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
-from lightning_ddp_losses.losses.tower_plan import (
-    PAIRED,
-    Number,
-    TowerPlan,
-    TowerRows,
-    check_number,
-    check_pairs,
-    check_rows,
-    described,
-    kind_of_number,
-    number_as_tensor,
-)
 
 # ---------------------------------------------------------------------- products in tiles
 

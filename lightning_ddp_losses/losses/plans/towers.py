@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.call_plans import kind_of
+from lightning_ddp_losses.losses.plans.signatures import kind_of
 from lightning_ddp_losses.losses.products import (
     DEVICE_BYTES,
     TOWER_BYTES,
