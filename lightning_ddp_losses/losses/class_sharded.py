@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, process_groups, raw_collectives
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
@@ -38,12 +39,13 @@ from lightning_ddp_losses.distributed.global_values import (
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.shard import ClassShard, as_dtensor, mesh_of_shards, tag_shard, tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, InputError, expect
-from lightning_ddp_losses.losses.call_plans import Plans, kind_of, state_of_torch
 from lightning_ddp_losses.losses.class_heads import head_of, penalty_of, refuse_options, refuse_with_replicas
 from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
-from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledGradient, SampledRowOptimizer
+from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
+from lightning_ddp_losses.losses.plans.shards import ShardPlan, described_sampling
+from lightning_ddp_losses.losses.plans.signatures import kind_of, signature_of
 from lightning_ddp_losses.losses.pml_registry import can_split, collects_counts, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import (
     Operand,
@@ -52,7 +54,6 @@ from lightning_ddp_losses.losses.products import (
     refuse_products,
     tile_budget,
 )
-from lightning_ddp_losses.losses.shard_plan import ShardPlan, described_sampling
 from lightning_ddp_losses.losses.sharded_softmax import ClassLogits, RowLosses, ShardedSoftmax
 from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeight
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
@@ -190,7 +191,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         self._replica_group: Group = None
         # sampled negatives
         self.sampler = ClassSampler(sample_rate, unbiased) if sample_rate < 1 else None
-        self._sampled_gradient = SampledGradient()
         self._row_optimizer: SampledRowOptimizer | None = None
         # compared between ranks
         self._configuration = Configuration()
@@ -321,8 +321,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _plan_of(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> tuple[ShardPlan, list[Tensor]]:
         """Return the rules of a call, and the loss's parameters. Refuse arguments that cannot work."""
         parameters = precision.parameters_of(self)
-        kinds = [kind_of(embeddings), kind_of(labels), type(indices_tuple), *map(kind_of, parameters)]
-        signature = *kinds, self.products, state_of_torch()
+        arguments = [kind_of(embeddings), kind_of(labels), type(indices_tuple), self.products]
+        signature = signature_of(arguments, parameters)
         plan = self._plans.get(signature)
         if plan is None:
             title = self._title
@@ -332,7 +332,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             inputs.check_labels(title, labels, rows, num_classes, read_values=False)
             given = embeddings, labels, indices_tuple
             plan = ShardPlan.of(title, self, self._head, self.products, given, parameters)
-            self._plans.keep(signature, plan)
+            self._plans.add(signature, plan)
         return plan, parameters
 
     def _in_full_precision(
@@ -463,7 +463,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if sampler is not None:
             sampled, positions, log_weight = sampler.draw_next(positions, shard, embeddings.dtype)
             number = len(sampled)
-            gradient = partial(self._sampled_gradient.add_, weight=self.weight, shard=shard)
+            gradient = partial(sampler.gradient.add_, weight=self.weight, shard=shard)
             penalty = None
         classes = LocalClasses(
             positions,
@@ -621,7 +621,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if self.sampler is None or all(parameter is not self.weight for parameter in parameters):
             return
         if self._row_optimizer is None or self._row_optimizer.optimizer() is not inner:
-            self._row_optimizer = SampledRowOptimizer(self.weight, self._sampled_gradient, inner)
+            self._row_optimizer = SampledRowOptimizer(self.weight, self.sampler.gradient, inner)
 
     def _training_sampler(self) -> ClassSampler | None:
         # validation looks at all classes

@@ -20,9 +20,8 @@ from lightning_ddp_losses.distributed.collectives import once_differentiable_str
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.losses.log_sum_exp import LogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
-from lightning_ddp_losses.losses.products import GradTerms, ProductChoice, RunningLogSumExp, max_and_sum_exp
+from lightning_ddp_losses.losses.products import GradTerms, LogSumExp, ProductChoice, RunningLogSumExp, max_and_sum_exp
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 

@@ -36,12 +36,14 @@ class ClassSampler(CountedDraws):
 
     Attributes:
         sampled: Classes of the last call, as positions among this rank's, ascending. None before the first one.
+        gradient: Knows which classes have a gradient.
     """
 
     def __init__(self, rate: float, unbiased: bool) -> None:
         super().__init__()
         self.rate, self.unbiased = rate, unbiased
         self.sampled: Tensor | None = None
+        self.gradient = SampledGradient()
 
     def draw_next(self, labels: Tensor, shard: ClassShard, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draw the classes of the next call, from torch's seed, this rank's shard and the number of calls.

@@ -377,6 +377,32 @@ class _UnitRows(torch.autograd.Function):
 # ---------------------------------------------------------------------- sums of exponentials
 
 
+class LogSumExp(NamedTuple):
+    """The log-sum-exp of n rows: the largest entry ``m``, and ``s = sum exp(entry - m)``.
+
+    Attributes:
+        maximum: (n,), m.
+        sum_exp: (n,), s.
+    """
+
+    maximum: Tensor
+    sum_exp: Tensor
+
+    @classmethod
+    def merged(cls, maxima: Tensor, sums: Tensor) -> LogSumExp:
+        """Merge k parts of the same rows, (k, n) each, added in their order."""
+        maximum = maxima.amax(0)
+        return cls(maximum, (sums * torch.exp(maxima - maximum)).sum(0))
+
+    def above_maximum(self) -> Tensor:
+        """Return (n,), the log-sum-exp less the maximum: exactly 0 if one entry outweighs all others."""
+        return self.sum_exp.log()
+
+    def relative_to(self, entries: Tensor) -> Tensor:
+        """Return (n,), the log-sum-exp less an entry of each row. Digits are kept if that is close to the largest."""
+        return (self.maximum - entries) + self.sum_exp.log()
+
+
 class RunningLogSumExp:
     """Log-sum-exp of rows that arrive in pieces: from tiles, chunks of classes or other ranks.
 

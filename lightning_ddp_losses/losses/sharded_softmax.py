@@ -23,10 +23,10 @@ from lightning_ddp_losses.distributed import process_groups, raw_collectives
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.losses.class_heads import Head
-from lightning_ddp_losses.losses.log_sum_exp import LogSumExp
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import (
     GradTerms,
+    LogSumExp,
     Operand,
     RunningLogSumExp,
     add_factors_,

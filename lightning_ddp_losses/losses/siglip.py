@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, value_with_grad
+from lightning_ddp_losses.losses.plans.towers import TowerRows
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
 from lightning_ddp_losses.losses.tile_results import TileResults
-from lightning_ddp_losses.losses.tower_plan import TowerRows
 from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
 
 
@@ -52,9 +53,10 @@ class SigLipLoss(TwoTowerLoss):
         After DDP's mean over ranks, encoders, ``logit_scale`` and ``logit_bias`` hold the one-process gradient.
 
     Communication:
-        Handshake, gather of the texts (of bfloat16 as they are), handshake with the sum (on an accelerator a gather of it, for which the
-        host does not wait). In backward a handshake and one exchange of G x D. A ring: the same two handshakes, and W - 1 times a message
-        of a rank's texts. In backward W - 1 times its texts and their gradient, of float32.
+        Handshake, gather of the texts (of bfloat16 as they are). On the CPU a handshake with the sum and one exchange of G x D, none in
+        backward. On an accelerator a gather of the sum, for which the host does not wait. In backward a handshake and one exchange of
+        G x D. A ring: two handshakes, and W - 1 times a message of a rank's texts. In backward W - 1 times its texts and their gradient,
+        of float32.
 
     Raises:
         ConfigurationError: options that cannot work.
@@ -112,9 +114,12 @@ class SigLipLoss(TwoTowerLoss):
         return self._checked_call(rows, {"logit_scale": logit_scale, "logit_bias": logit_bias})
 
     def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
-        # this rank's share of the sum over pairs, then that of all ranks
-        total: Tensor = _PairSum.apply(call, *tensors)  # type: ignore[no-untyped-call]
-        return call.mean_over_images("SigLipLoss", total)
+        # this rank's share of the sum over pairs, then the sum over ranks
+        total, totals = _PairSum.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        if totals is None:
+            return call.mean_over_images("SigLipLoss", total)
+        share = for_mean_over_ranks(total / call.total, call.group)
+        return value_with_grad(totals.sum() / call.total, share)
 
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
         run(siglip_tile, products, factors, products.new_ones(()), call.trained, call.splits)
@@ -143,25 +148,39 @@ def siglip_tile(
 
 
 class _PairSum(torch.autograd.Function):
-    """Sums ``-logsigmoid(t * z)`` of this rank's images against all columns."""
+    """Sums ``-logsigmoid(t * z)`` of this rank's images against all columns. Returns the sums of all ranks, too, if they are exchanged."""
 
     @staticmethod
-    def forward(ctx: Any, call: TowerCall, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, call: TowerCall, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.call = call
         ctx.save_for_backward(images, texts, scale, bias)
-        total, ctx.sums, ctx.d_bias = _visit_tiles(call, scale, bias, with_grads=call.trained)
-        return total
+        total, sums, ctx.d_bias = _visit_tiles(call, scale, bias, with_grads=call.trained)
+        totals = None
+        ctx.are_exchanged = call.exchanges_in_forward
+        if ctx.are_exchanged:
+            # backward scales the sums of the second tower, and communicates no more
+            column_sums = sums.pop()
+            assert column_sums is not None
+            totals, own_sums = call.exchange_sums("SigLipLoss", total, column_sums)
+            sums.append(own_sums)
+            ctx.mark_non_differentiable(totals)
+        ctx.sums = sums
+        return total, totals
 
     @staticmethod
     @once_differentiable_strict("SigLipLoss")
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         call: TowerCall = ctx.call
         images, texts, scale, bias = ctx.saved_tensors
         if not ctx.sums:  # a second backward
             if call.ring is not None:
                 call.exchange.open()
             _, ctx.sums, _ = _visit_tiles(call, scale, bias, with_grads=True)
-        d_images, d_texts, d_scale = call.gradients(ctx.sums, grad * scale, images, texts)
+            ctx.are_exchanged = False
+        factor = grad * scale
+        d_images, d_texts, d_scale = call.gradients(ctx.sums, factor, images, texts, are_exchanged=ctx.are_exchanged)
         return None, d_images, d_texts, d_scale * grad, ctx.d_bias * grad
 
 

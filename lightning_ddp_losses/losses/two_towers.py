@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange
 from lightning_ddp_losses.distributed.fingerprint import WeightFingerprints
@@ -36,11 +37,25 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     NarrowRows,
     TravellingRows,
     as_bytes,
+    host_bytes,
+    reduce_scatter_rows,
     ring_round_trip,
 )
 from lightning_ddp_losses.errors import InputError, expect, expect_count, expect_option
-from lightning_ddp_losses.losses.call_plans import Plans, kind_of, state_of_torch
 from lightning_ddp_losses.losses.partial_sums import global_quotient
+from lightning_ddp_losses.losses.plans.signatures import kind_of, signature_of
+from lightning_ddp_losses.losses.plans.towers import (
+    PAIRED,
+    Number,
+    TowerPlan,
+    TowerRows,
+    check_number,
+    check_pairs,
+    check_rows,
+    described,
+    kind_of_number,
+    number_as_tensor,
+)
 from lightning_ddp_losses.losses.products import (
     GradTerms,
     Operand,
@@ -59,17 +74,6 @@ from lightning_ddp_losses.losses.products import (
     warn_of_tf32,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
-from lightning_ddp_losses.losses.tower_plan import (
-    Number,
-    TowerPlan,
-    TowerRows,
-    check_number,
-    check_pairs,
-    check_rows,
-    described,
-    kind_of_number,
-    number_as_tensor,
-)
 
 # ---------------------------------------------------------------------- products in tiles
 
@@ -381,8 +385,59 @@ class TowerCall:
             visit(ColumnBlock(self.queue, 0, None, trained=False))
         return None if counts is None else found
 
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the sums of columns are exchanged in forward, with the sum of the loss: on the CPU, where a handshake carries both."""
+        is_divided = self.ring is None and len(self.text_counts) > 1
+        return is_divided and self.columns_trained and self.images.rows.is_cpu
+
+    def exchange_sums(self, title: str, total: Tensor, column_sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the totals of all ranks, (W,), and this rank's rows of the sums of columns over ranks.
+
+        Args:
+            title: Name of the loss in messages.
+            total: This rank's, 0-dim.
+            column_sums: (M, D), sums of the columns of all ranks.
+
+        Communication: one handshake. If the sums do not fit into it, one exchange of M x D.
+        """
+        own = total.detach().to(torch.float64)
+        if any(self.extra_counts):
+            column_sums = self._by_rank(column_sums)
+        is_inline = own.nbytes + column_sums.nbytes <= handshake.inline_capacity(self.group)
+        payload = host_bytes(own)
+        if is_inline:
+            payload += host_bytes(column_sums)
+        payloads = handshake.all_gather(f"{title}: sum", {}, payload, group=self.group)
+        everyone = torch.frombuffer(bytearray().join(payloads), dtype=torch.uint8).view(len(payloads), -1)
+        totals = everyone[:, : own.nbytes].contiguous().view(own.dtype).view(-1)
+        if not is_inline:
+            return totals, reduce_scatter_rows(column_sums, [*self.column_counts], self.group)
+        # this rank's rows of each rank's sums, added in rank order
+        rank, dtype = process_groups.rank(self.group), column_sums.dtype
+        width, row_bytes = column_sums.shape[1], column_sums.shape[1] * dtype.itemsize
+        start = own.nbytes + sum(self.column_counts[:rank]) * row_bytes
+        stop = start + self.column_counts[rank] * row_bytes
+        parts = everyone[:, start:stop].contiguous().view(dtype)
+        return totals, parts.view(len(payloads), self.column_counts[rank], width).sum(0)
+
+    def _by_rank(self, rows: Tensor) -> Tensor:
+        """Return rows of all columns, each rank's texts and further negatives together."""
+        texts = torch.split(rows[: self.total], [*self.text_counts])
+        extra = torch.split(rows[self.total :], [*self.extra_counts])
+        blocks = list[Tensor]()
+        for pair in zip(texts, extra, strict=True):
+            blocks += pair
+        return torch.cat(blocks)
+
     def gradients(
-        self, sums: list[Tensor | None], factor: Tensor, images: Tensor, second_tower: Tensor
+        self,
+        sums: list[Tensor | None],
+        factor: Tensor,
+        images: Tensor,
+        second_tower: Tensor,
+        *,
+        are_exchanged: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return the gradients of this rank's rows of both towers, and of the scale but for the upstream gradient.
 
@@ -392,8 +447,9 @@ class TowerCall:
             factor: Upstream gradient times scale, 0-dim.
             images: (B, D), as the caller gave them.
             second_tower: (m, D), also.
+            are_exchanged: True if the sums of the columns are those of this rank's rows over all ranks already.
 
-        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient. None in a ring.
+        Communication: one handshake and one exchange of G x D, if the second tower needs a gradient. None in a ring, or if that was done.
         """
         image_sums = sums.pop(0)
         assert image_sums is not None
@@ -403,7 +459,7 @@ class TowerCall:
         column_sums = sums.pop()
         if column_sums is None:
             return grad_images, None, along
-        if self.ring is None and process_groups.world_size(self.group) > 1:
+        if not are_exchanged and self.ring is None and len(self.text_counts) > 1:
             parts, counts = [column_sums[: self.total]], [[*self.text_counts]]
             if any(self.extra_counts):
                 parts.append(column_sums[self.total :])
@@ -547,7 +603,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
     def _plan_of(self, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
         """Return the rules of a call, and refuse arguments that cannot work."""
         title = type(self).__name__
-        kinds = [*map(kind_of, rows), *map(kind_of, parameters), *map(kind_of_number, numbers.values())]
+        kinds = [*map(kind_of, rows), *map(kind_of_number, numbers.values())]
         options = (
             self.products,
             self.gather,
@@ -556,7 +612,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
             self._compiler is None,
             self.logit_scale is None,
         )
-        signature = *kinds, *options, state_of_torch()
+        signature = signature_of([*kinds, *options], parameters)
         plan = self._plans.get(signature)
         if plan is not None:
             check_pairs(title, rows)
@@ -564,17 +620,18 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         check_rows(title, rows, numbers, parameters)
         for name, number in numbers.items():
             check_number(title, name, number, getattr(self, name))
-        return self._plans.keep(signature, TowerPlan.of(self, rows, numbers, parameters))
+        plan = TowerPlan.of(self, rows, numbers, parameters)
+        self._plans.add(signature, plan)
+        return plan
 
     def _take_must_match(
         self, plan: TowerPlan, rows: TowerRows, numbers: dict[str, Number], parameters: Sequence[Tensor]
     ) -> dict[str, object]:
         """Return values that must be equal on all ranks, and take the notes of the last backward."""
-        must_match: dict[str, object] = {"which": self._instance, **dict(plan.must_match)}
-        must_match["options"] = self.extra_repr()
-        for name, number in numbers.items():
-            # a tensor's value would wait for the device
-            must_match.setdefault(name, number)
+        must_match: dict[str, object] = {"which": self._instance, "options": self.extra_repr()}
+        # a tensor's value would wait for the device
+        plain = {name: number for name, number in numbers.items() if isinstance(number, (int, float))}
+        must_match.update(plain)
         if rows.queue is not None:
             must_match["queue"] = described(rows.queue)
         must_match["weights"] = self._weights.take(parameters, self._group)
@@ -631,15 +688,13 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         for name, tensor in second_tower.items():
             sent[name] = _to_travel(tensor, plan.dtype)
             narrow[name] = NarrowRows(tensor.detach(), _unchanged)
-        counted = list(sent) if plan.in_ring else []
         if paired and not plan.in_ring:
-            sent[_PAIRED] = paired[0]
+            sent[PAIRED] = paired[0]
         return gather_batch(
-            type(self).__name__,
+            plan.layout,
             sent,
             must_match,
             extra=plan.flags,
-            counted=counted,
             narrow=narrow,
             group=self._group,
         )
@@ -737,9 +792,6 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if self.max_scale is not None:
             own = own.clamp(max=math.log(self.max_scale))
         return own.exp()
-
-
-_PAIRED = "products with their own text"  # name of these numbers in the gather
 
 
 def _joined_flags(flags_of_ranks: Sequence[bytes]) -> tuple[bool, bool, bool]:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat, inputs, precision
+from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.call_plans import kind_of
+from lightning_ddp_losses.losses.plans.signatures import kind_of
 from lightning_ddp_losses.losses.products import (
     DEVICE_BYTES,
     TOWER_BYTES,
@@ -25,6 +26,9 @@ from lightning_ddp_losses.losses.products import (
 )
 
 _HOST_TILE_BYTES = 2 << 20
+
+PAIRED = "products with their own text"
+"""Name of these numbers in the gather."""
 
 Number = Tensor | float | None
 
@@ -68,7 +72,7 @@ class TowerPlan:
         is_full: The call computes in ``dtype`` already: no context has to be entered, and no number cast.
         flags: Whether this rank trains anything, and the second tower, and whether it multiplies in bf16. The ranks exchange them.
         unreached: Names of trainable parameters that backward does not reach, since the caller gives numbers in their place.
-        must_match: Values that must be equal on all ranks, as text, by name.
+        layout: Layout of the second tower's gather, with what must be equal on all ranks.
     """
 
     dtype: torch.dtype
@@ -79,7 +83,7 @@ class TowerPlan:
     is_full: bool
     flags: bytes
     unreached: tuple[str, ...]
-    must_match: tuple[tuple[str, str], ...]
+    layout: BatchLayout
 
     @classmethod
     def of(cls, module: Any, rows: TowerRows, numbers: Mapping[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
@@ -140,7 +144,7 @@ class TowerPlan:
             is_full,
             flags,
             tuple(unreached),
-            tuple(must_match.items()),
+            _layout_of(module, rows, dtype, must_match),
         )
 
     def operand(self, rows: Tensor, form: ProductForm) -> Operand:
@@ -148,6 +152,18 @@ class TowerPlan:
         if form != "bf16":
             rows = rows.to(self.dtype)
         return Operand.prepare(rows, form, normalize=self.normalize)
+
+
+def _layout_of(module: Any, rows: TowerRows, dtype: torch.dtype, must_match: Mapping[str, object]) -> BatchLayout:
+    """Return the layout of the gather: rows travel in the dtype of the computation, as far as it knows."""
+    tensors = {"texts": rows.texts.detach()[:0].to(dtype)}
+    if rows.extra is not None:
+        tensors["extra_texts"] = rows.extra.detach()[:0].to(dtype)
+    in_ring = module.gather == "ring"
+    counted = list(tensors) if in_ring else []
+    if module.compares_with_own_pair and not in_ring:
+        tensors[PAIRED] = rows.images.new_empty(0, dtype=dtype)
+    return BatchLayout.of(type(module).__name__, tensors, must_match, counted)
 
 
 def kind_of_number(number: Number) -> Any:
