@@ -32,7 +32,7 @@ from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
-from lightning_ddp_losses.metrics.exchange import Packet, Plans, exchange
+from lightning_ddp_losses.metrics.exchange import Packet, exchange, plans_of
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step
 from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, States, is_correlation, torchmetrics_names
 
@@ -201,7 +201,7 @@ class SyncedMetric(ExchangingMetric):
         """Return the states of everything since ``reset``, to be exchanged."""
         self._refuse_states()
         rules, untouched = self._rules(), self._update_count == 0
-        found = self._to_send(rules, self._update_count, untouched)
+        found = self._to_send(self._update_count, untouched)
         if untouched:  # states may be loaded or merged without an update
             for index, name in enumerate(rules.titles):
                 if name in rules.means:
@@ -218,7 +218,7 @@ class SyncedMetric(ExchangingMetric):
         group, title = process_group or self.process_group, self._title("compute")
         with handshake.raising_on_all_ranks(title, group=group):
             packet = self.packet()
-        self._receive(*exchange(title, [packet._replace(group=group)], Plans.of(self)))
+        self._receive(*exchange(title, [packet._replace(group=group)], plans_of(self)))
 
     def _receive(self, values: Sequence[Any]) -> States:
         reduced = super()._receive(values)

@@ -23,7 +23,7 @@ from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.metrics.exchange import Kind, Packet, Plans, State
+from lightning_ddp_losses.metrics.exchange import Kind, Packet, State, plans_of
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -143,23 +143,23 @@ class ExchangingMetric(Metric):
         reductions = self._reductions
         kinds = map(_REDUCTIONS.get, reductions.values())
         signature = (type(self), *reductions, *kinds, *map(type, self._defaults.values()))
-        plans = Plans.of(self)
-        rules: StateRules = plans.find(signature) or plans.keep(signature, StateRules.of(self))
+        plans = plans_of(self)
+        rules: StateRules | None = plans.get(signature)
+        if rules is None:
+            rules = StateRules.of(self)
+            plans.add(signature, rules)
         return rules
 
-    def _to_send(
-        self, rules: StateRules, rows: int, untouched: bool, split: Mapping[str, list[Tensor]] | None = None
-    ) -> list[State]:
+    def _to_send(self, rows: int, untouched: bool, split: Mapping[str, list[Tensor]] | None = None) -> list[State]:
         """Return the states as they are sent.
 
         Args:
-            rules: Rules of the states.
             rows: Weight of those that are means.
             untouched: Whether they are the defaults.
             split: States that are sent in several tensors.
         """
         found = []
-        for name, title in rules.titles.items():
+        for name, title in self._rules().titles.items():
             value = getattr(self, name)
             reduce: Any = self._reductions[name]  # a function, also if add_state was given a name
             kind: Kind = "stack" if isinstance(value, Tensor) else "list"
@@ -273,11 +273,11 @@ class MetricStates(ExchangingMetric):
                 found[name] = list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
         return found
 
-    def _seen_after(self, rules: StateRules, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
+    def _seen_after(self, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
         """Return ``seen`` with one more update, and with the present lengths of tensors reduced by "cat"."""
         ends = {}
-        for name in rules.concatenated:
-            value = states[name]
+        for name in self._rules().concatenated:
+            value = states.get(name)
             if isinstance(value, Tensor) and value.ndim:
                 ends[name] = [*seen.ends.get(name, ()), len(value)]
         return Seen(seen.rows + rows, seen.skipped + is_skipped, ends)
