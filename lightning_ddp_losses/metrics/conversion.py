@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.metric import CompositionalMetric
-from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -200,11 +200,11 @@ class SyncedMetric(ExchangingMetric):
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         self._refuse_states()
-        rules, untouched = self._rules(), self._update_count == 0
+        untouched = self._update_count == 0
         found = self._to_send(self._update_count, untouched)
         if untouched:  # states may be loaded or merged without an update
-            for index, name in enumerate(rules.titles):
-                if name in rules.means:
+            for index, (name, reduce) in enumerate(self._reductions.items()):
+                if reduce is dim_zero_mean:
                     is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
                     found[index] = found[index]._replace(weight=float(not is_default))
         return Packet(found, self.process_group, self._configuration.read(self))

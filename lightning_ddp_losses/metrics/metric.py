@@ -324,7 +324,7 @@ class ForwardCall:
         self._aside = Progress(before, metric._update_count, metric._record.seen)
         metric._record.in_forward = True
         # states that do not add up need a second update, on the accumulated ones
-        if not metric._rules().adds_up:
+        if not metric._adds_up():
             self._accumulated = metric._states_after(before, args, kwargs, may_skip=may_skip)
         metric._clear()
         metric._enable_grad = grad_enabled
@@ -346,7 +346,7 @@ class ForwardCall:
             elif self.packet is not None:
                 reduced = metric._receive(exchanged)
                 if metric.sync_on_compute:  # a rank's share of the rows may change from step to step
-                    self._batch |= {name: reduced[name] for name in metric._rules().means}
+                    self._batch |= {name: reduced[name] for name in metric._means()}
             # the value of the global batch
             metric._assign({"_to_sync": False, "_should_unsync": False})
             value = metric.compute()
