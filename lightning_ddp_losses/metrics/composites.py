@@ -23,7 +23,7 @@ from torchmetrics.wrappers.transformations import MetricInputTransformer
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
-from lightning_ddp_losses.metrics.exchange import Plans, exchange
+from lightning_ddp_losses.metrics.exchange import exchange, plans_of
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
 from lightning_ddp_losses.metrics.states import ExchangingMetric, detached
 
@@ -53,7 +53,7 @@ class Members:
         # decided before asking which members have peers: some groups may have one rank only
         waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
         packets = [leaf.packet() for leaf in waiting]
-        exchanged = exchange(f"{self._title()}, compute", packets, Plans.of(self))
+        exchanged = exchange(f"{self._title()}, compute", packets, plans_of(self))
         for leaf, values in zip(waiting, exchanged, strict=True):
             leaf._cache = detached(leaf._states())
             leaf._receive(values)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.metric import CompositionalMetric
-from torchmetrics.utilities.data import dim_zero_cat
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, Running
 from torchmetrics.wrappers.abstract import WrapperMetric
@@ -32,7 +32,7 @@ from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
-from lightning_ddp_losses.metrics.exchange import Packet, Plans, exchange
+from lightning_ddp_losses.metrics.exchange import Packet, exchange, plans_of
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step
 from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, States, is_correlation, torchmetrics_names
 
@@ -200,11 +200,11 @@ class SyncedMetric(ExchangingMetric):
     def packet(self) -> Packet:
         """Return the states of everything since ``reset``, to be exchanged."""
         self._refuse_states()
-        rules, untouched = self._rules(), self._update_count == 0
-        found = self._to_send(rules, self._update_count, untouched)
+        untouched = self._update_count == 0
+        found = self._to_send(self._update_count, untouched)
         if untouched:  # states may be loaded or merged without an update
-            for index, name in enumerate(rules.titles):
-                if name in rules.means:
+            for index, (name, reduce) in enumerate(self._reductions.items()):
+                if reduce is dim_zero_mean:
                     is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
                     found[index] = found[index]._replace(weight=float(not is_default))
         return Packet(found, self.process_group, self._configuration.read(self))
@@ -218,7 +218,7 @@ class SyncedMetric(ExchangingMetric):
         group, title = process_group or self.process_group, self._title("compute")
         with handshake.raising_on_all_ranks(title, group=group):
             packet = self.packet()
-        self._receive(*exchange(title, [packet._replace(group=group)], Plans.of(self)))
+        self._receive(*exchange(title, [packet._replace(group=group)], plans_of(self)))
 
     def _receive(self, values: Sequence[Any]) -> States:
         reduced = super()._receive(values)

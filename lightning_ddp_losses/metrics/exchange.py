@@ -139,37 +139,36 @@ class Packet(NamedTuple):
 
 # ---------------------------------------------------------------------- what is decided once
 
-_MOST_PLANS = 32
+_MOST_PLANS = 32  # of one metric or collection
 
 
 class Plans:
-    """The plans of one metric or collection by signature. The oldest goes if there are too many. A copy or a pickle has none."""
+    """The plans of one metric or collection, by signature. A copy or a pickle has none."""
 
     def __init__(self) -> None:
-        self._by_signature: dict[tuple[Any, ...], Any] = {}
+        self._plans: dict[tuple[Any, ...], Any] = {}
 
-    @classmethod
-    def of(cls, owner: object) -> Plans:
-        """Return the plans that a metric or collection keeps."""
-        attributes = vars(owner)
-        if "_plans" not in attributes:
-            attributes["_plans"] = cls()
-        plans: Plans = attributes["_plans"]
-        return plans
-
-    def find(self, signature: tuple[Any, ...]) -> Any:
+    def get(self, signature: tuple[Any, ...]) -> Any:
         """Return the plan of a signature. None if there is none."""
-        return self._by_signature.get(signature)
+        return self._plans.get(signature)
 
-    def keep(self, signature: tuple[Any, ...], plan: Any) -> Any:
-        """Keep a plan, and return it."""
-        if len(self._by_signature) == _MOST_PLANS:
-            del self._by_signature[next(iter(self._by_signature))]
-        self._by_signature[signature] = plan
-        return plan
+    def add(self, signature: tuple[Any, ...], plan: Any) -> None:
+        """Store a plan. The oldest one is dropped if there are too many."""
+        if len(self._plans) == _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        self._plans[signature] = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plans, ()
+
+
+def plans_of(owner: object) -> Plans:
+    """Return the plans that a metric or collection stores."""
+    attributes = vars(owner)
+    if "_plans" not in attributes:
+        attributes["_plans"] = Plans()
+    plans: Plans = attributes["_plans"]
+    return plans
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ def _plan_of(
     if all(state.kind == "stack" for state in states):
         fixed = tuple([(tensor.dtype, tensor.shape) for sent in tensors for tensor in sent]), tuple(holders)
     signature = (title, torch.is_grad_enabled(), device, configuration, described, fixed)
-    plan: ExchangePlan | None = plans.find(signature)
+    plan: ExchangePlan | None = plans.get(signature)
     if plan is None:
         compared = [f"{name} ({kind}, {reduction})" for name, kind, reduction, _ in described]
         must_match = {
@@ -214,7 +213,8 @@ def _plan_of(
         }
         kinds = tuple([(state.name, state.kind) for state in states])
         contents = None if fixed is None else pack_contents(states, tensors, holders)
-        plan = plans.keep(signature, ExchangePlan(Agreement(title, must_match), kinds, contents))
+        plan = ExchangePlan(Agreement(title, must_match), kinds, contents)
+        plans.add(signature, plan)
     return plan
 
 

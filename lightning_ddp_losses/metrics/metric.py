@@ -26,7 +26,7 @@ from lightning_ddp_losses.distributed.global_values import current_window, name_
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.window_parts import WindowPart
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect, expect_option
-from lightning_ddp_losses.metrics.exchange import Packet, Plans, State, exchange
+from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, plans_of
 from lightning_ddp_losses.metrics.states import (
     ExchangingMetric,
     Gather,
@@ -165,7 +165,7 @@ class DifferentiableMetric(MetricStates):
         self._prepare(given)
         if record.gather == "inputs" and self._has_peers:
             packet = self._packet(_input_states(self, args, kwargs))
-            (rows_of_all,) = exchange(self._title("update"), [packet], Plans.of(self))
+            (rows_of_all,) = exchange(self._title("update"), [packet], plans_of(self))
             args, kwargs = _with_rows(rows_of_all, args, kwargs)
         rows = inputs.num_rows(args, kwargs)
         may_skip = rows == 0 and self._may_skip(args, kwargs)
@@ -175,7 +175,7 @@ class DifferentiableMetric(MetricStates):
             is_skipped = not self._update_rows(args, kwargs, may_skip=may_skip)
         finally:
             self._enable_grad, record.in_forward = False, False
-        record.seen = self._seen_after(self._rules(), record.seen, rows, is_skipped, self._states())
+        record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
         if is_skipped and record.keep_graph:
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
         if not record.keep_graph:  # items of a list bring their own graph
@@ -221,7 +221,7 @@ class DifferentiableMetric(MetricStates):
         group = process_group or self.process_group
         if process_groups.world_size(group) == 1 or self._record.gather == "inputs":
             return  # every rank has them already
-        self._receive(*exchange(self._title("compute"), [self.packet()._replace(group=group)], Plans.of(self)))
+        self._receive(*exchange(self._title("compute"), [self.packet()._replace(group=group)], plans_of(self)))
 
     def reset(self) -> None:
         """Go back to the defaults."""
@@ -255,7 +255,7 @@ class DifferentiableMetric(MetricStates):
         """Return the states of everything since ``reset``, to be exchanged."""
         seen = self._record.seen
         untouched = self._update_count == seen.skipped
-        return self._packet(self._to_send(self._rules(), seen.rows, untouched, self._split_by_update()))
+        return self._packet(self._to_send(seen.rows, untouched, self._split_by_update()))
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
@@ -300,7 +300,6 @@ class ForwardCall:
         self._accumulated: States | None = None
         self._rows, self._is_skipped = 0, False
         self._has_peers = False
-        self._rules = metric._rules()
 
     def begin(self) -> None:
         """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs."""
@@ -313,7 +312,7 @@ class ForwardCall:
         self._update()
         if self._has_peers:
             untouched = metric._update_count == int(self._is_skipped)
-            self.packet = metric._packet(metric._to_send(self._rules, self._rows, untouched))
+            self.packet = metric._packet(metric._to_send(self._rows, untouched))
 
     def _update(self) -> None:
         """Put the accumulated states aside, and update from the defaults."""
@@ -325,7 +324,7 @@ class ForwardCall:
         self._aside = Progress(before, metric._update_count, metric._record.seen)
         metric._record.in_forward = True
         # states that do not add up need a second update, on the accumulated ones
-        if not self._rules.adds_up:
+        if not metric._adds_up():
             self._accumulated = metric._states_after(before, args, kwargs, may_skip=may_skip)
         metric._clear()
         metric._enable_grad = grad_enabled
@@ -347,7 +346,7 @@ class ForwardCall:
             elif self.packet is not None:
                 reduced = metric._receive(exchanged)
                 if metric.sync_on_compute:  # a rank's share of the rows may change from step to step
-                    self._batch |= {name: reduced[name] for name in self._rules.means}
+                    self._batch |= {name: reduced[name] for name in metric._means()}
             # the value of the global batch
             metric._assign({"_to_sync": False, "_should_unsync": False})
             value = metric.compute()
@@ -386,7 +385,7 @@ class ForwardCall:
             metric._assign(detached(self._batch))
             metric._reduce_states(aside.states)
             states = metric._states()
-        seen = metric._seen_after(self._rules, aside.seen, self._rows, self._is_skipped, states)
+        seen = metric._seen_after(aside.seen, self._rows, self._is_skipped, states)
         self._aside = Progress(states, aside.update_count + 1, seen)
 
     def end(self) -> None:
@@ -435,7 +434,7 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
                     stack.callback(call.end)
                     call.begin()
                 packets = [call.packet for call in together if call.packet is not None]
-                exchanged = iter(exchange(title, packets, Plans.of(owner)))
+                exchanged = iter(exchange(title, packets, plans_of(owner)))
                 for call in together:
                     call.finish(next(exchanged) if call.packet is not None else ())
         return owner._value_of(iter(calls))

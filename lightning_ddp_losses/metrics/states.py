@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.metrics.exchange import Kind, Packet, Plans, State
+from lightning_ddp_losses.metrics.exchange import Kind, Packet, State
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -72,52 +72,6 @@ class MetricRecord:
     inputs_without_rows: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class StateRules:
-    """What the declared states of a metric decide about all of its calls.
-
-    Attributes:
-        titles: Names of the metric and the state for messages, by state.
-        means: States reduced by "mean".
-        concatenated: States reduced by "cat".
-        adds_up: Whether the states after two batches follow from the states of each, so that one update is enough.
-    """
-
-    titles: Mapping[str, str]
-    means: tuple[str, ...]
-    concatenated: tuple[str, ...]
-    adds_up: bool
-
-    @classmethod
-    def of(cls, metric: Metric) -> StateRules:
-        """Make the rules of a metric as its states are declared now."""
-        titles, means, concatenated = {}, [], []
-        adds_up = metric.full_state_update is False
-        reductions: dict[str, Any] = dict(metric._reductions)
-        for name, reduce in reductions.items():
-            titles[name] = f"{type(metric).__name__}.{name}"
-            if reduce is dim_zero_mean:
-                means.append(name)
-            elif reduce is dim_zero_cat:
-                concatenated.append(name)
-            is_list = isinstance(metric._defaults.get(name), list)
-            # torchmetrics would stack these
-            if (is_list and reduce not in (None, dim_zero_cat)) or (reduce is None and not is_list):
-                adds_up = False
-        return cls(titles, tuple(means), tuple(concatenated), adds_up)
-
-
-_REDUCTIONS: dict[Any, str] = {
-    dim_zero_sum: "sum",
-    dim_zero_mean: "mean",
-    dim_zero_max: "max",
-    dim_zero_min: "min",
-    dim_zero_cat: "cat",
-    None: "none",
-}
-"""torchmetrics' names of its reductions. A user's function has none."""
-
-
 class Progress(NamedTuple):
     """Everything that a metric has accumulated since the last reset."""
 
@@ -138,35 +92,24 @@ class ExchangingMetric(Metric):
         """Return the states of everything since ``reset``, to be exchanged."""
         raise NotImplementedError
 
-    def _rules(self) -> StateRules:
-        """Return what the declared states decide. Another state, reduction or default makes other rules."""
-        reductions = self._reductions
-        kinds = map(_REDUCTIONS.get, reductions.values())
-        signature = (type(self), *reductions, *kinds, *map(type, self._defaults.values()))
-        plans = Plans.of(self)
-        rules: StateRules = plans.find(signature) or plans.keep(signature, StateRules.of(self))
-        return rules
-
-    def _to_send(
-        self, rules: StateRules, rows: int, untouched: bool, split: Mapping[str, list[Tensor]] | None = None
-    ) -> list[State]:
+    def _to_send(self, rows: int, untouched: bool, split: Mapping[str, list[Tensor]] | None = None) -> list[State]:
         """Return the states as they are sent.
 
         Args:
-            rules: Rules of the states.
             rows: Weight of those that are means.
             untouched: Whether they are the defaults.
             split: States that are sent in several tensors.
         """
         found = []
-        for name, title in rules.titles.items():
+        reductions: dict[str, Any] = dict(self._reductions)  # functions, also if add_state was given a name
+        for name, reduce in reductions.items():
             value = getattr(self, name)
-            reduce: Any = self._reductions[name]  # a function, also if add_state was given a name
             kind: Kind = "stack" if isinstance(value, Tensor) else "list"
             if reduce is dim_zero_cat:
                 kind = "rows"
                 value = (split or {}).get(name, value)
             reduction = getattr(reduce, "__qualname__", "none")
+            title = f"{type(self).__name__}.{name}"
             found.append(State(title, kind, reduction, untouched, value, self.device, reduce, float(rows)))
         return found
 
@@ -273,19 +216,30 @@ class MetricStates(ExchangingMetric):
                 found[name] = list(torch.split(value, [after - before for before, after in pairwise([0, *ends])]))
         return found
 
-    def _seen_after(self, rules: StateRules, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
+    def _seen_after(self, seen: Seen, rows: int, is_skipped: bool, states: States) -> Seen:
         """Return ``seen`` with one more update, and with the present lengths of tensors reduced by "cat"."""
         ends = {}
-        for name in rules.concatenated:
-            value = states[name]
-            if isinstance(value, Tensor) and value.ndim:
+        for name, value in states.items():
+            if self._reductions[name] is dim_zero_cat and isinstance(value, Tensor) and value.ndim:
                 ends[name] = [*seen.ends.get(name, ()), len(value)]
         return Seen(seen.rows + rows, seen.skipped + is_skipped, ends)
 
     # ------------------------------------------------------------------ add up
 
+    def _adds_up(self) -> bool:
+        """Return whether the states after two batches follow from those of each, so that one update is enough."""
+        for name, reduce in self._reductions.items():
+            is_list = isinstance(self._defaults[name], list)
+            if reduce not in (None, dim_zero_cat) if is_list else reduce is None:  # torchmetrics would stack these
+                return False
+        return self.full_state_update is False
+
+    def _means(self) -> list[str]:
+        """Return the names of the states reduced by "mean"."""
+        return [name for name, reduce in self._reductions.items() if reduce is dim_zero_mean]
+
     def _reduce_states(self, incoming_state: dict[str, Any]) -> None:
-        means = {name: getattr(self, name) for name in self._rules().means}
+        means = {name: getattr(self, name) for name in self._means()}
         super()._reduce_states(incoming_state)
         n = self._update_count
         for name, local in means.items():  # torchmetrics rounds these to float32

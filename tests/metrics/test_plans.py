@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.errors import RankMismatchError
 from lightning_ddp_losses.metrics import differentiable, synced
-from lightning_ddp_losses.metrics.exchange import ExchangePlan, Plans
+from lightning_ddp_losses.metrics.exchange import ExchangePlan, Plans, plans_of
 from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
 
@@ -22,16 +22,16 @@ def rows(n: int, seed: int) -> Tensor:
     return torch.randn(n, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def plans_of(metric: tm.Metric) -> list[ExchangePlan]:
-    return [plan for plan in Plans.of(metric)._by_signature.values() if isinstance(plan, ExchangePlan)]
+def exchange_plans(metric: tm.Metric) -> list[ExchangePlan]:
+    return list(plans_of(metric)._plans.values())
 
 
 def test_the_oldest_of_too_many_goes() -> None:
     plans = Plans()
     for number in range(40):
-        assert plans.keep((number,), number) == number
-    assert plans.find((7,)) is None
-    assert [plans.find((number,)) for number in range(8, 40)] == list(range(8, 40))
+        plans.add((number,), number)
+    assert plans.get((7,)) is None
+    assert [plans.get((number,)) for number in range(8, 40)] == list(range(8, 40))
 
 
 @pytest.mark.parametrize("number", [1, 4, 9])
@@ -42,12 +42,12 @@ def test_calls_of_one_kind_share_a_plan(number: int) -> None:
         metric = Ours(kind)
         for step in range(3):
             metric(rows(number + step + dist.get_rank(), step).requires_grad_()).backward()
-        (plan,) = plans_of(metric)
+        (plan,) = exchange_plans(metric)
         assert (plan.contents is None) == (kind == "cat list")
         # another title, and no gradient
         with torch.no_grad():
             metric.compute()
-        assert len(plans_of(metric)) == 2
+        assert len(exchange_plans(metric)) == 2
 
 
 @each_rank(2)
@@ -55,9 +55,9 @@ def test_a_copy_has_no_plans() -> None:
     for metric in (differentiable(tm.MeanSquaredError()), synced(tm.MeanSquaredError())):
         metric.update(rows(4, 0), rows(4, 1))
         metric.compute()
-        assert plans_of(metric)
+        assert exchange_plans(metric)
         copies = [copy.deepcopy(metric), pickle.loads(pickle.dumps(metric)), metric.clone()]
-        assert not any(plans_of(copied) for copied in copies)
+        assert not any(exchange_plans(copied) for copied in copies)
         for updated in (metric, *copies):
             updated.update(rows(4, 2), rows(4, 3))
             assert updated.compute() == metric.compute()
