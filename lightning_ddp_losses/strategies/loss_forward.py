@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.compat import all_slots, is_any_autocast_on, uncompiled
-from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, find_hidden
+from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, eager_recursive, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.global_values import UpstreamGradRecorder
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
@@ -119,6 +119,7 @@ class LossForwardPatch(MethodPatch):
             return self.original(*args, **kwargs)
         return self._plan_for(given).run(self.module, self.original, args, kwargs, given)
 
+    @eager_recursive  # compiled, it would be compiled again for each plan
     def _plan_for(self, given: Sequence[Tensor]) -> FullPrecisionPlan:
         """Return the plan of a call: the last one, unless the loss holds something else or its tensors are of another kind.
 

@@ -287,10 +287,10 @@ class LossReducer:
             called: Per loss, whether it ran on this rank.
         """
         self._sent = self._before = None
+        self._called = called
         # without a call, a gradient that is there shows that losses of an earlier forward may get theirs at any time
         if any(called) or not any(before.flags):
             self._before = before
-            self._called = called
 
     def pack(self, plan: ReductionPlan) -> bytes:
         """Return this rank's part of the call check: flags, and few bytes of gradients. Empty if some are yet to come."""
