@@ -177,14 +177,14 @@ def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
 
 
 def chosen_reduction(
-    reduces: str | float, module: nn.Module | None, ranks: tuple[int, ...], *, exact_ranks: bool
+    reduces: str | float, module: nn.Module | None, group: Group, *, exact_ranks: bool
 ) -> GradientReduction | None:
     """Return how a value's gradient will be reduced. None is a mean.
 
     Args:
         reduces: ``"auto"``, ``"mean"``, ``"sum"``, or the divisor of the sum.
         module: Model to ask if there is neither a strategy nor a window.
-        ranks: Ranks with different rows.
+        group: Ranks with different rows.
         exact_ranks: The model must be reduced over all of them.
 
     Raises:
@@ -196,6 +196,9 @@ def chosen_reduction(
     model = current_reduction()
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
+    if model is None and reduces == "auto":
+        return None
+    ranks = process_groups.members(group)
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):
         raise ConfigurationError(
             "mesh",

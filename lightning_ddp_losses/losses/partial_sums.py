@@ -32,6 +32,7 @@ Legend: ``W`` ranks, ``s`` sub-losses of a loss.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
@@ -523,7 +524,7 @@ def global_mean(
         if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group
             group = process_groups.group_of_mesh(title, mesh, copies, group)
         counts = _checked_counts(title, total, count)
-        reduction = chosen_reduction(reduces, module, process_groups.members(group), exact_ranks=mesh is not None)
+        reduction = chosen_reduction(reduces, module, group, exact_ranks=mesh is not None)
         scale = 1.0 if reduction is None else reduction.scale
     except Exception as error:
         handshake.raise_on_all_ranks(error, title, group=group)
@@ -537,15 +538,11 @@ def global_mean(
     on_device = travels_on_device(totals, group) and len(counts) > 0
     numbers = counts if on_device else [*counts, *totals.detach().reshape(-1).tolist()]
     form = struct.Struct(f"<?{len(numbers)}d")
-    must_match = {
-        "total": f"{tuple(total.shape)} {dtype} {total.device.type}",
-        "empty": empty,
-        "gradients": "on" if torch.is_grad_enabled() else "off",
-        "coefficient of the last backward": watch.take(),
-        **micro_batch_to_match(),
-        **({} if scale == 1.0 else {"gradients end as": reduction}),
-    }
-    payloads = handshake.all_gather(title, must_match, form.pack(has_graph, *numbers), group=group)
+    agreement = _agreement(title, total.shape, dtype, total.device.type, torch.is_grad_enabled())
+    must_match = {"empty": empty, "coefficient of the last backward": watch.take(), **micro_batch_to_match()}
+    if scale != 1.0:
+        must_match["gradients end as"] = reduction
+    payloads = handshake.all_gather(agreement, must_match, form.pack(has_graph, *numbers), group=group)
     flags, *columns = zip(*map(form.unpack, payloads), strict=True)
     _refuse_partial_graph(title, flags)
     # 3. the means, and the weight of each rank's sum in them
@@ -561,9 +558,9 @@ def global_mean(
     weights = [1.0 / n if n else 0.0 for n in global_counts]
     # in an accumulation window: as parts of all its micro-batches
     window, call = current_window(), None
-    parts = [WindowPart("mean", n, t) for n, t in itertools.zip_longest(global_counts, known_totals)]
+    parts = functools.partial(_window_parts, global_counts, known_totals)
     if window is not None and has_graph:
-        call = window.enter(name or "", title, parts)
+        call = window.enter(name or "", title, parts())
         if call.values is not None:
             value = totals.new_tensor(call.values).view(totals.shape)
     # 4. the numbers, with W times this rank's part of their gradients
@@ -571,11 +568,23 @@ def global_mean(
     share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)
     graph = for_mean_over_ranks(totals, group) * share
     mean = value_with_grad(value, graph, once=title if process_groups.world_size(group) > 1 else None)
-    note_parts(mean, lambda: parts)
+    note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
     remember_global_value(mean)
     return watch.watch(mean, group=group, scale=scale)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=32)
+def _agreement(title: str, shape: torch.Size, dtype: torch.dtype, device_type: str, has_gradients: bool) -> Agreement:
+    """Return what the ranks agree on in all means of one shape. Values of a call are compared next to it."""
+    gradients = "on" if has_gradients else "off"
+    return Agreement(title, {"total": f"{tuple(shape)} {dtype} {device_type}", "gradients": gradients})
+
+
+def _window_parts(counts: Sequence[float], totals: Sequence[float]) -> list[WindowPart]:
+    """Return how each mean counts in an accumulation window. On an accelerator the host does not know the totals."""
+    return [WindowPart("mean", count, total) for count, total in itertools.zip_longest(counts, totals)]
 
 
 def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts: Sequence[float], group: Group) -> None:
