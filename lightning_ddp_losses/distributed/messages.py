@@ -55,7 +55,7 @@ LARGEST_PAYLOAD = 64 << 20
 DIGEST_BYTES = 16
 _WIRE = struct.Struct(f"<BBHIIII{DIGEST_BYTES}s")
 HEADER_BYTES = _WIRE.size
-_OF_RANK = slice(8, 20)  # the numbers in a header that may differ by rank: payload_bytes, number, made
+_OF_RANK = slice(2, 5)  # the words of a header that may differ by rank: payload_bytes, number, made
 
 _FIXES = {
     "weights": "Wrap the loss in DistributedDataParallel, or put it in the model that is wrapped. Where nothing is trained, load or seed "
@@ -312,11 +312,11 @@ class ReceivedMessages:
 
 def _read_columns(table: Any) -> tuple[bool, list[int], list[int], list[int]]:
     """Return whether headers agree in what may not differ by rank, and by rank: length of the payload, number, number made."""
-    heads = table[:, :HEADER_BYTES].copy()
-    of_rank = heads[:, _OF_RANK]
-    payload_bytes, numbers, made = of_rank.copy().view("<u4").T.tolist()
-    of_rank[:] = 0
-    agree = bool((heads == heads[0]).all())
+    words = table[:, :HEADER_BYTES].copy().view("<u4")
+    payload_bytes, numbers, made = words[:, _OF_RANK].T.tolist()
+    words[:, _OF_RANK] = 0
+    heads = words.tobytes()
+    agree = heads == heads[:HEADER_BYTES] * len(table)
     return agree, payload_bytes, numbers, made
 
 
