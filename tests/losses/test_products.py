@@ -160,14 +160,24 @@ def test_auto_follows_the_rows(kind: Callable[..., nn.Module]) -> None:
         assert all(map(torch.equal, bits(kind(), dtype), automatic))  # as it is by default
 
 
+def form_of(loss: Any) -> str:
+    """How the last planned call multiplies."""
+    *_, plan = loss._plans._plans.values()
+    return str(plan.form)
+
+
 def test_auto_of_class_shards_follows_rows_and_weight() -> None:
     embeddings = torch.randn(4, DIM, dtype=torch.bfloat16)
+    labels = torch.arange(4) % CLASSES
     loss = ClassShardedLoss(pml.CosFaceLoss(CLASSES, DIM), products="auto")
-    assert loss._product_form(embeddings) == "float32"  # the weight would be rounded
-    assert loss.bfloat16()._product_form(embeddings) == "bf16"
+    loss(embeddings, labels)
+    assert form_of(loss) == "float32"  # the weight would be rounded
+    loss.bfloat16()(embeddings, labels)
+    assert form_of(loss) == "bf16"
     # logits that are not one product
     centers = ClassShardedLoss(pml.SubCenterArcFaceLoss(num_classes=CLASSES, embedding_size=DIM), products="auto")
-    assert centers.bfloat16()._product_form(embeddings) == "float32"
+    centers.bfloat16()(embeddings, labels)
+    assert form_of(centers) == "float32"
 
 
 def test_float64_stays_float64() -> None:

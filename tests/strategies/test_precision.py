@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss
-from lightning_ddp_losses.losses import global_batch, products, two_towers
+from lightning_ddp_losses.losses import global_batch, products
+from lightning_ddp_losses.losses.plans import towers
 from lightning_ddp_losses.strategies import register_loss_type
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_all_close
@@ -385,7 +386,7 @@ def forms(precision: str, wide: bool) -> dict[str, set[str]]:
     part = cuts(TASK.rows, dist.get_world_size())[dist.get_rank()]
     data = DataLoader([(x[part].float(), y[part]) for x, y in batches(TASK)], batch_size=None)
     patched = mock.patch.object
-    with patched(global_batch, "choose_form", noting), patched(two_towers, "choose_form", noting):
+    with patched(global_batch, "choose_form", noting), patched(towers, "choose_form", noting):
         make_trainer(strategy_of({}), precision=precision).fit(Chooses(wide), data)
     return found
 
