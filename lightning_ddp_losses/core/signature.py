@@ -92,16 +92,16 @@ def _form(value: Any, batch_dim: int | None, tensors: list[Tensor]) -> Any:
 
 
 class Plans(Generic[Plan]):
-    """The plans of one object, by the signature of a call. A copy or a pickle has none."""
+    """The plans of one object, by the signature of a call, a tuple. A copy or a pickle has none."""
 
     def __init__(self) -> None:
-        self._plans: dict[Signature, Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
 
-    def get(self, signature: Signature) -> Plan | None:
+    def get(self, signature: tuple[Any, ...]) -> Plan | None:
         """Return the plan of a signature. None if there is none."""
         return self._plans.get(signature)
 
-    def add(self, signature: Signature, plan: Plan) -> None:
+    def add(self, signature: tuple[Any, ...], plan: Plan) -> None:
         """Store a plan. The oldest one is dropped if there are too many."""
         if len(self._plans) == MOST_PLANS:
             del self._plans[next(iter(self._plans))]

@@ -21,6 +21,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | file | content |
 |---|---|
 | ``global_batch``, ``global_batch_options`` | `GlobalBatchLoss`, `GlobalBatchMiner`: prepare, choose, run, and refused options |
+| ``plans`` | what the signature of a call decides: of `GlobalBatchLoss` and miners, of class shards, of two towers |
 | ``evaluations`` | `by_elements`, `by_moments`, `by_rows`, `replicated`: how a call is evaluated, and `check_separable` |
 | ``pml_registry`` | pytorch-metric-learning (PML) by class: losses, reducers, distances |
 | ``gathered_call`` | a call's arguments over all ranks: names, shapes, two views as rows with identities, its shared seed |
@@ -35,8 +36,8 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``partial_fc`` | sampled classes |
 | ``clip``, ``siglip``, ``two_towers`` | losses between two towers |
 
-The way of a call: ``GlobalBatchLoss._prepare`` walks over arguments and loss once, and refuses bad input of this rank. An
-evaluation is chosen. The rows are gathered (``gathered_call``) unless it is ``by_elements``. It computes a ``PartialSum`` of each sub-loss;
+The way of a call: its signature (``core.signature``) leads to a plan, which is made once, refuses bad input and chooses an evaluation
+(``plans``). Values are checked in each call. The rows are gathered (``gathered_call``) unless it is ``by_elements``. It computes a ``PartialSum`` of each sub-loss;
 ``SumExchange.gather`` exchanges them, ``GlobalSums.reduce`` makes the value and the factors, and the value gets its gradient.
 ``replicated`` has the value at once.
 

@@ -45,8 +45,8 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
-from lightning_ddp_losses.losses.loss_plan import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.partial_sums import SumExchange
+from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue

@@ -42,6 +42,7 @@ from torch import Tensor
 from torchmetrics.utilities.data import dim_zero_mean
 
 from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
 from lightning_ddp_losses.distributed.gathered_batch import aligned
@@ -139,35 +140,13 @@ class Packet(NamedTuple):
 
 # ---------------------------------------------------------------------- what is decided once
 
-_MOST_PLANS = 32  # of one metric or collection
 
-
-class Plans:
-    """The plans of one metric or collection, by signature. A copy or a pickle has none."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[Any, ...], Any] = {}
-
-    def get(self, signature: tuple[Any, ...]) -> Any:
-        """Return the plan of a signature. None if there is none."""
-        return self._plans.get(signature)
-
-    def add(self, signature: tuple[Any, ...], plan: Any) -> None:
-        """Store a plan. The oldest one is dropped if there are too many."""
-        if len(self._plans) == _MOST_PLANS:
-            del self._plans[next(iter(self._plans))]
-        self._plans[signature] = plan
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Plans, ()
-
-
-def plans_of(owner: object) -> Plans:
+def plans_of(owner: object) -> Plans[ExchangePlan]:
     """Return the plans that a metric or collection stores."""
     attributes = vars(owner)
     if "_plans" not in attributes:
         attributes["_plans"] = Plans()
-    plans: Plans = attributes["_plans"]
+    plans: Plans[ExchangePlan] = attributes["_plans"]
     return plans
 
 
@@ -192,7 +171,7 @@ def _plan_of(
     tensors: Sequence[Sequence[Tensor]],
     holders: Sequence[int],
     packets: Sequence[Packet],
-    plans: Plans,
+    plans: Plans[ExchangePlan],
 ) -> ExchangePlan:
     """Return the plan of an exchange. It is made if the signature of the exchange is new."""
     device = states[0].device.type if states else "cpu"
@@ -221,7 +200,7 @@ def _plan_of(
 # ---------------------------------------------------------------------- the exchange
 
 
-def exchange(title: str, packets: Sequence[Packet], plans: Plans) -> list[list[Any]]:
+def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) -> list[list[Any]]:
     """Exchange the states of several metrics and reduce them.
 
     Args:
@@ -258,7 +237,9 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans) -> list[list[A
     return [[reduced[id(state)] for state in packet.states] for packet in packets]
 
 
-def _exchange_states(title: str, states: Sequence[State], packets: Sequence[Packet], plans: Plans) -> list[Any]:
+def _exchange_states(
+    title: str, states: Sequence[State], packets: Sequence[Packet], plans: Plans[ExchangePlan]
+) -> list[Any]:
     """Exchange the states of some packets that are on one kind of device, and reduce them."""
     group = packets[0].group
     device = states[0].device if states else torch.device("cpu")

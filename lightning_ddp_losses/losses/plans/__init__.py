@@ -1,1 +1,1 @@
-"""The plans of calls of the two-tower losses and of class shards, and their signatures."""
+"""Plans of calls, and their signatures: of `GlobalBatchLoss` and miners, of two-tower losses, and of class shards."""
