@@ -144,7 +144,8 @@ class _Snapshot:
             own: Callable[[], Collection[Any]] = attributes.values
             if _is_metric(each):
                 own = partial(_options_of, attributes, [name for name in attributes if _may_be_option(each, name)])
-            self._parts += [(part, tuple(part())) for part in (own, attributes["_modules"].values)]
+            slots = attributes["_modules"].values, attributes["_parameters"].values
+            self._parts += [(part, tuple(part())) for part in (own, *slots)]
         # values that may change in place
         modules = {} if module is None else dict(module.named_modules())
         changeable = [(key, read) for key, read in (values or {}).items() if not isinstance(read, (*_PLAIN, _Shape))]

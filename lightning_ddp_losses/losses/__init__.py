@@ -37,9 +37,9 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``clip``, ``siglip``, ``two_towers`` | losses between two towers |
 
 The way of a call: its signature (``core.signature``) leads to a plan, which is made once, refuses bad input and chooses an evaluation
-(``plans``). Values are checked in each call. The rows are gathered (``gathered_call``) unless it is ``by_elements``. It computes a ``PartialSum`` of each sub-loss;
-``SumExchange.gather`` exchanges them, ``GlobalSums.reduce`` makes the value and the factors, and the value gets its gradient.
-``replicated`` has the value at once.
+(``plans``). Values are checked in each call. The rows are gathered (``gathered_call``) unless it is ``by_elements``. It computes a
+``PartialSum`` of each sub-loss; ``SumExchange.gather`` exchanges them, ``GlobalSums.reduce`` makes the value and the factors, and the value
+gets its gradient. ``replicated`` has the value at once.
 
 Under ``torch.compile`` a call is one break of the graph, in forward and in backward: groups and handshakes are not compiled.
 The wrapped loss may be compiled by itself.

@@ -300,6 +300,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             is_cast=not is_full or bool(precision.narrow_buffers(precision.modules_of(self), dtype)),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
+            num_classes=inputs.classes_of(loss),
             has_label_rows=gathered_call.has_label_rows(given),
         )
 
@@ -317,13 +318,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             gathered_call.refuse_labels(
                 self._title, self.loss, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
             )
-        if rules.num_classes is None:
+        if plan.num_classes is None:
             return args, kwargs
         embeddings = inputs.given_argument(args, kwargs, 0, "embeddings")
         labels = inputs.given_argument(args, kwargs, 1, "labels")
         if isinstance(embeddings, Tensor) and isinstance(labels, Tensor):
-            rows, classes = embeddings.shape[0], rules.num_classes
-            inputs.check_labels(self._title, labels, rows, classes, read_values=are_read)
+            rows = embeddings.shape[0]
+            inputs.check_labels(self._title, labels, rows, plan.num_classes, read_values=are_read)
         if are_read:
             return args, kwargs
         return inputs.clamp_labels(self.loss, self._title, args, kwargs, self.value_reading)

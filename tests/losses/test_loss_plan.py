@@ -158,6 +158,26 @@ def test_calls_with_one_signature_have_one_plan() -> None:
     assert len(plans_of(loss)) == 1
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@each_rank()
+def test_a_weight_of_another_size_is_seen() -> None:
+    loss = GlobalBatchLoss(pml.ArcFaceLoss(3, DIM), check_weights=False)
+    rows, labels = torch.randn(ROWS, DIM), torch.arange(ROWS)
+    with pytest.raises(InputError, match="0 to 2"):
+        loss(rows, labels)
+    # more classes: in place, in another parameter
+    weights: list[Callable[[], None]] = [
+        lambda: setattr(loss.loss.W, "data", torch.randn(DIM, ROWS)),
+        lambda: setattr(loss.loss, "W", nn.Parameter(torch.randn(DIM, 2 * ROWS))),
+    ]
+    for number, enlarge in enumerate(weights, 1):
+        torch.manual_seed(0)
+        enlarge()
+        loss.loss.num_classes = number * ROWS
+        value = loss(rows.clone().requires_grad_(), labels + (number - 1) * ROWS)
+        assert torch.autograd.grad(value, [loss.loss.W])[0].shape == (DIM, number * ROWS)
+
+
 @each_rank(2)
 def test_at_most_32_plans_are_stored() -> None:
     loss = GlobalBatchLoss(nn.MSELoss(), mode="replicated")

@@ -115,6 +115,7 @@ class CallPlan:
         is_cast: True if arguments or weights are cast to it, or autocast is switched off for it.
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
         products: Form of the products of rows.
+        num_classes: Number of classes that labels are checked against. None: they are not.
         has_label_rows: True if labels have several columns. Whether they are one-hot rows depends on their values.
         layout: Layout of the rows that are gathered. None: no call has gathered yet.
         sums: What must match where sums are exchanged. None: no call has exchanged them yet.
@@ -126,6 +127,7 @@ class CallPlan:
     is_cast: bool
     narrow_dtype: torch.dtype | None
     products: ProductForm
+    num_classes: int | None
     has_label_rows: bool
     layout: BatchLayout | None = None
     sums: Agreement | None = None
