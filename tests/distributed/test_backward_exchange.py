@@ -75,8 +75,9 @@ KINDS: dict[str, Make] = {
     "all_reduce_with_grad": collective(all_reduce_with_grad),
     "reduce_scatter_with_grad": collective(lambda x: reduce_scatter_with_grad(x.repeat(dist.get_world_size(), 1))),
 }
-SILENT = "SigLIP, ring"  # its ring brings the gradients along in forward: backward exchanges nothing
-EXCHANGING = [kind for kind in KINDS if kind != SILENT]
+# on the CPU forward brings the gradients along: backward exchanges nothing
+SILENT = ["SigLIP", "SigLIP, ring"]
+EXCHANGING = [kind for kind in KINDS if kind not in SILENT]
 
 
 def of_a_rank(kind: str, seed: int = 0) -> tuple[Any, Tensor, Tensor]:
@@ -116,10 +117,14 @@ def test_one_order_on_all_ranks_is_as_one_loss_at_a_time(pool: RankPool, kind: s
         assert_close({str(i): t for i, t in enumerate(a)}, {str(i): t for i, t in enumerate(b)}, 1e-12)
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_what_exchanges_nothing_in_backward_has_any_order(pool: RankPool, world_size: int) -> None:
-    in_order = pool.run(world_size, two_losses, SILENT, None, False)
-    for a, b in zip(in_order, pool.run(world_size, two_losses, SILENT, world_size - 1, False), strict=True):
+@pytest.mark.parametrize("kind", SILENT)
+def test_what_exchanges_nothing_in_backward_has_any_order(
+    pool: RankPool, kind: str, world_size: int, large: bool
+) -> None:
+    in_order = pool.run(world_size, two_losses, kind, None, large)
+    for a, b in zip(in_order, pool.run(world_size, two_losses, kind, world_size - 1, large), strict=True):
         assert all(map(torch.equal, a, b))
 
 
@@ -154,6 +159,12 @@ def alone_then_forward(kind: str) -> None:
 def test_a_backward_of_one_rank_meets_the_others_next_forward(pool: RankPool, kind: str) -> None:
     errors = pool.errors(3, alone_then_forward, kind)
     assert_same_error(errors, "rank 0: backward of ", kind="RankMismatchError")
+
+
+@pytest.mark.parametrize("kind", SILENT)
+def test_a_backward_of_one_rank_that_exchanges_nothing_is_seen_in_the_next_forward(pool: RankPool, kind: str) -> None:
+    errors = pool.errors(3, alone_then_forward, kind)
+    assert_same_error(errors, "coefficient of the last backward", "rank 1: ", kind="RankMismatchError")
 
 
 def alone_for_good(seconds: float) -> None:
