@@ -5,7 +5,8 @@ calls, the same sizes, the same buffers. Real gloo ranks (W = 2, 3, 4, 8) confir
 classes. Calls are collectives, and messages to the next rank in a ring. Bytes are what one rank sends: its own part to W - 1 peers in a
 gather, all but its own part in an exchange. The law in the last columns is the closed form; a row that departs from it is WRONG. Up to 8
 ranks gathered rows travel in the handshake, and up to 3 the sum of their gradients: a collective less each, and handshakes that have
-grown to them. On an accelerator backward has no handshake.
+grown to them. SigLIP's handshake with the sum of the loss is the one with this sum: none is left for backward. On an accelerator backward
+has no handshake.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Mode:
         law: Bytes that a rank sends in them, for a number of ranks.
         largest: Number of ranks that the memory here allows.
         messages: To each other rank but one, round a ring.
-        grad_bytes: Gradient of one rank's rows. Those of all ranks are summed in backward.
+        grad_bytes: Gradient of one rank's rows. Gradients of all ranks are summed in backward, by SigLIP in forward.
     """
 
     make: Callable[[int], Any]
@@ -136,7 +137,7 @@ MODES: dict[str, Mode] = {
         4096,
         grad_bytes=EMBEDDINGS,
     ),
-    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS, 3, 0, lambda w: 0, 4096, grad_bytes=EMBEDDINGS),
+    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS, 2, 0, lambda w: 0, 4096, grad_bytes=EMBEDDINGS),
     "CLIP, ring": Mode(
         lambda w: ClipLoss(gather="ring"), 0, 3, 0, lambda w: 3 * scattered(w) + 3 * ROWS * WORD * (w - 1), 4096, 4
     ),
