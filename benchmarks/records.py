@@ -15,6 +15,7 @@ Row = dict[str, Any]
 JOB = (
     "table",
     "loss",
+    "mode",
     "module",
     "metric",
     "strategy",
@@ -25,6 +26,8 @@ JOB = (
     "size",
     "global_batch",
     "ranks",
+    "W",
+    "payload_bytes",
     "classes",
     "limit",
     "rank",

@@ -5,15 +5,22 @@ calls, the same sizes, the same buffers. Real gloo ranks (W = 2, 3, 4, 8) confir
 classes. Calls are collectives, and messages to the next rank in a ring. Bytes are what one rank sends: its own part to W - 1 peers in a
 gather, all but its own part in an exchange. The law in the last columns is the closed form; a row that departs from it is WRONG. Up to 8
 ranks gathered rows travel in the handshake, and up to 3 the sum of their gradients: a collective less each, and handshakes that have
-grown to them. On an accelerator backward has no handshake.
+grown to them. SigLIP exchanges this sum in forward, in the handshake with the sum of its loss. On an accelerator backward has no handshake.
+
+A second table has the processor time of one handshake, beside the same gather whose headers are read and compared one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
-from collections.abc import Callable
+import hashlib
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -30,14 +37,21 @@ from benchmarks.memory import MIB, Resident
 from benchmarks.ranks import run_ranks
 from benchmarks.records import Row
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import process_groups, raw_collectives
 from lightning_ddp_losses.distributed.handshake import HANDSHAKE_BYTES, all_gather, inline_capacity
+from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
 
 __all__ = ["main"]
 
 ROWS, DIM, CLASSES, WORD = 32, 128, 1 << 20, 4
 PRETENDED, REAL = (2, 4, 8, 16, 64, 256, 1024, 4096), (2, 3, 4, 8)
 EMBEDDINGS, LABELS = ROWS * DIM * WORD, ROWS * 8
+
+HANDSHAKE_WORLDS, PAYLOADS = (8, 1024), (0, 24, 400)
+WARM_UP, ROUNDS = 100, 500
+OPERATION, MUST_MATCH = "SupCon", {"rows": 8, "a": 1.0, "b": "x"}
+HEADER = struct.Struct("<BBHII16s")
+"""Header of the plain handshake: version, kind, origin, length of the text, length of the payload, hash of the text."""
 
 
 def arcface(world: int) -> Any:
@@ -71,7 +85,7 @@ class Mode:
         law: Bytes that a rank sends in them, for a number of ranks.
         largest: Number of ranks that the memory here allows.
         messages: To each other rank but one, round a ring.
-        grad_bytes: Gradient of one rank's rows. Those of all ranks are summed in backward.
+        grad_bytes: Gradient of one rank's rows. Gradients of all ranks are summed in backward, by SigLIP in forward.
     """
 
     make: Callable[[int], Any]
@@ -136,7 +150,7 @@ MODES: dict[str, Mode] = {
         4096,
         grad_bytes=EMBEDDINGS,
     ),
-    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS, 3, 0, lambda w: 0, 4096, grad_bytes=EMBEDDINGS),
+    "SigLIP": Mode(lambda w: SigLipLoss(), EMBEDDINGS, 2, 0, lambda w: 0, 4096, grad_bytes=EMBEDDINGS),
     "CLIP, ring": Mode(
         lambda w: ClipLoss(gather="ring"), 0, 3, 0, lambda w: 3 * scattered(w) + 3 * ROWS * WORD * (w - 1), 4096, 4
     ),
@@ -181,20 +195,97 @@ def real(modes: list[str]) -> list[tuple[int, int, float]]:
     return found
 
 
+@contextlib.contextmanager
+def pretended_group(world: int) -> Iterator[dist.ProcessGroup]:
+    """Rank 0 of a group that is not there, as the world."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
+    group = dist.group.WORLD
+    assert group is not None
+    ours = process_groups.ProcessGroups(group, group, tuple(range(world)), lambda only=group: only)
+    with mock.patch.object(process_groups, "internal_groups", lambda group=None: ours):
+        yield group
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def pretended(pairs: list[tuple[str, int]]) -> list[tuple[int, int, float]]:
-    """The same on rank 0 of groups that are not there: mode and number of ranks of each."""
+    """The same on rank 0 of pretended groups: mode and number of ranks of each."""
     found = []
     for mode, world in pairs:
-        dist.destroy_process_group()
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())  # type: ignore[no-untyped-call]
-        group = dist.group.WORLD
-        assert group is not None
-        ours = process_groups.ProcessGroups(group, group, tuple(range(world)), lambda only=group: only)
-        with mock.patch.object(process_groups, "internal_groups", return_value=ours):
+        with pretended_group(world):
             found.append(measure(mode))
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
     return found
+
+
+def gather_bytes(message: bytes, group: dist.ProcessGroup) -> Tensor:
+    """Gather a message of ``HANDSHAKE_BYTES``: the collective of a handshake."""
+    own = bytearray(message.ljust(HANDSHAKE_BYTES, b"\0"))
+    everyone, work = start_gather(torch.frombuffer(own, dtype=torch.uint8), group=group)
+    wait(work)
+    return everyone
+
+
+def one_by_one(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """A plain handshake: the same gather, and each rank's header is unpacked, its text and payload copied, its hash compared."""
+    text = "\n".join([OPERATION, *(f"{name}={value}" for name, value in MUST_MATCH.items())]).encode()
+    digest = hashlib.blake2b(text, digest_size=16).digest()
+    own = HEADER.pack(2, 0, 0, len(text), len(payload), digest)
+    received = []
+    for message in gather_bytes(own + text + payload, group).numpy():
+        view = memoryview(message)
+        version, kind, _, text_bytes, payload_bytes, peer_digest = HEADER.unpack_from(view)
+        start = HEADER.size + text_bytes
+        peer_text, peer_payload = bytes(view[HEADER.size : start]), bytes(view[start : start + payload_bytes])
+        received.append((version, kind, peer_digest, peer_text, peer_payload))
+    kinds = {(version, kind, peer_digest) for version, kind, peer_digest, _, _ in received}
+    if len(kinds) > 1:
+        raise RuntimeError(f"ranks disagree: {[peer_text for *_, peer_text, _ in received]}")
+    return [peer_payload for *_, peer_payload in received]
+
+
+def handshake_times() -> list[Row]:
+    """Processor time of a handshake on rank 0 of pretended groups, in turns with what it is compared with."""
+    rows = []
+    for world in HANDSHAKE_WORLDS:
+        for payload_bytes in PAYLOADS:
+            payload = bytes(payload_bytes)
+            # a pretended collective never reads as completed: where there are as many processors, a rank would wait awake for it
+            asleep = mock.patch.object(raw_collectives, "awake_seconds", return_value=0.0)
+            with asleep, pretended_group(world) as group:
+                ours = all_gather(OPERATION, MUST_MATCH, payload)
+                if ours != one_by_one(payload, group) or ours != [payload] * world:
+                    raise RuntimeError("the two handshakes return different payloads")
+                rows.append(handshake_row(world, payload, group))
+    return rows
+
+
+def handshake_row(world: int, payload: bytes, group: dist.ProcessGroup) -> Row:
+    """Medians of one payload. A/A is our own handshake against itself."""
+    contestants: dict[str, Callable[[], object]] = {
+        "ours": lambda: all_gather(OPERATION, MUST_MATCH, payload),
+        "one by one": lambda: one_by_one(payload, group),
+        "gather": lambda: gather_bytes(payload, group),
+        "ours again": lambda: all_gather(OPERATION, MUST_MATCH, payload),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(WARM_UP + ROUNDS):
+        for name, run in contestants.items():
+            started = time.process_time()
+            run()
+            times[name].append(time.process_time() - started)
+    median_us = {name: statistics.median(found[WARM_UP:]) * 1e6 for name, found in times.items()}
+    return {
+        "table": "One handshake: own processor time of rank 0 of pretended ranks, median in microseconds",
+        "W": world,
+        "ranks": "pretended",
+        "payload_bytes": len(payload),
+        "ours_us": median_us["ours"],
+        "one_by_one_us": median_us["one by one"],
+        "gather_us": median_us["gather"],
+        "ratio": median_us["ours"] / median_us["one by one"],
+        "A/A": median_us["ours again"] / median_us["ours"],
+    }
 
 
 def row_of(mode: str, world: int, ranks: str, found: tuple[int, int, float]) -> Row:
@@ -217,13 +308,8 @@ def row_of(mode: str, world: int, ranks: str, found: tuple[int, int, float]) -> 
     }
 
 
-def main(arguments: list[str]) -> list[Row]:
-    """Rows by mode and number of ranks."""
-    parser = argparse.ArgumentParser("scaling", description=__doc__)
-    parser.add_argument("--only", default="", help="modes whose name contains this")
-    parser.add_argument("--largest", type=int, default=4096, help="number of pretended ranks at most")
-    options = parser.parse_args(arguments)
-    modes = [mode for mode in MODES if options.only in mode]
+def counted(modes: list[str], largest: int) -> list[Row]:
+    """Rows by mode and number of ranks, up to a number of pretended ones."""
     rows = []
     for world in REAL:
         everyone = run_ranks(real, modes, world_size=world)
@@ -231,7 +317,20 @@ def main(arguments: list[str]) -> list[Row]:
             row_of(mode, world, "real", max(column))
             for mode, column in zip(modes, zip(*everyone, strict=True), strict=True)
         ]
-    pairs = [(mode, w) for mode in modes for w in PRETENDED if w <= min(options.largest, MODES[mode].largest)]
+    pairs = [(mode, w) for mode in modes for w in PRETENDED if w <= min(largest, MODES[mode].largest)]
     answers = run_ranks(pretended, pairs, world_size=1, seconds=600.0)[0]
     rows += [row_of(*pair, "pretended", found) for pair, found in zip(pairs, answers, strict=True)]
     return sorted(rows, key=lambda row: (modes.index(row["mode"]), row["ranks"] == "pretended", row["W"]))
+
+
+def main(arguments: list[str]) -> list[Row]:
+    """Rows by mode and number of ranks, and those of the handshake."""
+    parser = argparse.ArgumentParser("scaling", description=__doc__)
+    parser.add_argument("--only", default="", help="modes whose name contains this; 'handshake': its time")
+    parser.add_argument("--largest", type=int, default=4096, help="number of pretended ranks at most")
+    options = parser.parse_args(arguments)
+    modes = [mode for mode in MODES if options.only in mode]
+    rows = counted(modes, options.largest) if modes else []
+    if options.only in ("", "handshake"):
+        rows += run_ranks(handshake_times, world_size=1)[0]
+    return rows
