@@ -203,7 +203,7 @@ def pretended_group(world: int) -> Iterator[dist.ProcessGroup]:
     group = dist.group.WORLD
     assert group is not None
     ours = process_groups.ProcessGroups(group, group, tuple(range(world)), lambda only=group: only)
-    with mock.patch.object(process_groups, "internal_groups", lambda group=None: ours):
+    with mock.patch.object(process_groups, "internal_groups", return_value=ours):
         yield group
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

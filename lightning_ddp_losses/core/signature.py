@@ -80,15 +80,15 @@ def _form(value: Any, batch_dim: int | None, tensors: list[Tensor]) -> Any:
         if batch_dim is not None and -len(shape) <= batch_dim < len(shape):
             shape[batch_dim] = -1
         return type(value), value.dtype, value.device, value.requires_grad, *shape
-    parts: Iterable[Any] = ()
+    keys: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
-        parts = value
+        parts: Iterable[Any] = value
     elif isinstance(value, dict):
-        parts = value.values()
+        keys, parts = value.keys(), value.values()
     else:
         return type(value)
     forms = [_form(part, batch_dim, tensors) for part in parts]
-    return type(value), *forms
+    return type(value), *keys, *forms
 
 
 class Plans(Generic[Plan]):

@@ -567,8 +567,7 @@ def batches_in(
         dim = batch_dims.get(name, 0)
         if dim is None:
             continue
-        found: list[Tensor] = []
-        inputs.map_tensors(found.append, value)
+        found = dict(_tensors_by_path(value, str(name)))
         expect(
             len(found) == len(inputs.tensors_in(value)),
             f"{title}: argument {name}",
@@ -577,11 +576,23 @@ def batches_in(
             fix="Pass the tensors one by one, or in a list.",
             error=InputError,
         )
-        for place, tensor in enumerate(found):
-            path = str(name) if tensor is value else f"{name}[{place}]"
+        for path, tensor in found.items():
             if tensor.ndim:
                 batches[path] = tensor.movedim(dim, 0)
     return batches
+
+
+def _tensors_by_path(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that ``inputs.map_tensors`` finds, in its order, with their paths."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Tensor):
+        yield path, value
+    elif type(value) is dict:
+        parts = value.items()
+    elif type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = enumerate(value)
+    for key, part in parts:
+        yield from _tensors_by_path(part, f"{path}[{key!r}]")
 
 
 class TensorCall:

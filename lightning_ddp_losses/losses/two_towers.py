@@ -668,6 +668,7 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if not plan.in_ring and paired:
             paired = batch.tensors[-1:]
         call = self._tower_call(plan, rows, own_rows, images, own, batch)
+        del batch, images, own  # the call holds what it needs of them
         # 3. every rank takes part in a backward that any rank needs
         trained_images = autograd_graph.match_requires_grad(rows.images, call.trained)
         trained_rows = autograd_graph.match_requires_grad(own_rows, call.columns_trained)

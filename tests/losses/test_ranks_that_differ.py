@@ -257,3 +257,30 @@ def test_a_captured_graph_is_refused_by_one_process(pool: RankPool) -> None:
     (found,) = pool.run(1, errors_on_rank, [0])
     alone = {kind: text for kind, text in found.items() if "captured graph" not in text}
     assert set(alone) <= {"collective", "batch norm"}, alone  # which do nothing there that a graph could not hold
+
+
+# ---------------------------------------------------------------------- batches in dicts
+
+
+class OfDict(nn.Module):
+    """A user's loss of batches by key."""
+
+    def forward(self, rows: Tensor, others: dict[str, Tensor]) -> Tensor:
+        return (rows * (others["a"] + 2 * others["b"])).mean()
+
+
+def keys_in_order(keys_by_rank: list[str], calls_before: int) -> None:
+    loss = GlobalBatchLoss(OfDict())
+    for _ in range(calls_before):
+        loss(rows(), {"a": rows(), "b": rows() * 3})
+    loss(rows(), {key: rows() for key in keys_by_rank[dist.get_rank()]})
+
+
+@pytest.mark.parametrize("calls_before", [0, 2])
+def test_another_order_of_keys_on_one_rank_is_an_error_on_all(pool: RankPool, calls_before: int) -> None:
+    errors = pool.errors(2, keys_in_order, ["ab", "ba"], calls_before)
+    assert_same_error(errors, "tensors=0, 1['a'], 1['b']", "tensors=0, 1['b'], 1['a']", kind="RankMismatchError")
+
+
+def test_one_order_of_keys_on_all_ranks_is_silent(pool: RankPool) -> None:
+    pool.run(2, keys_in_order, ["ba", "ba"], 2)
