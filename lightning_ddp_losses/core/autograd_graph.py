@@ -205,13 +205,11 @@ class FullPrecisionPlan:
         dtype: Dtype of the computation.
         device_types: Types of the devices of its inputs.
         is_full: Whether a call computes in ``dtype`` already. Contexts take time, and usually none is needed.
-        trainable: Parameters of the loss that need a gradient.
     """
 
     dtype: torch.dtype
     device_types: frozenset[str]
     is_full: bool
-    trainable: list[Tensor]
 
     @classmethod
     def of(
@@ -229,8 +227,7 @@ class FullPrecisionPlan:
         device_types = frozenset(tensor.device.type for tensor in given)
         is_full = not compat.is_any_autocast_on() and precision.is_full(dtype, device_types, tensors)
         is_full = is_full and not precision.narrow_buffers(modules, dtype)
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        return cls(dtype, device_types, is_full, trainable)
+        return cls(dtype, device_types, is_full)
 
     def run(
         self,
@@ -238,6 +235,7 @@ class FullPrecisionPlan:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        parameters: Sequence[Tensor],
         given: Sequence[Tensor],
     ) -> Any:
         """Return the result of ``forward``, with every trainable parameter in its graph.
@@ -247,6 +245,7 @@ class FullPrecisionPlan:
             forward: Function to call.
             args: Positional arguments. Floating tensors among them are cast.
             kwargs: Keyword arguments.
+            parameters: Parameters of the loss.
             given: Tensors among the arguments.
         """
         if self.is_full:
@@ -255,8 +254,9 @@ class FullPrecisionPlan:
             args, kwargs = precision.cast_floating((args, kwargs), self.dtype)
             with precision.full_precision(self.dtype, self.device_types), precision.cast_module(module, self.dtype):
                 result = forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            result = attach_zero_grad(result, self.trainable, given)
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        if trainable and torch.is_grad_enabled():
+            result = attach_zero_grad(result, trainable, given)
         return result
 
 
@@ -280,7 +280,7 @@ def run_full_precision(
     if tensors is None:
         tensors = precision.CallTensors.of(module, args, kwargs)
     plan = FullPrecisionPlan.of(tensors.modules, tensors.parameters, tensors.given)
-    return plan.run(module, forward, args, kwargs, tensors.given)
+    return plan.run(module, forward, args, kwargs, tensors.parameters, tensors.given)
 
 
 def match_requires_grad(tensor: Tensor, wanted: bool) -> Tensor:

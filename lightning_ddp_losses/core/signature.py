@@ -61,13 +61,17 @@ class Signature(NamedTuple):
         for weight in weights:
             shape = () if is_lazy(weight) else weight.shape
             forms.append((weight.dtype, weight.device, weight.requires_grad, shape))
-        modes = (
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            compat.is_any_autocast_on(),
-            torch.get_default_dtype(),
-        )
-        return cls(tuple(arguments), tuple(forms), modes), tensors
+        return cls(tuple(arguments), tuple(forms), modes_of_torch()), tensors
+
+
+def modes_of_torch() -> tuple[Any, ...]:
+    """Return the modes and defaults of torch that are part of a signature."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        compat.is_any_autocast_on(),
+        torch.get_default_dtype(),
+    )
 
 
 def _form(value: Any, batch_dim: int | None, tensors: list[Tensor]) -> Any:

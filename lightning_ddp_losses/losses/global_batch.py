@@ -18,6 +18,7 @@ from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
+from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
@@ -242,19 +243,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             args, kwargs = self._check_values(rules, plan, args, kwargs, tensors)
             must_match = self._take_must_match(rules, parameters)
             # 3. the loss over all ranks, in full precision
+            evaluate = partial(self._evaluate, rules, plan, must_match)
             try:
-                if plan.is_cast:
-                    args, kwargs = precision.cast_floating((args, kwargs), plan.dtype)
-                    devices = {tensor.device.type for tensor in tensors}
-                    with precision.full_precision(plan.dtype, devices), precision.cast_module(self, plan.dtype):
-                        value = self._evaluate(PreparedCall(args, kwargs, rules, plan, must_match))
-                else:
-                    value = self._evaluate(PreparedCall(args, kwargs, rules, plan, must_match))
+                value = plan.precision.run(self, evaluate, args, kwargs, parameters, tensors)
             finally:
                 self._plans.configuration.follow(self.loss)
-            trainable = [parameter for parameter in parameters if parameter.requires_grad]
-            if trainable and torch.is_grad_enabled():
-                value = autograd_graph.attach_zero_grad(value, trainable, tensors)
         remember_global_value(value, self._title)
         if self.backward == "sum":
             return value
@@ -288,16 +281,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if rules.is_pml:
             named = gathered_call.by_name(title, loss, own_rules, args, kwargs)
             gathered_call.refuse_half_labelled(labelled_loss(loss), rules.inner_facts, named)
-        # precision
-        dtype = precision.compute_dtype([*parameters, *tensors])
-        devices = {tensor.device.type for tensor in tensors}
-        is_full = precision.is_full(dtype, devices, (*parameters, *tensors))
         rows = [value for value in (*args, *kwargs.values()) if inputs.is_floating(value)]
         return CallPlan(
             mode=mode,
             names=names,
-            dtype=dtype,
-            is_cast=not is_full or bool(precision.narrow_buffers(precision.modules_of(self), dtype)),
+            precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
             num_classes=inputs.classes_of(loss),
@@ -347,8 +335,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             return []
         return [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
 
-    def _evaluate(self, call: PreparedCall) -> Any:
+    def _evaluate(
+        self, rules: LossPlan, plan: CallPlan, must_match: dict[str, object], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Evaluate the loss over the rows of all ranks."""
+        call = PreparedCall(args, kwargs, rules, plan, must_match)
         value = self._evaluate_pml(call) if call.rules.is_pml else self._evaluate_torch(call)
         if self.queue_position is not None:
             self.queue_position.update_()

@@ -117,7 +117,8 @@ class LossForwardPatch(MethodPatch):
             args, kwargs = inputs.clamp_labels(self._inner, self._title, args, kwargs, self.value_reading)
         if self._computes_wide:
             return self.original(*args, **kwargs)
-        return self._plan_for(given).run(self.module, self.original, args, kwargs, given)
+        plan = self._plan_for(given)
+        return plan.run(self.module, self.original, args, kwargs, self._contents.parameters, given)
 
     @eager_recursive  # compiled, it would be compiled again for each plan
     def _plan_for(self, given: Sequence[Tensor]) -> FullPrecisionPlan:

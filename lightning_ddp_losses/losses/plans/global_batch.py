@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
@@ -111,8 +112,7 @@ class CallPlan:
     Attributes:
         mode: The evaluation, if there are enough rows for it.
         names: Names of the arguments of a loss of pytorch-metric-learning, in order.
-        dtype: Dtype of the computation.
-        is_cast: True if arguments or weights are cast to it, or autocast is switched off for it.
+        precision: How the loss computes in full precision.
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
         products: Form of the products of rows.
         num_classes: Number of classes that labels are checked against. None: they are not.
@@ -123,8 +123,7 @@ class CallPlan:
 
     mode: Mode
     names: tuple[str, ...]
-    dtype: torch.dtype
-    is_cast: bool
+    precision: FullPrecisionPlan
     narrow_dtype: torch.dtype | None
     products: ProductForm
     num_classes: int | None

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.signature import Signature
+from lightning_ddp_losses.core.signature import Signature, modes_of_torch
 
 
 def kind_of(value: object) -> Any:
@@ -26,10 +24,4 @@ def signature_of(arguments: Iterable[Any], weights: Iterable[Tensor]) -> Signatu
         arguments: Kinds of the arguments, and options that decide how they are computed.
         weights: Parameters of the loss.
     """
-    modes = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        compat.is_any_autocast_on(),
-        torch.get_default_dtype(),
-    )
-    return Signature(tuple(arguments), tuple(map(kind_of, weights)), modes)
+    return Signature(tuple(arguments), tuple(map(kind_of, weights)), modes_of_torch())
