@@ -423,24 +423,17 @@ class RunningLogSumExp:
         self._sums = TileResults(_MOST_PIECES * rows, like)
         # how many pieces each part has, by its first row
         self._piece_counts: dict[int, int] = {}
-        self._whole: tuple[Tensor, Tensor] | None = None
-
-    @classmethod
-    def merged(cls, maxima: Tensor, sums: Tensor) -> RunningLogSumExp:
-        """Merge k parts of the same rows, (k, n) each, added in their order."""
-        made = cls(maxima.shape[1], maxima)
-        made.add_piece(_merge_stacked(maxima, sums))
-        return made
+        self._whole: LogSumExp | None = None
 
     @property
     def maximum(self) -> Tensor:
         """(n,), the largest entry so far."""
-        return self._merged()[0]
+        return self._merged().maximum
 
     @property
     def sum_exp(self) -> Tensor:
         """(n,), the sum of ``exp(entry - maximum)``."""
-        return self._merged()[1]
+        return self._merged().sum_exp
 
     def add_piece(self, numbers: tuple[Tensor, Tensor], start: int = 0) -> None:
         """Add the numbers of a piece (``max_and_sum_exp``), (T,) each. ``start``: the first of its rows. Different ones do not overlap."""
@@ -455,14 +448,14 @@ class RunningLogSumExp:
 
     def above_maximum(self) -> Tensor:
         """Return (n,), the log-sum-exp less the maximum: exactly 0 if one entry outweighs all others."""
-        return self.sum_exp.log()
+        return self._merged().above_maximum()
 
     def relative_to(self, entries: Tensor) -> Tensor:
         """Return (n,), the log-sum-exp less an entry of each row. Digits are kept if that is close to the largest."""
-        return (self.maximum - entries) + self.above_maximum()
+        return self._merged().relative_to(entries)
 
-    def _merged(self) -> tuple[Tensor, Tensor]:
-        """Merge all pieces. Return both numbers, (n,) each."""
+    def _merged(self) -> LogSumExp:
+        """Return all pieces merged."""
         if self._whole is None:
             if self._piece_counts:
                 # every part has as many pieces
@@ -470,7 +463,8 @@ class RunningLogSumExp:
                 self._whole = _merge(self._pieces(0, self._rows, count))
             else:
                 lowest = torch.finfo(self._like.dtype).min
-                self._whole = self._like.new_full((self._rows,), lowest), self._like.new_zeros(self._rows)
+                maximum = self._like.new_full((self._rows,), lowest)
+                self._whole = LogSumExp(maximum, self._like.new_zeros(self._rows))
         return self._whole
 
     def _store_(self, numbers: tuple[Tensor, Tensor], place: int) -> None:
@@ -494,14 +488,9 @@ def max_and_sum_exp(values: Tensor, *, keep: bool = False) -> tuple[Tensor, Tens
     return maximum, differences.exp_().sum(1)
 
 
-def _merge(pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _merge(pieces: Sequence[tuple[Tensor, Tensor]]) -> LogSumExp:
     """Merge pieces of the same rows."""
     if len(pieces) == 1:
-        return pieces[0]
+        return LogSumExp(*pieces[0])
     maxima, sums = (torch.stack(numbers) for numbers in zip(*pieces, strict=True))
-    return _merge_stacked(maxima, sums)
-
-
-def _merge_stacked(maxima: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    maximum = maxima.amax(0)
-    return maximum, (sums * torch.exp(maxima - maximum)).sum(0)
+    return LogSumExp.merged(maxima, sums)

@@ -24,7 +24,7 @@ from torch.nn import functional
 from lightning_ddp_losses import ClassShardedLoss, ClipLoss, ConfigurationError, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.audit.recorder import product_choices, unit_roundoff
 from lightning_ddp_losses.losses import products, two_towers
-from lightning_ddp_losses.losses.products import RunningLogSumExp, max_and_sum_exp, unit_rows
+from lightning_ddp_losses.losses.products import LogSumExp, RunningLogSumExp, max_and_sum_exp, unit_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.oracle import graded, joined, own
 from tests.refusals import refusals
@@ -419,7 +419,7 @@ def running_over(values: Tensor, width: int, keep: bool = False) -> RunningLogSu
     return running
 
 
-def log_sum_exp(running: RunningLogSumExp) -> Tensor:
+def log_sum_exp(running: LogSumExp | RunningLogSumExp) -> Tensor:
     return running.maximum + running.above_maximum()
 
 
@@ -446,7 +446,7 @@ def test_merged_parts_are_the_whole() -> None:
     values = entries(torch.float64)
     parts = [running_over(piece, 5) for piece in values.split(5, 1)]
     maxima, sums = (torch.stack([getattr(part, name) for part in parts]) for name in ("maximum", "sum_exp"))
-    torch.testing.assert_close(log_sum_exp(RunningLogSumExp.merged(maxima, sums)), values.logsumexp(1))
+    torch.testing.assert_close(log_sum_exp(LogSumExp.merged(maxima, sums)), values.logsumexp(1))
 
 
 def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -> None:
