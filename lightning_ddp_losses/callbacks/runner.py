@@ -193,7 +193,9 @@ class CheckRunner(Callback):
             # under our strategy the rows before backward travel in its handshake
             attach_payload = getattr(self.trainer.strategy, "attach_payload", None)
             if attach_payload is not None and any(CheckStage.BEFORE_BACKWARD in check.stages for check in self.checks):
-                self.rows_in_strategy_handshake = attach_payload(self._payload, self._judge_payloads)
+                self.rows_in_strategy_handshake = attach_payload(
+                    self._payload, self._judge_payloads, name="rows of checks"
+                )
         self.run_stage(CheckStage.TRAIN_START)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

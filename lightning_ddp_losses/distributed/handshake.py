@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -62,22 +61,6 @@ PEER_TIMEOUT = timedelta(seconds=60)
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 8 << 10, 256 << 10
 _LARGEST_HANDSHAKE = 64 << 10
 _WINDOW = 64  # handshakes without a longer one, after which the channel forgets the longest
-_SIZE = struct.Struct("<I")  # of a part that stands before others
-
-
-def sized(part: bytes) -> bytes:
-    """Return a part of a payload with its size before it, so that others may follow."""
-    return _SIZE.pack(len(part)) + part
-
-
-def read_sized(payload: bytes, offset: int = 0) -> list[bytes]:
-    """Return the parts that ``sized`` made, from an offset to the end."""
-    parts = list[bytes]()
-    while offset < len(payload):
-        (size,) = _SIZE.unpack_from(payload, offset)
-        offset += _SIZE.size + size
-        parts.append(payload[offset - size : offset])
-    return parts
 
 
 def inline_capacity(group: Group = None) -> int:

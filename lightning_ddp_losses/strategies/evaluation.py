@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
-from lightning_ddp_losses.distributed.handshake import read_sized, sized
+from lightning_ddp_losses.distributed.ledger import read_sized, sized
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler, current_loaders, len_of
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches

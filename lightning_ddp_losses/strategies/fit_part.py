@@ -173,13 +173,16 @@ class HostStrategy(ParallelStrategy):
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers before a synchronising step, if no DDP around the model does."""
 
-    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
-        """Let a check's bytes travel in the call check of each synchronising backward of this fit.
+    def attach_payload(
+        self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None], *, name: str = "payload"
+    ) -> bool:
+        """Let a part's bytes travel in the call check of each synchronising backward of this fit.
 
         Args:
             measure: This rank's bytes, asked for before backward. Must not raise.
             judge: Gets the bytes of all ranks, in rank order, before any gradient is reduced. Its errors must be the
                 same on every rank.
+            name: What they are, for the error if ranks attach other things.
 
         Returns:
             Whether they will travel: not without ``check_calls``, nor under ``losses=[]``.

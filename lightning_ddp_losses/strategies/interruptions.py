@@ -42,8 +42,10 @@ class Interruptions(FitPart):
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
-        self._sigterm = _Flag("SIGTERM reached rank {0}: all {1} ranks end after this step.")
-        self._requeue = _Flag("The signal to requeue reached rank {0}: all save after this step.")
+        self._sigterm = _Flag("SIGTERM reached rank {0}: all {1} ranks end after this step.", self._end_after_this_step)
+        self._requeue = _Flag(
+            "The signal to requeue reached rank {0}: all save after this step.", self._save_after_this_batch
+        )
         self._has_to_save = self._is_saving = False  # for SLURM, in this batch
         self._is_together = False  # after the error all ranks stand at the same place, and can save divided parameters
         self._set_aside: list[Callback] = []
@@ -72,10 +74,10 @@ class Interruptions(FitPart):
         trainer = self.fit.trainer
         compat.replace_sigterm_notice(trainer, self._note_sigterm)
         self.undo.callback(compat.skip_sigterm_broadcast(trainer))
-        self._sigterm.travel(self.fit, lambda: compat.mark_sigterm_(trainer))
+        self.fit.strategy.attach_payload(self._sigterm.note, self._sigterm.judge, name="SIGTERM")
         if compat.requeues_on_signal(trainer):
             save = compat.replace_requeue_handler(trainer, self._requeue.set)
-            self._requeue.travel(self.fit, self._save_after_this_batch)
+            self.fit.strategy.attach_payload(self._requeue.note, self._requeue.judge, name="signal to requeue")
             saver = LambdaCallback(on_train_batch_end=lambda *_: self._save_if_due(save))
             self._insert(len(trainer.callbacks), saver)  # type: ignore[attr-defined]
 
@@ -84,6 +86,9 @@ class Interruptions(FitPart):
         if not self._sigterm.is_set and launcher is not None:
             launcher.kill(signal.SIGTERM)  # processes that this one has started, as Lightning does
         self._sigterm.set()
+
+    def _end_after_this_step(self) -> None:
+        compat.mark_sigterm_(self.fit.trainer)
 
     def _save_after_this_batch(self) -> None:
         self._has_to_save = True
@@ -148,31 +153,33 @@ class _Flag:
 
     Args:
         report: Text for the log, with places for the ranks that the signal reached and for the number of ranks.
+        then: Function that all ranks call in the first step after the signal.
 
     Attributes:
         is_set: True if the signal reached this rank.
         is_known: True if all ranks know that it reached one of them.
     """
 
-    def __init__(self, report: str) -> None:
+    def __init__(self, report: str, then: Callable[[], None]) -> None:
         self.is_set = self.is_known = False
         self._report = report
+        self._then = then
 
     def set(self) -> None:
         """Note the signal."""
         self.is_set = True
 
-    def travel(self, fit: Fit, then: Callable[[], None]) -> None:
-        """Let the flag travel, and call a function on all ranks in the first step after a signal."""
+    def note(self) -> bytes:
+        """Return what this rank sends."""
+        return bytes([self.is_set])
 
-        def judge(flags: Sequence[bytes]) -> None:
-            ranks = [str(rank) for rank, flag in enumerate(flags) if flag == b"\1"]
-            if ranks and not self.is_known:  # the signal to another rank may come a step later
-                self.is_known = True
-                rank_zero_info(self._report.format(", ".join(ranks), len(flags)))
-                then()
-
-        fit.strategy.attach_payload(lambda: bytes([self.is_set]), judge)
+    def judge(self, flags: Sequence[bytes]) -> None:
+        """Take the flags of all ranks, in rank order."""
+        ranks = [str(rank) for rank, flag in enumerate(flags) if flag == b"\1"]
+        if ranks and not self.is_known:  # the signal to another rank may come a step later
+            self.is_known = True
+            rank_zero_info(self._report.format(", ".join(ranks), len(flags)))
+            self._then()
 
 
 # ---------------------------------------------------------------------- errors

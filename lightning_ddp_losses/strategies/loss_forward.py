@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_metric_learning.losses as pml
 import torch
@@ -40,6 +40,7 @@ from lightning_ddp_losses.core.compat import all_slots, is_any_autocast_on, unco
 from lightning_ddp_losses.core.modules import Hidden, MethodPatch, ModuleContents, eager, eager_recursive, find_hidden
 from lightning_ddp_losses.distributed import handshake, raw_collectives
 from lightning_ddp_losses.distributed.global_values import UpstreamGradRecorder
+from lightning_ddp_losses.distributed.ledger import Ledger
 from lightning_ddp_losses.distributed.process_groups import WithProcessGroup
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import HiddenLossError, LossCallError, RankMismatchError, expect, format_error
@@ -49,6 +50,7 @@ from lightning_ddp_losses.strategies.loss_reducer import Gradients, LossReducer,
 from lightning_ddp_losses.strategies.shards import shard_losses
 
 _CALL = struct.Struct("<IQ?")  # calls, rows, whether a gradient is there already
+_CALLS, _UPSTREAM_GRADIENTS, _GRADIENTS = "calls", "upstream gradients", "gradients"  # notes of the call check
 _KIND = attrgetter("dtype", "device", "requires_grad")
 _WRAPPED = (pml.BaseMetricLossFunction, pml.MultipleLosses, pml.SelfSupervisedLoss)
 _wrapper: list[Callable[[nn.Module], nn.Module]] = []
@@ -182,16 +184,28 @@ class Calls:
     Attributes:
         parameters: Parameters that the strategy reduces in this backward.
         step: Number of the step.
-        payload: What this rank sends about its calls, in parts.
         expected: Per loss, whether its parameters may hold gradients.
         uneven: Rows of each rank, by the title of a loss with different numbers.
     """
 
     parameters: ReductionPlan
     step: int
-    payload: list[bytes]
     expected: list[bool] = field(default_factory=list)
     uneven: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Attached(NamedTuple):
+    """What a part outside this file sends in each call check.
+
+    Attributes:
+        name: Name of its note.
+        measure: Returns this rank's bytes. Must not raise.
+        judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
+    """
+
+    name: str
+    measure: Callable[[], bytes]
+    judge: Callable[[list[bytes]], None]
 
 
 class CallCheck:
@@ -207,7 +221,8 @@ class CallCheck:
     def __init__(self, reducer: LossReducer, counters: Sequence[LossForwardPatch]) -> None:
         self._parameters, self._reducer = reducer.parameters, reducer
         self._counters = list(counters)
-        self._attached: list[tuple[Callable[[], bytes], Callable[[list[bytes]], None]]] = []
+        self._attached: list[Attached] = []
+        self._ledger = Ledger()
         self._upstream_grads = UpstreamGradRecorder()
         self._calls: Calls | None = None
         self._is_unsent = False
@@ -230,14 +245,12 @@ class CallCheck:
             hook.remove()
         self._hooks = []
 
-    def attach(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
-        """Let a check's bytes travel along.
-
-        Args:
-            measure: Returns this rank's bytes. Must not raise.
-            judge: Gets the bytes of all ranks in rank order. Its errors must be the same on all ranks.
-        """
-        self._attached.append((measure, judge))
+    def attach(self, name: str, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
+        """Let a part's note travel along, as ``Attached`` describes it. A second one of a name gets a number."""
+        names = {attached.name for attached in self._attached}
+        if name in names:
+            name = f"{name} {len(names)}"
+        self._attached.append(Attached(name, measure, judge))
 
     def start(self, step: int) -> None:
         """Prepare the handshake of a synchronising backward: what ran on this rank. Counts start again from zero."""
@@ -245,13 +258,15 @@ class CallCheck:
         before = Gradients(plan)
         self._reducer.start_backward(before, [counter.calls > 0 for counter in self._counters])
         has_grad = {p.owner for p in itertools.compress(plan.reduced, before.flags)}
-        payload = []
+        self._ledger.drop()
+        calls = b""
         for index, counter in enumerate(self._counters):
-            payload.append(_CALL.pack(counter.calls, counter.rows, index in has_grad))
+            calls += _CALL.pack(counter.calls, counter.rows, index in has_grad)
             counter.calls = counter.rows = 0
-        for measure, _ in self._attached:
-            payload.append(handshake.sized(measure()))
-        self._calls = Calls(plan, step, payload)
+        self._ledger.post(_CALLS, calls)
+        for attached in self._attached:
+            self._ledger.post(attached.name, attached.measure())
+        self._calls = Calls(plan, step)
         self._is_unsent = True
         self._ready_bytes = 0
         # upstream gradients of global values travel along
@@ -275,10 +290,17 @@ class CallCheck:
             return
         self._is_unsent = False
         plan = calls.parameters
-        gradients = self._reducer.pack(plan)
-        upstream_grads = self._upstream_grads.take().encode()
-        own = b"".join([*calls.payload, handshake.sized(upstream_grads), handshake.sized(gradients)])
-        self._compare_(calls, handshake.all_gather(plan.calls, {"step": calls.step}, own))
+        # 1. what has come up since this backward began
+        self._ledger.post(_GRADIENTS, self._reducer.pack(plan))
+        self._ledger.post(_UPSTREAM_GRADIENTS, self._upstream_grads.take().encode())
+        # 2. all notes of all ranks
+        notes = self._ledger.meet(plan.calls, {"step": calls.step})
+        # 3. what follows from them
+        self._compare_calls_(calls, notes[_CALLS])
+        refuse_other_upstream_grads([noted.decode() for noted in notes[_UPSTREAM_GRADIENTS]])
+        for attached in self._attached:
+            attached.judge(notes[attached.name])
+        self._reducer.receive(notes[_GRADIENTS])
         if plan.new:
             self._parameters.admit(plan.new)
 
@@ -287,17 +309,6 @@ class CallCheck:
         self.exchange()
         calls, self._calls = self._calls, None
         return calls
-
-    def _compare_(self, calls: Calls, payloads: Sequence[bytes]) -> None:
-        """Complete the calls with those of all ranks, or refuse them."""
-        end = _CALL.size * len(self._counters)
-        self._compare_calls_(calls, [payload[:end] for payload in payloads])
-        # the parts of all ranks, each in rank order
-        *attached, upstream_grads, gradients = zip(*[handshake.read_sized(p, end) for p in payloads], strict=True)
-        refuse_other_upstream_grads([noted.decode() for noted in upstream_grads])
-        for (_, judge), parts in zip(self._attached, attached, strict=True):
-            judge(list(parts))
-        self._reducer.receive(gradients)
 
     def _compare_calls_(self, calls: Calls, packed: Sequence[bytes]) -> None:
         """Complete the calls with the numbers of all ranks, or refuse losses that ran on some ranks only."""

@@ -301,11 +301,13 @@ class LossHooks(HostStrategy):
         reduce_as_lightning = super().reduce  # type: ignore[safe-super]  # of the strategy behind this class
         return reduce_as_lightning(tensor, group, reduce_op)
 
-    def attach_payload(self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> bool:
+    def attach_payload(
+        self, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None], *, name: str = "payload"
+    ) -> bool:
         """Let a check's bytes travel in each call check, as ``HostStrategy.attach_payload`` says."""
         check = self._losses.call_check
         if check is not None:
-            check.attach(measure, judge)
+            check.attach(name, measure, judge)
         return check is not None
 
     @property

@@ -38,6 +38,7 @@ from lightning_ddp_losses.core.compat import attached_trainer
 from lightning_ddp_losses.core.precision import PrecisionKeeper
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.distributed.global_values import recent_global_values, take_late_notes
+from lightning_ddp_losses.distributed.ledger import Ledger
 from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import PeerError, RankMismatchError, format_error, listed
@@ -392,9 +393,12 @@ def compare_names(module: nn.Module, facts: Mapping[str, str]) -> None:
     # which modules are gathered by themselves: ranks must do so in the same order
     own += [f"{name} divided by fully_shard" for name, m in module.named_modules() if isinstance(m, FSDPModule)]
     digest = hashlib.sha256("\n".join(own).encode()).digest()
-    received = handshake.all_gather("set-up", facts, digest + pack_notes())
-    note_differences([payload[len(digest) :] for payload in received])
-    if len({payload[: len(digest)] for payload in received}) == 1:
+    ledger = Ledger()
+    ledger.post("names", digest)
+    ledger.post("environment", pack_notes())
+    notes = ledger.meet("set-up", facts)
+    note_differences(notes["environment"])
+    if len(set(notes["names"])) == 1:
         return
     # swap all names, and show the first that differ
     tables: list[list[str]] = handshake.all_gather_json("all names", {}, own)

@@ -334,7 +334,10 @@ class TrainingRows(FitPart):
 
     def on_model_ready(self) -> None:
         """Let the hashes travel in the call check."""
-        self.fit.strategy.attach_payload(self._data.take, lambda payloads: self._data.judge(self.fit.trainer, payloads))
+        self.fit.strategy.attach_payload(self._data.take, self._judge, name="rows of iterable data sets")
+
+    def _judge(self, payloads: list[bytes]) -> None:
+        self._data.judge(self.fit.trainer, payloads)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Look at the first batches of an epoch."""

@@ -1,9 +1,9 @@
 """Every place at which a rank can fail, skip a call or stay away, and pairs of them: the handshakes' code over a simulated wire.
 
-Each rank runs two steps of five places, in which handshakes are short, too long for the first message, overtaken by another one, and on
-both channels. After an error that it gets from our code it goes on with its next step, as a loop that catches errors would.
-Whatever happens on one rank or two: payloads are those that were sent, errors are equal on all ranks that get them, and who waits in vain
-gets an error when the time is over.
+Each rank runs two steps of six places, in which handshakes are short, too long for the first message, overtaken by another one, on both
+channels, and carry the notes of a ledger. After an error that it gets from our code it goes on with its next step, as a loop that catches
+errors would. Whatever happens on one rank or two: payloads are those that were sent, errors are equal on all ranks that get them, and who
+waits in vain gets an error when the time is over.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.handshake import PendingHandshake
+from lightning_ddp_losses.distributed.ledger import Ledger
 from lightning_ddp_losses.errors import DDPLossError, InputError
 from tests.distributed.simulated_wire import Wire, WireFault
 
@@ -57,6 +58,7 @@ class Program:
         self.wire, self.rank, self.faults = wire, rank, faults
         self.run, self.step = Run(), 0
         self.pending: dict[str, PendingHandshake] = {}
+        self.ledger = Ledger()
 
     def __call__(self) -> Run:
         for self.step in range(STEPS):
@@ -66,6 +68,8 @@ class Program:
 
     def _take_step(self) -> bool:
         """Run one step. Return whether the process of the rank is still there."""
+        self.ledger.drop()
+        self.ledger.post("start", self.text("start"))
         try:
             for place in PLACES:
                 self._visit(place)
@@ -96,8 +100,11 @@ class Program:
                 raise ZeroDivisionError(f"rank {self.rank} crashes in {place}")
             PLACES[place](self, place, kind)
 
+    def text(self, place: str, rank: int | None = None) -> bytes:
+        return f"{self.rank if rank is None else rank} {place} {self.step} ".encode()
+
     def start(self, place: str, kind: str, size: int = SHORT, *, on_checks: bool = False) -> PendingHandshake:
-        payload = f"{self.rank} {place} {self.step} ".encode()
+        payload = self.text(place)
         if kind == "sends more":
             size = 2 * LONG
         option = "another" if kind == "has another value" else "one"
@@ -108,7 +115,7 @@ class Program:
 
     def read(self, place: str, pending: PendingHandshake) -> None:
         for rank, payload in enumerate(pending.finish()):
-            if not payload.startswith(f"{rank} {place} {self.step} ".encode()) or payload.strip(b"x")[-1:] != b" ":
+            if not payload.startswith(self.text(place, rank)) or payload.strip(b"x")[-1:] != b" ":
                 raise WireFault(f"{place}: rank {self.rank} got {payload[:40]!r} of rank {rank}")
 
     # ------------------------------------------------------------------ the places
@@ -129,6 +136,20 @@ class Program:
         if kind != "does not read":
             self.read(place, early)
 
+    def notes(self, place: str, kind: str) -> None:
+        size = 2 * LONG if kind == "sends more" else SHORT
+        name = "another" if kind == "has another value" else place
+        self.ledger.post(name, self.text(place).ljust(size, b"x"))
+        notes = self.ledger.meet(place, {"step": self.step})
+        if list(notes) != ["start", place]:
+            raise WireFault(f"{place}: rank {self.rank} got notes {list(notes)}")
+        for rank in range(WORLD):
+            is_right = notes["start"][rank] == self.text("start", rank) and notes[place][rank].startswith(
+                self.text(place, rank)
+            )
+            if not is_right:
+                raise WireFault(f"{place}: rank {self.rank} got other notes of rank {rank}")
+
     def early(self, place: str, kind: str) -> None:
         self.pending[place] = self.start(place, kind, on_checks=True)
 
@@ -142,6 +163,7 @@ class Program:
 PLACES: dict[str, Callable[[Program, str, str], None]] = {
     "loss": Program.short,
     "rows": Program.long,
+    "notes": Program.notes,
     "calls": Program.overtaken,
     "row": Program.early,
     "end": Program.late,

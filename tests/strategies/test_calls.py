@@ -248,6 +248,20 @@ def test_what_rides_reaches_every_rank_before_the_encoder_has_a_gradient(
             assert gradients[0] is (accumulate > 1)
 
 
+class OnFirstRank(Riders):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if dist.get_rank() == 0:
+            super().on_train_start(trainer, pl_module)
+
+
+def ride_on_first_rank() -> None:
+    fit(Job, {}, callbacks=[OnFirstRank()])
+
+
+def test_what_rides_on_one_rank_only_is_one_error(pool: RankPool) -> None:
+    assert_same_error(pool.errors(2, ride_on_first_rank), "backward: notes", "payload")
+
+
 def test_without_the_frame_nothing_rides(pool: RankPool) -> None:
     for strategy in ({"check_calls": False}, {"losses": []}):
         for rode, seen, _ in pool.run(2, ride, strategy, 3):

@@ -1,0 +1,84 @@
+"""`Ledger`: what several parts of a program tell the other ranks at one place, sent in one handshake.
+
+In a synchronising backward ranks compare how often their losses ran. Checks, signals and the gradients of losses have something to
+exchange at the same place. Each of them posts a note: a name and some bytes. The meeting at that place sends all notes of this rank in one
+message, and returns the notes of all ranks. The part that posted a note decides what follows from it.
+
+What a meeting sends follows from what was posted before it, by code that all ranks run, and never from what has arrived. The names of
+the notes are compared like all values that must match, so ranks that post different notes get one error. A meeting takes its notes: if it
+ends in an error on all ranks, no note is left for a later meeting.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.handshake import ChannelName
+from lightning_ddp_losses.distributed.messages import Agreement
+from lightning_ddp_losses.distributed.process_groups import Group
+
+Notes: TypeAlias = "dict[str, list[bytes]]"
+"""The notes of all ranks: by name, in rank order."""
+
+_SIZE = struct.Struct("<I")  # of a note, before it
+
+
+class Ledger:
+    """The notes of this rank that wait for the next meeting.
+
+    Args:
+        group: Process group. None is the world.
+        channel: Our group that carries the meetings.
+    """
+
+    def __init__(self, group: Group = None, channel: ChannelName = "handshakes") -> None:
+        self._group = group
+        self._channel: ChannelName = channel
+        self._notes: dict[str, bytes] = {}
+
+    def post(self, name: str, note: bytes) -> None:
+        """Let a note travel in the next meeting, in place of one with the same name."""
+        self._notes[name] = note
+
+    def drop(self) -> None:
+        """Leave out what was posted since the last meeting, which did not take place on this rank."""
+        self._notes = {}
+
+    def meet(self, place: str | Agreement, must_match: Mapping[str, object]) -> Notes:
+        """Send what was posted since the last meeting. Return the notes of all ranks.
+
+        Args:
+            place: The operation, the same on every rank, or an agreement about it.
+            must_match: Further values that must be equal on every rank, by name.
+
+        Raises:
+            RankMismatchError: on every rank, when ranks are at different places, or posted notes of other names.
+
+        Communication: one handshake (``handshake.all_gather``).
+        """
+        notes, self._notes = self._notes, {}
+        own = b"".join(map(sized, notes.values()))
+        must_match = {**must_match, "notes": ", ".join(notes)}
+        payloads = handshake.all_gather(place, must_match, own, group=self._group, channel=self._channel)
+        by_name = zip(*map(read_sized, payloads), strict=True)
+        return {name: list(of_ranks) for name, of_ranks in zip(notes, by_name, strict=True)}
+
+
+def sized(part: bytes) -> bytes:
+    """Return a part of a payload with its size before it, so that others may follow."""
+    return _SIZE.pack(len(part)) + part
+
+
+def read_sized(payload: bytes) -> list[bytes]:
+    """Return the parts that ``sized`` made."""
+    parts: list[bytes] = []
+    offset = 0
+    while offset < len(payload):
+        (size,) = _SIZE.unpack_from(payload, offset)
+        start = offset + _SIZE.size
+        offset = start + size
+        parts.append(payload[start:offset])
+    return parts
