@@ -110,6 +110,11 @@ class ProcessGroups:
         """The user's own group, for tensors on an accelerator. ``host`` if that is gloo."""
         return self._device or self.get("host")
 
+    @property
+    def are_devices_staged(self) -> bool:
+        """Whether tensors on an accelerator travel through host memory, because gloo carries them. No group is made for the answer."""
+        return self._device is None or dist.get_backend(self._device) == dist.Backend.GLOO
+
     def get(self, name: str) -> dist.ProcessGroup:
         """Return one of them by name: a group of gloo, made at first use.
 

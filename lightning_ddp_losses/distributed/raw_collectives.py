@@ -175,7 +175,7 @@ def is_staged(tensor: Tensor, group: Group) -> bool:
     """Return whether this tensor travels through host memory: it is on an accelerator, and gloo carries it to other ranks."""
     if tensor.device.type == "cpu" or process_groups.world_size(group) == 1:
         return False
-    return dist.get_backend(process_groups.internal_groups(group).device) == dist.Backend.GLOO
+    return process_groups.internal_groups(group).are_devices_staged
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -131,6 +131,7 @@ class ReducedParameters:
         self._equal_on_all_ranks: dict[str, nn.Parameter] = {}
         self._losses: list[str] = []
         self._candidates: list[ReducedParameter] = []
+        self._identities: list[tuple[str, int, int]] = []
         self._signature: object = None
         self._plan = ReductionPlan([], [], [])
         self.leave_out(reduced_elsewhere, first_bucket)
@@ -161,17 +162,19 @@ class ReducedParameters:
 
     def _plan_anew(self) -> None:
         self._contents = ModuleContents(self._module)
+        self._signature = None
 
     def plan(self) -> ReductionPlan:
         """Return the plan of the trainable parameters: the last one, unless something that it follows from has changed."""
-        is_other_set = self._contents.refresh()
-        if is_other_set:
+        # FSDP puts other parameters of the model in their places in each step, which are none of these
+        if self._contents.refresh():
             self._candidates = self._find()
+            self._identities = [(c.name, id(c.parameter), c.owner) for c in self._candidates]
         parameters = [c.parameter for c in self._candidates]
         # a frozen one may hold a gradient from before
         takes_part = [p.requires_grad or p.grad is not None for p in parameters]
-        signature = takes_part, [*map(_KIND, parameters)]
-        if is_other_set or signature != self._signature:
+        signature = self._identities, takes_part, [*map(_KIND, parameters)]
+        if signature != self._signature:
             self._signature = signature
             reduced = list(itertools.compress(self._candidates, takes_part))
             new = [p for p in reduced if self._equal_on_all_ranks.get(p.name) is not p.parameter]

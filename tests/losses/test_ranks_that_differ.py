@@ -216,6 +216,19 @@ def test_both_devices_are_named_on_all_ranks(pool: RankPool, job: Callable[[str]
     assert_same_error(pool.errors(2, job, kind), ": devices: expected", "on cpu", "on meta", kind="InputError")
 
 
+def batch_apart(kind: str) -> None:
+    place = "meta" if dist.get_rank() else "cpu"
+    KINDS[kind]()(rows().to(place), second_argument(kind).to(place))
+
+
+@pytest.mark.parametrize("kind", PLACED)
+def test_a_whole_batch_on_another_device_is_an_error_on_all_ranks(pool: RankPool, kind: str) -> None:
+    errors = pool.errors(2, batch_apart, kind)
+    told = [f"rank {error.rank}: {error.type} {error.message}" for error in errors]
+    assert all("meta" in error.message for error in errors), told
+    assert not any(error.timed_out for error in errors), told
+
+
 # ---------------------------------------------------------------------- inside a captured graph
 
 

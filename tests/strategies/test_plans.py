@@ -107,7 +107,8 @@ def test_backwards_share_a_plan_until_something_changes(monkeypatch: pytest.Monk
     assert len(made) == 1
     CHANGES[change](module["loss"])
     other = parameters.plan()
-    assert other is not plan
+    # a module without parameters, as FSDP's hooks and a loss's distance are, changes nothing about them
+    assert (other is plan) == (change == "module replaced")
     trained = [name for name, parameter in module["loss"].named_parameters() if parameter.requires_grad]
     assert [p.name for p in other.reduced] == [f"loss.{name}" for name in sorted(trained)]
     # what appeared after the wrap is compared before it counts as equal on all ranks
