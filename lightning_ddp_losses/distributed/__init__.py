@@ -5,10 +5,10 @@
 * ``liveness``: ranks that fail, stand still or are gone
 * ``messages``: the header of a handshake, the one error that ranks which disagree raise, and values that are read without running them
 * ``handshake``: ``all_gather`` of one header and a few bytes per rank before anything else, and errors that all ranks raise together
+* ``ledger``: what several parts of a fit tell the other ranks at one place, in one handshake
 * ``raw_collectives``: plain collectives on tensors of known shapes, and rows that pass round a ring
 * ``collectives``: the differentiable ones, each with the gradient that it gives, and exchanges in backward
 * ``gathered_batch``: several tensors in one gather, with their gradients
-* ``reduction``: how the model's gradients are reduced, and the factor that makes up for it
 * ``accumulation``: windows of several micro-batches, divided by the counts of all of them. ``accumulation_window`` for hand-written loops
 * ``window_parts``: counts of the parts of a loss in a window, their weights, and the paths from a back-propagated value to the parameters
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line
