@@ -20,10 +20,11 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
+from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.metrics.exchange import Kind, Packet, State
+from lightning_ddp_losses.metrics.exchange import Kind, Packet, State, exchange, plans_of
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -31,6 +32,10 @@ States = dict[str, Any]
 _KNOWN_SYNC = ("torchmetrics.", "lightning_ddp_losses")
 # modules with classes that do not extend `reset`
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
+
+
+# types of values that torch.nn.Module does not register
+_PLAIN_TYPES = frozenset({Tensor, list, int, bool, type(None)})
 
 
 class Seen(NamedTuple):
@@ -113,6 +118,12 @@ class ExchangingMetric(Metric):
             found.append(State(title, kind, reduction, untouched, value, self.device, reduce, float(rows)))
         return found
 
+    def _exchange_states(self, title: str, group: Group) -> None:
+        """Replace the states by those of all ranks. Communication: one handshake, or one more collective."""
+        with handshake.raising_on_all_ranks(title, group=group):
+            (values,) = exchange(title, [self.packet()._replace(group=group)], plans_of(self))
+        self._receive(values)
+
     def _receive(self, values: Sequence[Any]) -> States:
         """Replace this rank's states by those of all ranks, in the order of the packet."""
         reduced = dict(zip(self._reductions, values, strict=True))
@@ -171,6 +182,13 @@ class MetricStates(ExchangingMetric):
 
     # ------------------------------------------------------------------ take and put
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. A new value of a known one passes torch.nn.Module, which takes ten times as long."""
+        if name in self.__dict__ and type(value) in _PLAIN_TYPES:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def _clear(self) -> None:
         """Reset without emptying the lists, which members of a collection may share."""
         self._assign({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
@@ -183,9 +201,16 @@ class MetricStates(ExchangingMetric):
                 fresh[name] = default.detach().clone()
         self._assign(fresh)
 
-    def _prepare(self, given: list[Tensor]) -> None:
-        """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32."""
-        record, parameters = self._record, precision.parameters_of(self)
+    def _prepare(self, given: list[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32.
+
+        Args:
+            given: Tensors among the arguments.
+            parameters: Parameters of all metrics of the call, this one among them.
+        """
+        record = self._record
+        if parameters:
+            parameters = precision.parameters_of(self)
         states = {}
         for name in self._defaults:
             value = getattr(self, name)
@@ -315,7 +340,10 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    return inputs.map_tensors(Tensor.detach, states)  # type: ignore[no-any-return]
+    found = {}
+    for name, value in states.items():
+        found[name] = value.detach() if isinstance(value, Tensor) else inputs.map_tensors(Tensor.detach, value)
+    return found
 
 
 # ---------------------------------------------------------------------- correlations
@@ -348,7 +376,7 @@ def _widen_scales_(states: States) -> None:
         # a rank without rows has no mean
         distances = distances * (rows > 0)
         scales = torch.stack([states["max_abs_dev_x"], states["max_abs_dev_y"]])
-        states["max_abs_dev_x"], states["max_abs_dev_y"] = torch.maximum(scales, distances)
+        states["max_abs_dev_x"], states["max_abs_dev_y"] = torch.maximum(scales, distances).unbind()
 
 
 # ---------------------------------------------------------------------- metrics that look at the whole batch
