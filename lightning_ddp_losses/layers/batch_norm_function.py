@@ -227,7 +227,7 @@ def _local_moments(x: Tensor, count: int) -> Tensor:
         var, mean = torch.var_mean(x.detach().to(averages.dtype), [0, *range(2, x.ndim)], correction=0)
     else:
         # the running averages that it also computes are not used, but their dtype makes it accumulate in that dtype
-        mean, var = torch.batch_norm_update_stats(x.detach(), *averages.unbind(), 0.0)
+        mean, var = torch.batch_norm_update_stats(x.detach(), averages[0], averages[1], 0.0)
     return torch.cat([mean, var * count])
 
 

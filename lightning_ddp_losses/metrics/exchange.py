@@ -41,7 +41,7 @@ from torchmetrics.utilities.data import dim_zero_mean
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
-from lightning_ddp_losses.distributed.collectives import own_slices_with_grad
+from lightning_ddp_losses.distributed.collectives import Place, own_slices_with_grad
 from lightning_ddp_losses.distributed.global_values import micro_batch_to_match
 from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
@@ -155,11 +155,13 @@ class ExchangePlan:
         agreement: What must match, apart from the values that change in each call.
         states: Names and kinds of the states.
         contents: Contents of this rank's message (``pack_contents``). None if a state has rows or items, whose number may change.
+        has_equal_tensors: Whether this rank's tensors always have one dtype and one shape, and are joined by one operation.
     """
 
     agreement: Agreement
     states: tuple[tuple[str, Kind], ...]
     contents: bytes | None
+    has_equal_tensors: bool
 
 
 def _plan_of(
@@ -189,7 +191,8 @@ def _plan_of(
         }
         kinds = tuple([(state.name, state.kind) for state in states])
         contents = None if fixed is None else _contents_of(states, tensors, holders)
-        plan = ExchangePlan(Agreement(title, must_match), kinds, contents)
+        has_equal_tensors = fixed is not None and len(set(fixed[0])) == 1
+        plan = ExchangePlan(Agreement(title, must_match), kinds, contents, has_equal_tensors)
         plans.add(signature, plan)
     return plan
 
@@ -217,49 +220,37 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
     """
-    by_group = _by_group(packets)
-    reduced: dict[int, Any] = {}
-    for together in by_group:
-        if len(by_group) == 1:
-            reduced = _exchange_in_group(title, together, plans)
-            continue
+    if len({packet.group for packet in packets}) < 2:
+        return _exchange_in_group(title, packets, plans) if packets else []
+    # several groups, some of which may have the same ranks
+    by_ranks: dict[tuple[int, ...], list[int]] = {}
+    for place, packet in enumerate(packets):
+        by_ranks.setdefault(process_groups.members(packet.group), []).append(place)
+    found: dict[int, list[Any]] = {}
+    for places in by_ranks.values():
+        together = [packets[place] for place in places]
         # the caller reports an error to the ranks of one group
         with handshake.raising_on_all_ranks(title, group=together[0].group):
-            reduced.update(_exchange_in_group(title, together, plans))
-    return [[reduced[id(state)] for state in packet.states] for packet in packets]
+            found.update(zip(places, _exchange_in_group(title, together, plans), strict=True))
+    return [found[place] for place in range(len(packets))]
 
 
-def _exchange_in_group(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) -> dict[int, Any]:
-    """Exchange the states of packets of one group. Return the reduced ones by the identity of the state."""
-    reduced: dict[int, Any] = {}
-    for name, states in _by_device(title, packets):
-        values = _exchange_states(name, states, packets, plans)
-        for state, value in zip(states, values, strict=True):
-            reduced[id(state)] = value
-    return reduced
-
-
-def _by_group(packets: Sequence[Packet]) -> list[list[Packet]]:
-    """Return the packets that are exchanged among the same ranks, in order."""
-    groups = dict.fromkeys([packet.group for packet in packets])
-    if len(groups) < 2:
-        return [list(packets)] if packets else []
-    ranks_of = {group: process_groups.members(group) for group in groups}
-    by_ranks: dict[tuple[int, ...], list[Packet]] = {}
-    for packet in packets:
-        by_ranks.setdefault(ranks_of[packet.group], []).append(packet)
-    return list(by_ranks.values())
-
-
-def _by_device(title: str, packets: Sequence[Packet]) -> list[tuple[str, list[State]]]:
-    """Return the states on each kind of device, with a name of their exchange."""
-    by_device: dict[str, list[State]] = {}
-    for packet in packets:
-        for state in packet.states:
-            by_device.setdefault(state.device.type, []).append(state)
-    if len(by_device) < 2:
-        return [(title, states) for states in by_device.values()] or [(title, [])]
-    return [(f"{title}, on {device}", states) for device, states in by_device.items()]
+def _exchange_in_group(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) -> list[list[Any]]:
+    """Exchange the states of packets of one group: those on each kind of device separately."""
+    states = list(itertools.chain.from_iterable([packet.states for packet in packets]))
+    devices = dict.fromkeys([state.device.type for state in states])
+    if len(devices) < 2:
+        values = _exchange_states(title, states, packets, plans)
+    else:
+        reduced: dict[int, Any] = {}
+        for device in devices:
+            places = [place for place, state in enumerate(states) if state.device.type == device]
+            on_device = [states[place] for place in places]
+            of_device = _exchange_states(f"{title}, on {device}", on_device, packets, plans)
+            reduced.update(zip(places, of_device, strict=True))
+        values = [reduced[place] for place in range(len(states))]
+    remaining = iter(values)
+    return [list(itertools.islice(remaining, len(packet.states))) for packet in packets]
 
 
 def _exchange_states(
@@ -273,13 +264,15 @@ def _exchange_states(
     own = list(itertools.chain.from_iterable(tensors))
     plan = _plan_of(title, states, tensors, holders, packets, plans)
     # handshake: weights of means, shapes and row counts, and the bytes themselves if they fit
-    means = [index for index, state in enumerate(states) if state.reduce is dim_zero_mean]
-    weights = json.dumps([states[index].weight for index in means]).encode()
-    head = b"\n".join([weights, plan.contents or _contents_of(states, tensors, holders), b""])
+    weights = [state.weight for state in states if state.reduce is dim_zero_mean]
+    contents = plan.contents or _contents_of(states, tensors, holders)
+    head = b"%s\n%s\n" % (json.dumps(weights).encode(), contents)
     is_inline = 1 + len(head) + sum([tensor.nbytes for tensor in own]) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
         is_inline = False  # a copy to the host would wait for the device
-    payload = _INLINE + head + _joined_bytes(own, device) if is_inline else _IN_GATHER + head
+    payload = _IN_GATHER + head
+    if is_inline:
+        payload = _INLINE + head + _joined_bytes(own, device, plan.has_equal_tensors)
     of_call = {
         "which": packets[0].instance,
         "factor that came back in the last backward": ", ".join([packet.upstream_grads for packet in packets]),
@@ -299,7 +292,7 @@ def _exchange_states(
     gathered = _read_with_grad(buffer_plan, buffer, own, group)
     for index in buffer_plan.objects:
         gathered[index] = [_unpickled(tensor, states[index].device) for tensor in gathered[index]]
-    weights_of_ranks = [json.loads(head[1:]) for head, _, _ in received] if means else []
+    weights_of_ranks = [json.loads(head[1:]) for head, _, _ in received] if weights else []
     rows_of_means = zip(*weights_of_ranks, strict=True)
     found = []
     for state, values in zip(states, gathered, strict=True):
@@ -314,27 +307,22 @@ def _first_holders(states: Sequence[State]) -> list[int]:
     found = []
     for index, state in enumerate(states):
         value = state.value
-        held: tuple[Any, ...] = (id(value),)
+        held: Any = id(value)
         if isinstance(value, list):
             held = tuple(map(id, value))
         elif state.untouched and value.device.type == "cpu":
-            held = (value.dtype, value.shape, host_bytes(value))  # each metric has its own defaults
-        found.append(holder_of.setdefault((state.kind, state.reduce, *held), index))
+            held = value.dtype, value.shape, host_bytes(value)  # each metric has its own defaults
+        found.append(holder_of.setdefault((state.kind, state.reduce, held), index))
     return found
 
 
-def _joined_bytes(tensors: Sequence[Tensor], device: torch.device) -> bytes:
-    """Return the bytes of tensors, one after the other."""
-    if not tensors:
-        return b""
-    if len({tensor.dtype for tensor in tensors}) == 1:
-        parts = [tensor.detach().reshape(-1) for tensor in tensors]
-    elif device.type == "cpu":
-        return b"".join(map(host_bytes, tensors))
-    else:
-        parts = [as_bytes(tensor) for tensor in tensors]
-    # one copy to the host, not one per tensor
-    return host_bytes(torch.cat(parts).cpu())
+def _joined_bytes(tensors: Sequence[Tensor], device: torch.device, are_equal: bool) -> bytes:
+    """Return the bytes of tensors, one after the other. They may all have the same dtype and shape."""
+    if are_equal:
+        return host_bytes(torch.stack(tensors).detach().cpu())  # type: ignore[arg-type]
+    if device.type != "cpu" and tensors:  # one copy to the host, not one per tensor
+        return host_bytes(torch.cat([as_bytes(tensor) for tensor in tensors]).cpu())
+    return b"".join(map(host_bytes, tensors))
 
 
 def _contents_of(states: Sequence[State], tensors: Sequence[Sequence[Tensor]], holders: Sequence[int]) -> bytes:
@@ -382,13 +370,20 @@ def _gather_buffer(plan: BufferPlan, own: Sequence[Tensor], device: torch.device
 def _read_with_grad(plan: BufferPlan, buffer: Tensor, own: Sequence[Tensor], group: Group) -> list[list[Tensor]]:
     """Read the tensors of each state from the buffer. Those that hold a part of this rank's get its graph."""
     read = plan.read(buffer)
-    slots = [slot for slot in plan.slots[process_groups.rank(group)] if own[slot.sent.number].requires_grad]
-    if torch.is_grad_enabled() and slots:
-        # one autograd node for all: several tensors of this rank may lie in one that is read
-        targets = list(dict.fromkeys((slot.state, slot.tensor) for slot in slots))
-        places = [(targets.index((slot.state, slot.tensor)), slot.first_row, slot.rows) for slot in slots]
-        whole = [read[state][tensor] for state, tensor in targets]
-        joined = own_slices_with_grad(whole, [own[slot.sent.number] for slot in slots], places, group=group)
+    # one autograd node for all: several tensors of this rank may lie in one that is read
+    targets: dict[tuple[int, int], int] = {}
+    sent: list[Tensor] = []
+    places: list[Place] = []
+    if torch.is_grad_enabled():
+        for slot in plan.slots[process_groups.rank(group)]:
+            tensor = own[slot.sent.number]
+            if tensor.requires_grad:
+                target = targets.setdefault((slot.state, slot.tensor), len(targets))
+                sent.append(tensor)
+                places.append((target, slot.first_row, slot.rows))
+    if sent:
+        whole = [read[state][index] for state, index in targets]
+        joined = own_slices_with_grad(whole, sent, places, group=group)
         for (state, index), tensor in zip(targets, joined, strict=True):
             read[state][index] = tensor
     for state, twin in plan.twins.items():

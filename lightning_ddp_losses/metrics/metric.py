@@ -333,7 +333,8 @@ class ForwardCall:
         metric._clear()
         metric._enable_grad = grad_enabled
         self._is_skipped = not metric._update_rows(args, kwargs, may_skip=may_skip)
-        self._batch = metric._states()
+        if self._accumulated is None:
+            self._batch = metric._states()
 
     def finish(self, exchanged: Sequence[Any]) -> None:
         """Compute the value of the global batch, and add the batch to the accumulated states.
@@ -348,7 +349,9 @@ class ForwardCall:
             self._update()
         elif self.packet is not None:
             reduced = metric._receive(exchanged)
-            if metric.sync_on_compute:  # a rank's share of the rows may change from step to step
+            if (
+                metric.sync_on_compute and self._accumulated is None
+            ):  # a rank's share of the rows may change from step to step
                 for name in metric._means():
                     self._batch[name] = reduced[name]
         # the value of the global batch

@@ -24,7 +24,8 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.metrics.exchange import Kind, Packet, State, exchange, plans_of
+from lightning_ddp_losses.metrics.buffer_plan import Kind
+from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, plans_of
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -208,27 +209,30 @@ class MetricStates(ExchangingMetric):
             given: Tensors among the arguments.
             parameters: Parameters of all metrics of the call, this one among them.
         """
-        record = self._record
         if parameters:
             parameters = precision.parameters_of(self)
-        states = {}
-        for name in self._defaults:
+        devices = {tensor.device for tensor in (*parameters, *given)}
+        dtype = precision.compute_dtype([*parameters, *given])
+        others: dict[str, Tensor] = {}  # defaults in another dtype
+        for name, default in self._defaults.items():
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                states[name] = value
-        if len({tensor.device for tensor in (*given, *parameters, *states.values())}) > 1:
+                devices.add(value.device)
+            if isinstance(default, Tensor) and default.dtype != dtype:
+                others[name] = default
+        if len(devices) > 1:
             arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
+            states = {name: value for name, value in self._states().items() if isinstance(value, Tensor)}
             inputs.check_devices(f"metric {type(self).__name__}", arguments, parameters, states=states)
-        if not record.configuration.is_read:
-            record.configuration.read(self)
-        dtype = precision.compute_dtype([*parameters, *given])
-        for name, default in self._defaults.items():
-            if isinstance(default, Tensor) and default.dtype != dtype and default.is_floating_point():
-                wide = torch.promote_types(dtype, default.dtype)
-                if wide != default.dtype:
-                    self._defaults[name] = default.to(wide)
-                    setattr(self, name, getattr(self, name).to(wide))
-                    self._dtype = wide
+        configuration = self._record.configuration
+        if not configuration.is_read:
+            configuration.read(self)
+        for name, default in others.items():
+            wide = torch.promote_types(dtype, default.dtype)
+            if default.is_floating_point() and wide != default.dtype:
+                self._defaults[name] = default.to(wide)
+                setattr(self, name, getattr(self, name).to(wide))
+                self._dtype = wide
 
     # ------------------------------------------------------------------ send and receive
 
@@ -290,24 +294,35 @@ class MetricStates(ExchangingMetric):
     def _states_after(self, states: States, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
         """Return the states after one more update, for a metric with states that do not add up."""
         self._enable_grad = False
-        before = dict(states)
+        before = {}
         for name, value in states.items():
             # update may change them in place
             before[name] = value.clone() if isinstance(value, Tensor) else list(value)
         self._assign(before)
-        known = {id(tensor) for tensor in inputs.tensors_in(before)}
         self._update_rows(args, kwargs, may_skip=may_skip)
-        return inputs.map_tensors(lambda t: t if id(t) in known else t.detach(), self._states())  # type: ignore[no-any-return]
+        found = self._states()
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                found[name] = value.detach()
+                continue
+            earlier = set(map(id, states[name]))
+            added = [item for item in value if id(item) not in earlier]
+            if added:  # items bring their own graph
+                found[name] = [
+                    item if id(item) in earlier else inputs.map_tensors(Tensor.detach, item) for item in value
+                ]
+        return found
 
     # ------------------------------------------------------------------ graphs and copies
 
     def _drop_graphs(self) -> None:
         """Detach the tensors that a metric keeps besides its states: no graph may grow with the steps."""
         attributes = vars(self)
-        for name in attributes.keys() - _OF_TORCHMETRICS - self._defaults.keys():
-            value = attributes[name]
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                attributes[name] = value.detach()
+        tensors = [name for name, value in attributes.items() if isinstance(value, Tensor)]
+        for name in tensors:
+            is_kept = name in _OF_TORCHMETRICS or name in self._defaults
+            if not is_kept and attributes[name].grad_fn is not None:
+                attributes[name] = attributes[name].detach()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle and copy, without graphs."""
