@@ -20,7 +20,7 @@ from torchmetrics.metric import CompositionalMetric
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, MultioutputWrapper, MultitaskWrapper, Running
 from torchmetrics.wrappers.transformations import MetricInputTransformer
 
-from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
@@ -75,7 +75,7 @@ class Members:
     def _leaves(self) -> list[ExchangingMetric]:
         """Return the metrics that hold states, each once."""
         assert isinstance(self, nn.Module)
-        return [m for m in precision.modules_of(self) if isinstance(m, ExchangingMetric)]
+        return [m for m in nn.Module.modules(self) if isinstance(m, ExchangingMetric)]
 
     def _title(self) -> str:
         names = ", ".join(dict.fromkeys(type(leaf).__name__ for leaf in self._leaves()))

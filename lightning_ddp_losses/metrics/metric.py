@@ -18,8 +18,9 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans, modes_of_torch
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import current_window, name_value, remember_global_value
 from lightning_ddp_losses.distributed.messages import Instance
@@ -187,7 +188,8 @@ class DifferentiableMetric(MetricStates):
 
         @functools.wraps(compute)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._record.in_forward or self._computed is not None:
+            has_value = self._computed is not None
+            if has_value:
                 return plain(*args, **kwargs)
             is_shared = self._has_peers and self._to_sync
             dtype = precision.compute_dtype(inputs.tensors_in(self._states()))
@@ -204,6 +206,10 @@ class DifferentiableMetric(MetricStates):
             return value
 
         return eager_recursive(wrapped)
+
+    def _value_of_states(self) -> Any:
+        """Return what ``compute`` makes of the present states, as torchmetrics returns it: a scalar has no dimensions, and is a copy."""
+        return inputs.map_tensors(_own_scalar, type(self).compute(self))
 
     def _copy_state_dict(self) -> dict[str, Any]:
         """Return the states that ``unsync`` puts back: this rank's own, not copied."""
@@ -267,6 +273,11 @@ class DifferentiableMetric(MetricStates):
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
         is_empty = bool(batches) and all(batch.numel() == 0 for batch in batches)
         return is_empty and self._has_peers and self._record.gather == "states"
+
+
+def _own_scalar(value: Tensor) -> Tensor:
+    scalar = value.squeeze() if value.numel() == 1 else value
+    return scalar.clone()
 
 
 # ---------------------------------------------------------------------- a forward
@@ -355,8 +366,7 @@ class ForwardCall:
                 for name in metric._means():
                     self._batch[name] = reduced[name]
         # the value of the global batch
-        metric._assign({"_to_sync": False, "_should_unsync": False})
-        value = metric.compute()
+        value = metric._value_of_states()
         if self._wants_gradient:
             value = self._count_in_window(value)
         self._accumulate()
@@ -399,7 +409,7 @@ class ForwardCall:
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return
-        flags = {"_to_sync": metric.sync_on_compute, "_should_unsync": True, "_enable_grad": False, "_is_synced": False}
+        flags = {"_to_sync": metric.sync_on_compute, "_enable_grad": False}
         metric._assign({**aside.states, **flags, "_update_count": aside.update_count, "_computed": None})
         metric._record.seen, metric._record.in_forward = aside.seen, False
         metric._drop_graphs()
@@ -496,7 +506,7 @@ def in_full_precision(
         inputs.refuse_capture(title)
         tensors = precision.CallTensors.of(owner, args, kwargs)
         given, parameters = tensors.given, tensors.parameters
-        plan = autograd_graph.FullPrecisionPlan.of(tensors.modules, parameters, given)
+        plan = _precision_plan(owner, tensors)
         if plan.is_full:
             yield FullPrecisionCall(args, kwargs, given, parameters)
             return
@@ -510,6 +520,20 @@ def in_full_precision(
         if not owner._has_peers:
             raise
         handshake.raise_on_all_ranks(error, title, group=owner.process_group)
+
+
+def _precision_plan(owner: Any, tensors: precision.CallTensors) -> autograd_graph.FullPrecisionPlan:
+    """Return how a call computes. It is decided once for each combination of dtypes, devices and modes of torch."""
+    weights = [*tensors.parameters, *compat.all_slots(tensors.modules, "buffers")]
+    of_weights = [None if weight is None else weight.dtype for weight in weights]
+    of_given = [(tensor.dtype, tensor.device.type) for tensor in tensors.given]
+    signature = (*of_weights, *of_given, *modes_of_torch())
+    plans: Plans[autograd_graph.FullPrecisionPlan] = vars(owner).setdefault("_precision_plans", Plans())
+    plan = plans.get(signature)
+    if plan is None:
+        plan = autograd_graph.FullPrecisionPlan.of(tensors.modules, tensors.parameters, tensors.given)
+        plans.add(signature, plan)
+    return plan
 
 
 def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:

@@ -342,7 +342,7 @@ class _Bare(Metric):
         """Return nothing."""
 
 
-_OF_TORCHMETRICS = frozenset(vars(_Bare())) | {"_record", "_instance", "_plans"}
+_OF_TORCHMETRICS = frozenset(vars(_Bare())) | {"_record", "_instance", "_plans", "_precision_plans"}
 """Attributes of a metric that hold no graph between calls: torchmetrics' own and this package's."""
 
 
