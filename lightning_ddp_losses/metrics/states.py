@@ -318,11 +318,10 @@ class MetricStates(ExchangingMetric):
     def _drop_graphs(self) -> None:
         """Detach the tensors that a metric keeps besides its states: no graph may grow with the steps."""
         attributes = vars(self)
-        tensors = [name for name, value in attributes.items() if isinstance(value, Tensor)]
-        for name in tensors:
-            is_kept = name in _OF_TORCHMETRICS or name in self._defaults
-            if not is_kept and attributes[name].grad_fn is not None:
-                attributes[name] = attributes[name].detach()
+        for name in attributes.keys() - _OF_TORCHMETRICS:
+            value = attributes[name]
+            if name not in self._defaults and isinstance(value, Tensor) and value.grad_fn is not None:
+                attributes[name] = value.detach()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to pickle and copy, without graphs."""
