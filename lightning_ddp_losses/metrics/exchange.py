@@ -86,6 +86,8 @@ class State(NamedTuple):
     def tensors(self, device: torch.device) -> list[Tensor]:
         """Return the tensors to send, on one device. Rows have at least one dimension, and one dtype."""
         if isinstance(self.value, Tensor):
+            if self.kind == "stack" and self.value.device == device:
+                return [self.value]
             tensors = [self.value]
         else:
             tensors = list(self.value)

@@ -107,7 +107,8 @@ class ExchangingMetric(Metric):
             split: States that are sent in several tensors.
         """
         found = []
-        reductions: dict[str, Any] = dict(self._reductions)  # functions, also if add_state was given a name
+        title, device, weight = type(self).__name__, self.device, float(rows)
+        reductions: dict[str, Any] = self._reductions  # functions, also if add_state was given a name
         for name, reduce in reductions.items():
             value = getattr(self, name)
             kind: Kind = "stack" if isinstance(value, Tensor) else "list"
@@ -115,8 +116,7 @@ class ExchangingMetric(Metric):
                 kind = "rows"
                 value = (split or {}).get(name, value)
             reduction = getattr(reduce, "__qualname__", "none")
-            title = f"{type(self).__name__}.{name}"
-            found.append(State(title, kind, reduction, untouched, value, self.device, reduce, float(rows)))
+            found.append(State(f"{title}.{name}", kind, reduction, untouched, value, device, reduce, weight))
         return found
 
     def _exchange_states(self, title: str, group: Group) -> None:
@@ -302,15 +302,10 @@ class MetricStates(ExchangingMetric):
         self._update_rows(args, kwargs, may_skip=may_skip)
         found = self._states()
         for name, value in found.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, list):
+                found[name] = _without_new_graphs(value, states[name])
+            else:
                 found[name] = value.detach()
-                continue
-            earlier = set(map(id, states[name]))
-            added = [item for item in value if id(item) not in earlier]
-            if added:  # items bring their own graph
-                found[name] = [
-                    item if id(item) in earlier else inputs.map_tensors(Tensor.detach, item) for item in value
-                ]
         return found
 
     # ------------------------------------------------------------------ graphs and copies
@@ -318,9 +313,9 @@ class MetricStates(ExchangingMetric):
     def _drop_graphs(self) -> None:
         """Detach the tensors that a metric keeps besides its states: no graph may grow with the steps."""
         attributes = vars(self)
-        for name in attributes.keys() - _OF_TORCHMETRICS:
+        for name in attributes.keys() - _OF_TORCHMETRICS - self._defaults.keys():
             value = attributes[name]
-            if name not in self._defaults and isinstance(value, Tensor) and value.grad_fn is not None:
+            if isinstance(value, Tensor) and value.grad_fn is not None:
                 attributes[name] = value.detach()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -358,6 +353,12 @@ def detached(states: States) -> States:
     for name, value in states.items():
         found[name] = value.detach() if isinstance(value, Tensor) else inputs.map_tensors(Tensor.detach, value)
     return found
+
+
+def _without_new_graphs(items: list[Any], earlier: list[Any]) -> list[Any]:
+    """Return the items of a list, those that were not in it before without the graph that they may bring."""
+    known = set(map(id, earlier))
+    return [item if id(item) in known else inputs.map_tensors(Tensor.detach, item) for item in items]
 
 
 # ---------------------------------------------------------------------- correlations

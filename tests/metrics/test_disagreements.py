@@ -276,4 +276,4 @@ def test_a_sync_that_all_ranks_switch_off_is_followed(kind: str) -> None:
     value = value["MeanSquaredError"] if kind == "collection" else value
     preds, target = pairs_of(rank)
     expected = (preds - target).square().mean().detach()
-    assert float(value.detach()) == pytest.approx(float(expected), rel=1e-9)
+    assert float(value.detach()) == pytest.approx(float(expected), rel=1e-6 if kind == "synced" else 1e-9)
