@@ -220,7 +220,7 @@ def _refuse_one_value(call: str, size: tuple[int, ...], counts: Sequence[int], *
 
 def _local_moments(x: Tensor, count: int) -> Tensor:
     """Return mean and M2 of each channel of this rank's rows, (2 C,), at least float32."""
-    averages = x.new_zeros(2, x.shape[1], dtype=_wide(x.dtype))
+    averages = x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
     if count == 0:
         return averages.view(-1)
     if x.device.type in _LIMITED_DEVICES:
@@ -302,14 +302,15 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: S
     """Return weight (x - mean) / sqrt(var + eps) + bias, in one pass over the activations."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    wide = _wide(x.dtype)
-    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    wide = statistics.mean.dtype
+    weight = None if weight is None else weight.to(wide)
+    bias = None if bias is None else bias.to(wide)
     return torch.native_batch_norm(x, weight, bias, statistics.mean, statistics.var, False, 0.0, eps)[0]
 
 
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias."""
-    statistics, wide = ctx.statistics, _wide(x.dtype)
+    statistics, wide = ctx.statistics, ctx.statistics.mean.dtype
     if x.is_contiguous() and not grad.is_contiguous():  # an expanded gradient is slow to read
         grad = grad.contiguous()
 
@@ -358,7 +359,3 @@ def _local_sums(
         grad, x, ones, mean, var, mean, inverse_std, False, eps, [False, True, True]
     )
     return dyx, dy
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -400,7 +400,11 @@ class _ReplacedBatchNorm(TorchFunctionMode):
 
 
 def _update_average_(running: Tensor | None, value: Tensor, share: float | Tensor) -> None:
-    if running is not None:
+    if running is None:
+        return
+    if running.dtype == value.dtype:
+        running.lerp_(value, share)
+    else:
         running.copy_(running.to(value.dtype).lerp(value, share))
 
 

@@ -390,8 +390,9 @@ def _widen_scales_(states: States) -> None:
         distances = (means - (shares * means).sum(1, keepdim=True)).abs()
         # a rank without rows has no mean
         distances = distances * (rows > 0)
-        scales = torch.stack([states["max_abs_dev_x"], states["max_abs_dev_y"]])
-        states["max_abs_dev_x"], states["max_abs_dev_y"] = torch.maximum(scales, distances).unbind()
+        distances_x, distances_y = distances.unbind()
+        states["max_abs_dev_x"] = torch.maximum(states["max_abs_dev_x"], distances_x)
+        states["max_abs_dev_y"] = torch.maximum(states["max_abs_dev_y"], distances_y)
 
 
 # ---------------------------------------------------------------------- metrics that look at the whole batch
