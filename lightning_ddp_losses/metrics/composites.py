@@ -93,8 +93,10 @@ class Composite(Members):
 
     @property
     def process_group(self) -> Any:
-        """The group of the first member. Members of other groups have separate exchanges."""
-        return next((leaf.process_group for leaf in self._leaves()), None)
+        """The group of the first member that has peers. Members of other groups have separate exchanges."""
+        leaves = self._leaves()
+        with_peers = [leaf for leaf in leaves if leaf._has_peers]
+        return next((leaf.process_group for leaf in (*with_peers, *leaves)), None)
 
     @process_group.setter
     def process_group(self, group: Any) -> None:

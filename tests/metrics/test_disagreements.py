@@ -277,3 +277,22 @@ def test_a_sync_that_all_ranks_switch_off_is_followed(kind: str) -> None:
     preds, target = pairs_of(rank)
     expected = (preds - target).square().mean().detach()
     assert float(value.detach()) == pytest.approx(float(expected), rel=1e-6 if kind == "synced" else 1e-9)
+
+
+# ---------------------------------------------------------------------- a member alone in its group
+
+
+def fails_beside_a_member_without_peers() -> None:
+    rank = dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    members = {"a": tm.MeanSquaredError(process_group=alone[rank]), "b": tm.MeanAbsoluteError()}
+    metric = differentiable(tm.MetricCollection(members, compute_groups=False))
+    preds, target = pairs_of(rank)
+    metric(preds, target if rank == 0 else target[:2])
+
+
+def test_an_error_reaches_the_peers_of_any_member(pool: RankPool) -> None:
+    """The first member has none."""
+    errors = pool.errors(2, fails_beside_a_member_without_peers)
+    assert [error.type for error in errors] == ["PeerError", "RuntimeError"]
+    assert "same shape" in errors[0].message
