@@ -73,16 +73,6 @@ class Contents(NamedTuple):
     objects: list[int]
 
 
-def pack_contents(
-    tensors: Sequence[Sequence[Tensor]], holders: Sequence[int], defaults: Sequence[int], objects: Sequence[int]
-) -> bytes:
-    """Return the contents as JSON, with runs of equal dtypes and shapes. For the arguments see ``Contents``."""
-    counts = [len(sent) for sent in tensors]
-    entries = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in itertools.chain.from_iterable(tensors)]
-    runs = [[len(list(run)), *entry] for entry, run in itertools.groupby(entries)]
-    return json.dumps([counts, runs, holders, defaults, objects], separators=(",", ":")).encode()
-
-
 def _unpack_contents(data: bytes) -> Contents:
     counts, runs, holders, defaults, objects = json.loads(data)
     sent: list[Sent] = []
@@ -207,7 +197,7 @@ def plan_buffer(title: str, states: tuple[tuple[str, Kind], ...], contents: tupl
     Args:
         title: Name of the operation, for messages.
         states: Names and kinds of the states.
-        contents: Contents of each rank, from ``pack_contents``.
+        contents: Contents of each rank, as ``exchange`` packs them.
 
     Raises:
         RankMismatchError: if tensors of ranks do not fit together, naming the state.

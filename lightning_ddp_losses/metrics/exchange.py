@@ -46,7 +46,7 @@ from lightning_ddp_losses.distributed.global_values import micro_batch_to_match
 from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
-from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Kind, pack_contents, plan_buffer
+from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Kind, plan_buffer
 
 # the first byte of a payload
 _INLINE, _IN_GATHER = b"1", b"0"
@@ -156,7 +156,7 @@ class ExchangePlan:
     Attributes:
         agreement: What must match, apart from the values that change in each call.
         states: Names and kinds of the states.
-        contents: Contents of this rank's message (``pack_contents``). None if a state has rows or items, whose number may change.
+        contents: Contents of this rank's message (``_pack_contents``). None if a state has rows or items, whose number may change.
         has_equal_tensors: Whether this rank's tensors always have one dtype and one shape, and are joined by one operation.
     """
 
@@ -192,7 +192,7 @@ def _plan_of(
             "states": ", ".join([f"{name} ({kind}, {reduction})" for name, kind, reduction, _ in described]),
         }
         kinds = tuple([(state.name, state.kind) for state in states])
-        contents = None if fixed is None else _contents_of(states, tensors, holders)
+        contents = None if fixed is None else _pack_contents(states, tensors, holders)
         has_equal_tensors = fixed is not None and len(set(fixed[0])) == 1
         plan = ExchangePlan(Agreement(title, must_match), kinds, contents, has_equal_tensors)
         plans.add(signature, plan)
@@ -222,37 +222,32 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
     Raises:
         RankMismatchError: on every rank, naming the state, when ranks disagree in a way that has no right result.
     """
-    if len({packet.group for packet in packets}) < 2:
-        return _exchange_in_group(title, packets, plans) if packets else []
-    # several groups, some of which may have the same ranks
-    by_ranks: dict[tuple[int, ...], list[int]] = {}
-    for place, packet in enumerate(packets):
-        by_ranks.setdefault(process_groups.members(packet.group), []).append(place)
-    found: dict[int, list[Any]] = {}
-    for places in by_ranks.values():
-        together = [packets[place] for place in places]
+    has_one_group = len({packet.group for packet in packets}) == 1
+    by_ranks: dict[Any, list[Packet]] = {}
+    for packet in packets:
+        ranks = None if has_one_group else process_groups.members(packet.group)
+        by_ranks.setdefault(ranks, []).append(packet)
+    reduced: dict[int, Any] = {}
+    for together in by_ranks.values():
+        if has_one_group:
+            _exchange_in_group(title, together, plans, reduced)
+            continue
         # the caller reports an error to the ranks of one group
         with handshake.raising_on_all_ranks(title, group=together[0].group):
-            found.update(zip(places, _exchange_in_group(title, together, plans), strict=True))
-    return [found[place] for place in range(len(packets))]
+            _exchange_in_group(title, together, plans, reduced)
+    return [[reduced[id(state)] for state in packet.states] for packet in packets]
 
 
-def _exchange_in_group(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) -> list[list[Any]]:
-    """Exchange the states of packets of one group: those on each kind of device separately."""
+def _exchange_in_group(
+    title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan], reduced: dict[int, Any]
+) -> None:
+    """Exchange the states of packets of one group, on each kind of device separately. Add the reduced ones by identity of the state."""
     states = list(itertools.chain.from_iterable([packet.states for packet in packets]))
-    devices = dict.fromkeys([state.device.type for state in states])
-    if len(devices) < 2:
-        values = _exchange_states(title, states, packets, plans)
-    else:
-        reduced: dict[int, Any] = {}
-        for device in devices:
-            places = [place for place, state in enumerate(states) if state.device.type == device]
-            on_device = [states[place] for place in places]
-            of_device = _exchange_states(f"{title}, on {device}", on_device, packets, plans)
-            reduced.update(zip(places, of_device, strict=True))
-        values = [reduced[place] for place in range(len(states))]
-    remaining = iter(values)
-    return [list(itertools.islice(remaining, len(packet.states))) for packet in packets]
+    devices = list(dict.fromkeys([state.device.type for state in states])) or ["cpu"]
+    for device in devices:
+        name = title if len(devices) == 1 else f"{title}, on {device}"
+        on_device = [state for state in states if state.device.type == device]
+        reduced.update(zip(map(id, on_device), _exchange_states(name, on_device, packets, plans), strict=True))
 
 
 def _exchange_states(
@@ -267,7 +262,7 @@ def _exchange_states(
     plan = _plan_of(title, states, tensors, holders, packets, plans)
     # handshake: weights of means, shapes and row counts, and the bytes themselves if they fit
     weights = [state.weight for state in states if state.reduce is dim_zero_mean]
-    contents = plan.contents or _contents_of(states, tensors, holders)
+    contents = plan.contents or _pack_contents(states, tensors, holders)
     head = b"%s\n%s\n" % (json.dumps(weights).encode(), contents)
     is_inline = 1 + len(head) + sum([tensor.nbytes for tensor in own]) <= handshake.inline_capacity(group)
     if own and travels_on_device(own[0], group):
@@ -327,11 +322,14 @@ def _joined_bytes(tensors: Sequence[Tensor], device: torch.device, are_equal: bo
     return b"".join(map(host_bytes, tensors))
 
 
-def _contents_of(states: Sequence[State], tensors: Sequence[Sequence[Tensor]], holders: Sequence[int]) -> bytes:
-    """Return the description of this rank's tensors."""
+def _pack_contents(states: Sequence[State], tensors: Sequence[Sequence[Tensor]], holders: Sequence[int]) -> bytes:
+    """Return the description of this rank's tensors (``buffer_plan.Contents``) as JSON, with runs of equal dtypes and shapes."""
+    counts = [len(sent) for sent in tensors]
+    entries = [[str(tensor.dtype)[6:], list(tensor.shape)] for tensor in itertools.chain.from_iterable(tensors)]
+    runs = [[len(list(run)), *entry] for entry, run in itertools.groupby(entries)]
     defaults = [index for index, state in enumerate(states) if state.untouched]
     objects = [index for index, state in enumerate(states) if state.holds_objects]
-    return pack_contents(tensors, holders, defaults, objects)
+    return json.dumps([counts, runs, holders, defaults, objects], separators=(",", ":")).encode()
 
 
 def _pickled(name: str, item: Any) -> Tensor:

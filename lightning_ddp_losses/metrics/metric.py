@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,16 +154,15 @@ class DifferentiableMetric(MetricStates):
             if self._record.in_forward:
                 plain(*args, **kwargs)
                 return
-            with in_full_precision(self, self._title("update"), args, kwargs) as call:
-                self._update_own(call)
+            with in_full_precision(self, self._title("update"), args, kwargs) as (cast_args, cast_kwargs, tensors):
+                self._update_own(cast_args, cast_kwargs, tensors.parameters)
 
         return eager_recursive(wrapped)
 
-    def _update_own(self, call: FullPrecisionCall) -> None:
+    def _update_own(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Add a batch to the accumulated states, with a graph only if it is kept."""
-        record, args, kwargs = self._record, call.args, call.kwargs
-        given = inputs.tensors_in((args, kwargs))
-        self._prepare(given, call.parameters)
+        record, given = self._record, inputs.tensors_in((args, kwargs))
+        self._prepare(given, parameters)
         if record.gather == "inputs" and self._has_peers:
             packet = self._packet(_input_states(self, args, kwargs))
             (rows_of_all,) = exchange(self._title("update"), [packet], plans_of(self))
@@ -441,12 +440,12 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
         args: Arguments of the forward.
         kwargs: Keyword arguments of the forward.
     """
-    with in_full_precision(owner, title, args, kwargs) as call:
-        forwards = owner._forward_calls(call.args, call.kwargs)
+    with in_full_precision(owner, title, args, kwargs) as (cast_args, cast_kwargs, tensors):
+        forwards = owner._forward_calls(cast_args, cast_kwargs)
         for together in _rounds(forwards):
             try:
                 for forward in together:
-                    forward.begin(call.parameters)
+                    forward.begin(tensors.parameters)
                 packets = [forward.packet for forward in together if forward.packet is not None]
                 exchanged = iter(exchange(title, packets, plans_of(owner)))
                 for forward in together:
@@ -455,9 +454,9 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
                 for forward in together:
                     forward.end()
         value = owner._value_of(iter(forwards))
-        trainable = [parameter for parameter in call.parameters if parameter.requires_grad]
+        trainable = [parameter for parameter in tensors.parameters if parameter.requires_grad]
         if trainable and torch.is_grad_enabled():
-            value = autograd_graph.attach_zero_grad(value, trainable, call.given)
+            value = autograd_graph.attach_zero_grad(value, trainable, tensors.given)
     return value
 
 
@@ -474,27 +473,11 @@ def _rounds(forwards: Sequence[ForwardCall]) -> list[Collection[ForwardCall]]:
     return [of_round.values() for of_round in rounds]
 
 
-class FullPrecisionCall(NamedTuple):
-    """A call of a metric or of several.
-
-    Attributes:
-        args: Arguments in the dtype of the computation.
-        kwargs: Keyword arguments in that dtype.
-        given: Tensors among the arguments, as they were given.
-        parameters: Parameters of the metrics.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    given: list[Tensor]
-    parameters: list[Tensor]
-
-
 @contextlib.contextmanager
 def in_full_precision(
     owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[FullPrecisionCall]:
-    """Compute in full precision inside the block. An error on one rank is raised on all.
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors]]:
+    """Compute in full precision inside the block, on the arguments that it gets. An error on one rank is raised on all.
 
     Args:
         owner: The metric, composition or collection. Its parameters and inputs fix the precision.
@@ -505,17 +488,16 @@ def in_full_precision(
     try:
         inputs.refuse_capture(title)
         tensors = precision.CallTensors.of(owner, args, kwargs)
-        given, parameters = tensors.given, tensors.parameters
         plan = _precision_plan(owner, tensors)
         if plan.is_full:
-            yield FullPrecisionCall(args, kwargs, given, parameters)
+            yield args, kwargs, tensors
             return
         args, kwargs = precision.cast_floating((args, kwargs), plan.dtype)
         with (
             precision.full_precision(plan.dtype, plan.device_types),
             precision.cast_module(owner, plan.dtype),
         ):
-            yield FullPrecisionCall(args, kwargs, given, parameters)
+            yield args, kwargs, tensors
     except Exception as error:  # what all ranks raise alike passes through
         if not owner._has_peers:
             raise

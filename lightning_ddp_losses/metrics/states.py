@@ -300,13 +300,7 @@ class MetricStates(ExchangingMetric):
             before[name] = value.clone() if isinstance(value, Tensor) else list(value)
         self._assign(before)
         self._update_rows(args, kwargs, may_skip=may_skip)
-        found = self._states()
-        for name, value in found.items():
-            if isinstance(value, list):
-                found[name] = _without_new_graphs(value, states[name])
-            else:
-                found[name] = value.detach()
-        return found
+        return detached(self._states())
 
     # ------------------------------------------------------------------ graphs and copies
 
@@ -349,16 +343,11 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    found = {}
-    for name, value in states.items():
-        found[name] = value.detach() if isinstance(value, Tensor) else inputs.map_tensors(Tensor.detach, value)
-    return found
+    return {name: inputs.map_tensors(_without_graph, value) for name, value in states.items()}
 
 
-def _without_new_graphs(items: list[Any], earlier: list[Any]) -> list[Any]:
-    """Return the items of a list, those that were not in it before without the graph that they may bring."""
-    known = set(map(id, earlier))
-    return [item if id(item) in known else inputs.map_tensors(Tensor.detach, item) for item in items]
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 # ---------------------------------------------------------------------- correlations
