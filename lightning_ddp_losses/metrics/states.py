@@ -343,7 +343,10 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    return {name: inputs.map_tensors(_without_graph, value) for name, value in states.items()}
+    found = {}
+    for name, value in states.items():
+        found[name] = value.detach() if isinstance(value, Tensor) else inputs.map_tensors(_without_graph, value)
+    return found
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
