@@ -161,7 +161,8 @@ class DifferentiableMetric(MetricStates):
 
     def _update_own(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Add a batch to the accumulated states, with a graph only if it is kept."""
-        record, given = self._record, inputs.tensors_in((args, kwargs))
+        record = self._record
+        given = inputs.tensors_in((args, kwargs))
         self._prepare(given, parameters)
         if record.gather == "inputs" and self._has_peers:
             packet = self._packet(_input_states(self, args, kwargs))
@@ -188,7 +189,7 @@ class DifferentiableMetric(MetricStates):
         @functools.wraps(compute)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             has_value = self._computed is not None
-            if has_value:
+            if self._record.in_forward or has_value:
                 return plain(*args, **kwargs)
             is_shared = self._has_peers and self._to_sync
             dtype = precision.compute_dtype(inputs.tensors_in(self._states()))
@@ -205,10 +206,6 @@ class DifferentiableMetric(MetricStates):
             return value
 
         return eager_recursive(wrapped)
-
-    def _value_of_states(self) -> Any:
-        """Return what ``compute`` makes of the present states, as torchmetrics returns it: a scalar has no dimensions, and is a copy."""
-        return inputs.map_tensors(_own_scalar, type(self).compute(self))
 
     def _copy_state_dict(self) -> dict[str, Any]:
         """Return the states that ``unsync`` puts back: this rank's own, not copied."""
@@ -264,7 +261,8 @@ class DifferentiableMetric(MetricStates):
 
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
-        configuration, upstream_grads = record.configuration.read(self), record.upstream_grads.take()
+        configuration = record.configuration.read(self)
+        upstream_grads = record.upstream_grads.take()
         return Packet(states, self.process_group, configuration, self.sync_on_compute, upstream_grads, self._instance)
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -272,11 +270,6 @@ class DifferentiableMetric(MetricStates):
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
         is_empty = bool(batches) and all(batch.numel() == 0 for batch in batches)
         return is_empty and self._has_peers and self._record.gather == "states"
-
-
-def _own_scalar(value: Tensor) -> Tensor:
-    scalar = value.squeeze() if value.numel() == 1 else value
-    return scalar.clone()
 
 
 # ---------------------------------------------------------------------- a forward
@@ -352,20 +345,21 @@ class ForwardCall:
         Args:
             exchanged: Tensors of the packet from all ranks. Empty without a packet.
         """
-        metric, record = self.metric, self.metric._record
+        metric = self.metric
+        record = metric._record
         # the rows or the states of all ranks, with this rank's graph
         if self.packet is not None and record.gather == "inputs":
             self._args, self._kwargs = _with_rows(exchanged, self._args, self._kwargs)
             self._update()
         elif self.packet is not None:
             reduced = metric._receive(exchanged)
-            if (
-                metric.sync_on_compute and self._accumulated is None
-            ):  # a rank's share of the rows may change from step to step
+            # a rank's share of the rows may change from step to step
+            if metric.sync_on_compute and self._accumulated is None:
                 for name in metric._means():
                     self._batch[name] = reduced[name]
         # the value of the global batch
-        value = metric._value_of_states()
+        metric._assign({"_to_sync": False, "_should_unsync": False})
+        value = metric.compute()
         if self._wants_gradient:
             value = self._count_in_window(value)
         self._accumulate()
@@ -408,7 +402,7 @@ class ForwardCall:
         metric, aside, self._aside = self.metric, self._aside, None
         if aside is None:
             return
-        flags = {"_to_sync": metric.sync_on_compute, "_enable_grad": False}
+        flags = {"_to_sync": metric.sync_on_compute, "_should_unsync": True, "_enable_grad": False, "_is_synced": False}
         metric._assign({**aside.states, **flags, "_update_count": aside.update_count, "_computed": None})
         metric._record.seen, metric._record.in_forward = aside.seen, False
         metric._drop_graphs()

@@ -107,7 +107,8 @@ class ExchangingMetric(Metric):
             split: States that are sent in several tensors.
         """
         found = []
-        title, device, weight = type(self).__name__, self.device, float(rows)
+        title = type(self).__name__
+        device = self.device
         reductions: dict[str, Any] = self._reductions  # functions, also if add_state was given a name
         for name, reduce in reductions.items():
             value = getattr(self, name)
@@ -116,7 +117,7 @@ class ExchangingMetric(Metric):
                 kind = "rows"
                 value = (split or {}).get(name, value)
             reduction = getattr(reduce, "__qualname__", "none")
-            found.append(State(f"{title}.{name}", kind, reduction, untouched, value, device, reduce, weight))
+            found.append(State(f"{title}.{name}", kind, reduction, untouched, value, device, reduce, float(rows)))
         return found
 
     def _exchange_states(self, title: str, group: Group) -> None:
