@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, GlobalSums, PartialSum, host_number
+from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, GlobalSums, PartialSum
 from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
 # divided by the weights of the targets that count. LinearCrossEntropyLoss is new in torch 2.13
@@ -77,7 +77,7 @@ def _partial_sum(
     reduction = reduction_of(reducer, name)
     assert reduction is not None
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
-        return PartialSum(no_loss(embeddings), None if reduction.plain_sum else host_number(0.0), name=name)
+        return PartialSum(no_loss(embeddings), None if reduction.plain_sum else 0.0, name=name)
     if kind == "already_reduced":
         return PartialSum(_sum_over(losses, embeddings), full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all
@@ -101,8 +101,7 @@ def _partial_sum(
     if reduction.plain_sum:
         return PartialSum(total, name=name, counts=ElementCounts(elements, 0.0, above_low, pairs))
     if reduction.given_divisor:
-        given = info["divisor"]
-        divisor = given if isinstance(given, Tensor) else host_number(given)
+        divisor = info["divisor"]
     partial = PartialSum(total, divisor, name=name, counts=ElementCounts(elements, divisor, above_low, pairs))
     # a NaN passes no limit: it would be lost if no element passes
     if reduction.selects and partial.may_count_nothing:
@@ -129,17 +128,17 @@ def no_loss(embeddings: Tensor) -> Tensor:
     return torch.sum(embeddings * 0)
 
 
-def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, float | Tensor]:
     """Return the losses that are there and pass, and how many they are."""
     if kept is None:
         if not reduction.selects:
-            return losses, host_number(losses.numel())
+            return losses, losses.numel()
         passes = reduction.passes(losses)
     else:
         passes = reduction.passes(losses) & kept if reduction.selects else kept
-    if losses.device.type == "cpu":
+    if losses.is_cpu:
         selected = losses[passes]
-        return selected, host_number(selected.numel())
+        return selected, selected.numel()
     # a selection would wait for its size
     return torch.where(passes, losses, 0), passes.sum()
 
@@ -177,17 +176,17 @@ def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return PartialSum(losses.sum(), _torch_divisor(loss, losses, args, kwargs))
 
 
-def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor | None:
     """Return torch's divisor of the sum of these elements. None for a sum."""
     if loss.reduction == "sum":
         return None
     if loss.reduction == "batchmean":
         rows: Tensor = args[0] if args else kwargs["input"]
-        return host_number(rows.shape[0])
+        return rows.shape[0]
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if isinstance(loss, _CLASS_INDEX) and isinstance(target, Tensor) and not target.is_floating_point():
         return _weight_of(target, loss.weight, loss.ignore_index)
-    return host_number(losses.numel())
+    return losses.numel()
 
 
 def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:

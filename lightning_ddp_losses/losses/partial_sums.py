@@ -4,10 +4,10 @@ A sub-loss is a sum of elements over a divisor: ``L = S / N`` with ``S = sum_r S
 back-propagates ``W * S_r / N``, so that DDP's mean over ranks gives the gradient of ``L``, and reports ``L``. A term that every rank
 computes in full (a regulariser of the replicated weight) back-propagates as it is.
 
-1. Each rank has a ``PartialSum`` of each sub-loss: two 0-dim tensors. A divisor that the host has counted lies on the host.
+1. Each rank has a ``PartialSum`` of each sub-loss: a 0-dim tensor and its divisor, which is a number if the host has counted it.
 2. ``SumExchange.gather`` makes one table of the numbers of all ranks. It stays on an accelerator, and no host waits for it. On the CPU it
    travels in the handshake.
-3. ``GlobalSums.reduce`` makes the value and the factors of that table, in the same way on every device.
+3. ``GlobalSums.sub_losses`` makes values and factors of that table: Python's numbers, or tensors that stay on the accelerator.
 4. ``global_loss`` joins the value with its gradient.
 
 ``global_mean`` is the same for any hand-written sum over any count. It replaces these hand-written means of detection and language models:
@@ -36,6 +36,7 @@ import functools
 import itertools
 import math
 import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -97,14 +98,14 @@ class PartialSum:
 
     Attributes:
         total: S_r, 0-dim, with its graph. The sub-loss itself if it is ``full``.
-        divisor: n_r, 0-dim, on the host if that has counted it. None: the sum is not divided.
+        divisor: n_r, a number if the host has counted it, else 0-dim. None: the sum is not divided.
         full: Every rank computes the same complete value. It is neither divided nor summed.
         name: Name of the sub-loss.
         counts: Numbers that pytorch-metric-learning records.
     """
 
     total: Tensor
-    divisor: Tensor | None = None
+    divisor: float | Tensor | None = None
     full: bool = False
     name: str = "loss"
     counts: ElementCounts = NO_COUNTS
@@ -114,7 +115,9 @@ class PartialSum:
         """Whether the divisor may be 0, as far as this host knows."""
         if self.full or self.divisor is None:
             return False
-        return self.divisor.device.type != "cpu" or not self.divisor
+        if isinstance(self.divisor, Tensor) and not self.divisor.is_cpu:
+            return True
+        return not self.divisor
 
     def share_of(self, world: int) -> Any:
         """Return this rank's part of the divisor in such a world. A sum is divided by 1, of equal shares."""
@@ -127,7 +130,7 @@ def sum_of(parts: Sequence[PartialSum]) -> PartialSum:
     """Return one sub-loss, which is not ``full``, from its parts."""
     total = torch.stack([part.total for part in parts]).sum()
     divisors = [part.divisor for part in parts if part.divisor is not None]
-    divisor = torch.stack(divisors).sum() if divisors else None
+    divisor = sum(divisors) if divisors else None
     columns = zip(*(part.counts for part in parts), strict=True)
     return PartialSum(total, divisor, name=parts[0].name, counts=ElementCounts(*map(sum, columns)))
 
@@ -153,14 +156,29 @@ def stack_numbers(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def _table(partials: Sequence[PartialSum], like: Tensor, world: int, *, with_counts: bool) -> Tensor:
-    """Return totals and divisors of the sub-losses, (s, 2), or (s, 6) with their counts, on the device of ``like``."""
-    numbers = []
+def _numbers_of(partials: Sequence[PartialSum], world: int, *, with_counts: bool) -> list[float | Tensor]:
+    """Return total and divisor of each sub-loss, followed by its counts if they are wanted."""
+    numbers: list[float | Tensor] = []
     for each in partials:
-        numbers += [each.total, each.share_of(world)]
+        numbers += (each.total, each.share_of(world))
         if with_counts:
             numbers += each.counts
-    return stack_numbers(numbers, like).view(len(partials), -1)
+    return numbers
+
+
+def _read_numbers(numbers: Sequence[float | Tensor], like: Tensor, present: Tensor | None) -> list[float]:
+    """Return numbers on the host, times ``present``. An accelerator is waited for once."""
+    if not like.is_cpu:
+        table = stack_numbers(numbers, like)
+        if present is not None:
+            table.mul_(present)
+        return table.tolist()  # type: ignore[no-any-return]
+    factor = 1.0 if present is None else present.item()
+    found = []
+    for number in numbers:
+        value = number.item() if isinstance(number, Tensor) else number
+        found.append(value * factor)
+    return found
 
 
 # ---------------------------------------------------------------------- numbers of all ranks
@@ -173,13 +191,13 @@ class GlobalSums:
     Attributes:
         partials: This rank's part.
         table: (W, s, 2) totals and divisors, or (W, s, 6) with counts.
-        may_be_empty: True if a divisor may be 0 over all ranks, as far as this host knows.
+        may_be_empty: True if a divisor on an accelerator may be 0 over all ranks, as far as this host knows.
         divisors: (s,), divisors over all ranks that an accumulation window needs on the host. None: read from the table.
     """
 
     partials: Sequence[PartialSum]
     table: Tensor
-    may_be_empty: bool
+    may_be_empty: bool = False
     divisors: tuple[float, ...] | None = None
 
     def reduce(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
@@ -189,10 +207,31 @@ class GlobalSums:
             empty: Value of an empty mean on all ranks: 0 in pytorch-metric-learning, not a number in torch.
         """
         values, factors = self.sub_losses(empty)
-        return values[0] if len(values) == 1 else values.sum(), factors
+        if isinstance(values, Tensor):
+            return values[0] if len(values) == 1 else values.sum(), factors
+        numbers = torch.tensor([sum(values), *factors], dtype=torch.float64).unbind()
+        return numbers[0], list(numbers[1:])
 
-    def sub_losses(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
-        """Return the value of each sub-loss, (s,), and their factors, as ``reduce`` does."""
+    def sub_losses(self, empty: float = 0.0) -> tuple[Any, list[Any]]:
+        """Return the value of each sub-loss and its factor, as ``reduce`` does.
+
+        On the host both are lists of numbers. On an accelerator values are one tensor, (s,), and factors 0-dim tensors: it is not waited for.
+        """
+        if not self.table.is_cpu:
+            return self._sub_losses_on_device(empty)
+        values, factors = [], []
+        for of_ranks in zip(*self.table.tolist(), strict=True):
+            total = sum([numbers[0] for numbers in of_ranks])
+            divisor = sum([numbers[1] for numbers in of_ranks])
+            if divisor:
+                values.append(total / divisor)
+                factors.append(len(of_ranks) / divisor)
+            else:
+                values.append(empty or total * 0.0)  # NaN for a NaN
+                factors.append(0.0)
+        return values, factors
+
+    def _sub_losses_on_device(self, empty: float) -> tuple[Tensor, list[Tensor]]:
         # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
         means = self.table.mean(0) if len(self.table) > 1 else self.table[0]
         totals, divisors = means[:, 0], means[:, 1]
@@ -279,36 +318,36 @@ class SumExchange:
 
         Communication: one handshake. On an accelerator a gather of the sums, and one of the statistics.
         """
-        table = _table(partials, like, self.world, with_counts=with_counts)
+        world = self.world
+        numbers = _numbers_of(partials, world, with_counts=with_counts)
+        if with_counts or not travels_on_device(like, self.group):
+            own = array("d", _read_numbers(numbers, like, present)).tobytes()
+            own_stats = b"" if row_stats is None else raw_collectives.host_bytes(row_stats.cpu())
+            payloads = self._handshake(own + own_stats, handshake_bytes)
+            if row_stats is not None:
+                sent_stats = [sent[len(own) :] for sent in payloads]
+                payloads = [sent[: len(own)] for sent in payloads]
+                shape, device = (sum(rows_by_rank), row_stats.shape[1]), row_stats.device
+                row_stats = _from_bytes(sent_stats, row_stats.dtype).view(shape).to(device)
+            table = _from_bytes(payloads, torch.float64).view(world, len(partials), -1)
+            return GlobalSums(partials, table), row_stats
+        table = stack_numbers(numbers, like).view(len(partials), -1)
         if present is not None:
             table.mul_(present)
-        may_be_empty = present is not None or any(each.may_count_nothing for each in partials)
-        if with_counts or not travels_on_device(like, self.group):
-            payload = raw_collectives.host_bytes(table.cpu())
-            if row_stats is not None:
-                payload += raw_collectives.host_bytes(row_stats.cpu())
-            payloads = self._handshake(payload, handshake_bytes)
-            everyone = _from_bytes([sent[: table.nbytes] for sent in payloads], table).view(-1, *table.shape)
-            if row_stats is not None:
-                sent_stats = [sent[table.nbytes :] for sent in payloads]
-                shape, device = (sum(rows_by_rank), row_stats.shape[1]), row_stats.device
-                row_stats = _from_bytes(sent_stats, row_stats).view(shape).to(device)
-            return GlobalSums(partials, everyone, may_be_empty), row_stats
         divisors = None
         if current_window() is None:
             self._handshake(b"", handshake_bytes)
         else:
             # the host divides the micro-batches of a window, and waits only for divisors that it does not know
-            own = torch.tensor(
-                HostNumbers([each.share_of(self.world) for each in partials]).read(), dtype=torch.float64
-            )
-            payloads = self._handshake(raw_collectives.host_bytes(own), handshake_bytes)
-            divisors = tuple(_from_bytes(payloads, own).view(-1, len(own)).sum(0).tolist())
-        if row_stats is not None and self.world > 1:
+            shares = array("d", HostNumbers(numbers[1::2]).read())
+            payloads = self._handshake(shares.tobytes(), handshake_bytes)
+            by_rank = _from_bytes(payloads, torch.float64).view(-1, len(shares))
+            divisors = tuple(by_rank.sum(0).tolist())
+        if row_stats is not None and world > 1:
             row_stats = raw_collectives.all_gather_rows(row_stats, list(rows_by_rank), self.group)
-        return GlobalSums(
-            partials, raw_collectives.gather_stacked(table, self.group), may_be_empty, divisors
-        ), row_stats
+        everyone = raw_collectives.gather_stacked(table, self.group)
+        may_be_empty = present is not None or any(each.may_count_nothing for each in partials)
+        return GlobalSums(partials, everyone, may_be_empty, divisors), row_stats
 
     def _handshake(self, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
         return handshake.all_gather(
@@ -316,18 +355,23 @@ class SumExchange:
         )
 
 
-def _from_bytes(payloads: Sequence[bytes], like: Tensor) -> Tensor:
-    """Return the numbers in all ranks' payloads, 1-D on the host, in the dtype of ``like``."""
-    data = bytearray(b"".join(payloads))
-    return torch.frombuffer(data, dtype=like.dtype) if data else torch.empty(0, dtype=like.dtype)
+def _from_bytes(payloads: Sequence[bytes], dtype: torch.dtype) -> Tensor:
+    """Return the numbers in all ranks' payloads, 1-D on the host."""
+    data = bytearray().join(payloads)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def sums_of_all_rows(partials: Sequence[PartialSum], like: Tensor) -> GlobalSums:
     """Return the sums that every rank computes from all rows, as if there were one rank."""
-    table, divisors = _table(partials, like, 1, with_counts=False).unsqueeze(0), None
+    numbers = _numbers_of(partials, 1, with_counts=False)
+    if like.is_cpu:
+        table = torch.tensor(_read_numbers(numbers, like, None), dtype=torch.float64)
+        return GlobalSums(partials, table.view(1, len(partials), -1))
+    table, divisors = stack_numbers(numbers, like).view(1, len(partials), -1), None
     if current_window() is not None:
-        divisors = tuple(HostNumbers([each.share_of(1) for each in partials]).read())
-    return GlobalSums(partials, table, any(each.may_count_nothing for each in partials), divisors)
+        divisors = tuple(HostNumbers(numbers[1::2]).read())
+    may_be_empty = any(each.may_count_nothing for each in partials)
+    return GlobalSums(partials, table, may_be_empty, divisors)
 
 
 # ---------------------------------------------------------------------- the global loss
@@ -345,14 +389,17 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
         0-dim, the same number on every rank.
     """
     values, factors = sums.sub_losses(empty)
-    value = values[0] if len(values) == 1 else values.sum()
-    dtype = sums.partials[0].total.dtype
-    factors = [factor.to(dtype) for factor in factors]
+    if isinstance(values, Tensor):
+        dtype = sums.partials[0].total.dtype
+        factors = [factor.to(dtype) for factor in factors]
     totals = [each.total for each in sums.partials]
     # sums of one rank hold all rows, which an exchange has gathered if there are more ranks
-    once = "GlobalBatchLoss" if len(sums.table) > 1 else None
+    once = "GlobalBatchLoss" if sums.table.shape[0] > 1 else None
     window = current_window()
     if window_source is None or window is None:
+        value = values[0]
+        if len(values) > 1:
+            value = values.sum() if isinstance(values, Tensor) else sum(values)
         result = value_with_grad(value, *totals, factors=factors, once=once)
         if window_source is not None:
             note_parts(result, sums.window_parts)
@@ -386,7 +433,7 @@ def global_quotient(
         totals = raw_collectives.gather_stacked(own, group)
     else:
         own = own.cpu()
-        totals = _from_bytes(handshake(raw_collectives.host_bytes(own)), own)
+        totals = _from_bytes(handshake(raw_collectives.host_bytes(own)), own.dtype)
     return value_with_grad(totals.sum() / divisor, share)
 
 
@@ -397,16 +444,16 @@ def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
 
 
 def value_with_grad(
-    value: Tensor,
+    value: float | Tensor,
     *inputs: Tensor | None,
-    factors: Sequence[Tensor] | None = None,
+    factors: Sequence[float | Tensor] | None = None,
     vjp: Callable[[Sequence[bool]], Gradients] | None = None,
     once: str | None = None,
 ) -> Tensor:
     """Return a number with a separately computed gradient.
 
     Args:
-        value: The number, 0-dim. With one input it may be a tensor of its shape.
+        value: The number, on the host or 0-dim. With one input it may be a tensor of its shape.
         inputs: Tensors that it depends on. The first one sets dtype and device.
         factors: The derivative of the number by each of the inputs. None: there is one input, and it is 1.
         vjp: Computes these derivatives in backward instead: which inputs want a gradient -> the derivative by each of them.
@@ -425,8 +472,8 @@ class _ValueWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        value: Tensor,
-        factors: Sequence[Tensor] | None,
+        value: float | Tensor,
+        factors: Sequence[float | Tensor] | None,
         vjp: Callable[[Sequence[bool]], Gradients] | None,
         once: str | None,
         *inputs: Tensor | None,
@@ -438,9 +485,10 @@ class _ValueWithGrad(torch.autograd.Function):
             ctx.save_for_backward(*inputs)
         like = inputs[0]
         assert like is not None
-        if value.device == like.device:
+        if isinstance(value, Tensor) and value.device == like.device:
             return value.to(like.dtype, copy=True)
-        return like.new_full((), value.item())
+        number = value.item() if isinstance(value, Tensor) else value
+        return like.new_full((), number)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
