@@ -25,7 +25,7 @@ import operator
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -98,12 +98,10 @@ class Configuration:
 
     def weights(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return parameters and buffers of the module that was read last, one that is held twice twice."""
-        parameters: list[Tensor] = []
         buffers: list[Tensor] = []
-        for own_parameters, own_buffers in self._snapshot.slots:
-            parameters += [parameter for parameter in own_parameters.values() if parameter is not None]
-            buffers += [buffer for buffer in own_buffers.values() if buffer is not None]
-        return parameters, buffers
+        for slots in self._snapshot.buffer_slots:
+            buffers += [buffer for buffer in slots.values() if buffer is not None]
+        return self._snapshot.parameters, buffers
 
     def follow(self, module: nn.Module) -> None:
         """Note the values after the module's own forward. What it changed is state."""
@@ -130,22 +128,26 @@ class _Snapshot:
         values: What the walk has read.
 
     Attributes:
-        slots: Parameters and buffers by name, of the module and of each one inside it.
+        parameters: Parameters of the module and of each one inside it.
+        buffer_slots: Their buffers by name. A forward may replace them.
     """
 
     def __init__(self, module: nn.Module | None = None, values: Mapping[AttributeKey, Any] | None = None) -> None:
         self._module = module
-        self._parts: list[tuple[Callable[[], Collection[Any]], tuple[Any, ...]]] = []
-        self.slots: list[tuple[Mapping[str, Tensor | None], Mapping[str, Tensor | None]]] = []
+        self._parts: list[Callable[[], Iterable[Any]]] = []
+        self.parameters: list[Tensor] = []
+        self.buffer_slots: list[Mapping[str, Tensor | None]] = []
         for each in () if module is None else module.modules():
-            self.slots.append((compat.parameter_slots(each), compat.buffer_slots(each)))
+            own_parameters = compat.parameter_slots(each).values()
+            self.parameters += [parameter for parameter in own_parameters if parameter is not None]
+            self.buffer_slots.append(compat.buffer_slots(each))
             attributes = vars(each)
             # a metric's states are other objects after each update
-            own: Callable[[], Collection[Any]] = attributes.values
+            own: Callable[[], Iterable[Any]] = attributes.values
             if _is_metric(each):
                 own = partial(_options_of, attributes, [name for name in attributes if _may_be_option(each, name)])
-            slots = attributes["_modules"].values, attributes["_parameters"].values
-            self._parts += [(part, tuple(part())) for part in (own, *slots)]
+            self._parts += (own, attributes["_modules"].values, attributes["_parameters"].values)
+        self._objects = self._current_objects()
         # values that may change in place
         modules = {} if module is None else dict(module.named_modules())
         changeable = [(key, read) for key, read in (values or {}).items() if not isinstance(read, (*_PLAIN, _Shape))]
@@ -155,11 +157,16 @@ class _Snapshot:
         """Return whether a walk of this module would find the same values."""
         if self._module is not module:
             return False
-        for part, before in self._parts:
-            now = part()
-            if len(now) != len(before) or not all(map(operator.is_, now, before)):
-                return False
-        return all(_read(value) == read for value, read in self._read)
+        objects = self._current_objects()
+        if len(objects) != len(self._objects) or not all(map(operator.is_, objects, self._objects)):
+            return False
+        return all([_read(value) == read for value, read in self._read])
+
+    def _current_objects(self) -> list[Any]:
+        objects: list[Any] = []
+        for part in self._parts:
+            objects += part()
+        return objects
 
 
 def _options_of(attributes: Mapping[str, Any], names: Sequence[str]) -> list[Any]:

@@ -186,7 +186,10 @@ class ValueReading:
         Raises:
             InputError: naming that call.
         """
-        late, self._late = self._late, []
+        if not self._late:
+            return
+        late = self._late
+        self._late = []
         for values, judge in late:
             judge(values.read())
 
@@ -208,7 +211,7 @@ def readings_in(module: nn.Module) -> list[ValueReading]:
 
 def on_host(given: Iterable[Tensor]) -> bool:
     """Return whether all of these tensors are on the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in given)
+    return all([tensor.is_cpu for tensor in given])
 
 
 def check_devices(

@@ -51,12 +51,15 @@ class Signature(NamedTuple):
             batch_dims: Dimension that counts samples, by position or name (default 0). None: all dimensions are part of the signature.
         """
         tensors: list[Tensor] = []
-        values = [*args, *kwargs.values()]
-        dims = batch_dims or {}
         arguments: list[Any] = [len(args), *kwargs]
-        for name, value in zip((*range(len(args)), *kwargs), values, strict=True):
-            first = next(index for index, other in enumerate(values) if other is value)
-            arguments += (first, _form(value, dims.get(name, 0), tensors))
+        names = [*range(len(args)), *kwargs]
+        first_places: dict[int, int] = {}  # of each object among the arguments
+        batch_dim: int | None = 0
+        for place, value in enumerate((*args, *kwargs.values())):
+            if batch_dims:
+                batch_dim = batch_dims.get(names[place], 0)
+            arguments.append(first_places.setdefault(id(value), place))
+            arguments.append(_form(value, batch_dim, tensors))
         forms = []
         for weight in weights:
             shape = () if is_lazy(weight) else weight.shape

@@ -17,6 +17,7 @@ Legend: ``B`` rows on this rank, ``D`` embedding size, ``S_r`` and ``n_r`` this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -153,11 +154,12 @@ def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
 # ---------------------------------------------------------------------- torch.nn
 
 
-def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartialSum:
+def torch_partial_sum(loss: Any, rows: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartialSum:
     """Return the sum of this rank's elements, and its part of the global divisor.
 
     Args:
         loss: A loss of torch.nn with ``reduction`` "mean", "batchmean" or "sum".
+        rows: The first one of its inputs.
         args: Its inputs, this rank's rows.
         kwargs: Its inputs by keyword.
 
@@ -166,13 +168,13 @@ def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     # element losses: the loss itself, unreduced
     reduction = loss.reduction
-    loss.reduction = "none"
+    object.__setattr__(loss, "reduction", "none")  # a module's own way to set an attribute takes longer
     try:
         losses = loss(*args, **kwargs)
     finally:
-        loss.reduction = reduction
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-    _refuse_broadcast(loss, batches, losses)
+        object.__setattr__(loss, "reduction", reduction)
+    if losses.numel() > rows.numel():
+        _refuse_broadcast(loss, (*args, *kwargs.values()), losses)
     return PartialSum(losses.sum(), _torch_divisor(loss, losses, args, kwargs))
 
 
@@ -189,8 +191,9 @@ def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dic
     return losses.numel()
 
 
-def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
+def _refuse_broadcast(loss: Any, given: Sequence[Any], losses: Tensor) -> None:
     """Refuse (n, 1) with (n,): it makes n x n differences in one process, and a rank would see those of its rows alone."""
+    batches = [value for value in given if isinstance(value, Tensor) and value.ndim]
     if not batches or losses.numel() <= max(batch.numel() for batch in batches):
         return
     dimensions = {batch.ndim for batch in batches if batch.shape[0] == batches[0].shape[0]}

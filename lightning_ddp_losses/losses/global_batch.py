@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, Signature
@@ -273,7 +272,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if rules.is_pml:
             names = (*own_rules.names[: len(args)], *kwargs)
             given = dict(zip(own_rules.names, args, strict=False)) | kwargs
-        own_buffers = buffers if isinstance(loss, TORCH_LOSS_TYPES) else []
+        own_buffers = buffers if rules.is_torchs else []
         inputs.check_devices(title, given, parameters, buffers=own_buffers)
         inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
         if mode not in rules.modes:
@@ -301,13 +300,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tensors: list[Tensor],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Refuse values that the loss cannot take, and return the arguments with labels that an accelerator survives."""
-        are_read = self.value_reading.next_call(tensors)
         if plan.has_label_rows and rules.arguments.are_class_labels:
             gathered_call.refuse_labels(
                 self._title, self.loss, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
             )
         if plan.num_classes is None:
             return args, kwargs
+        are_read = self.value_reading.next_call(tensors)
         embeddings = inputs.given_argument(args, kwargs, 0, "embeddings")
         labels = inputs.given_argument(args, kwargs, 1, "labels")
         if isinstance(embeddings, Tensor) and isinstance(labels, Tensor):
@@ -321,19 +320,18 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Return values of a call that must be equal on all ranks, and take the notes of the last backward."""
         must_match: dict[str, object] = {"configuration": rules.configuration, "which": self._instance}
         must_match |= micro_batch_to_match()
-        weights = self._weights.take([*parameters, *self._own_buffers()], self._group)
+        weights = parameters
+        if rules.is_torchs:
+            own_buffers = compat.buffer_slots(self.loss).values()
+            weights = [*parameters, *filter(torch.is_tensor, own_buffers)]
         if weights:
-            must_match["weights"] = weights
+            fingerprint = self._weights.take(weights, self._group)
+            if fingerprint:
+                must_match["weights"] = fingerprint
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return must_match
-
-    def _own_buffers(self) -> list[Tensor]:
-        """Return the buffers of torch's own losses: class weights, which are options."""
-        if not isinstance(self.loss, TORCH_LOSS_TYPES):
-            return []
-        return [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
 
     def _evaluate(
         self, rules: LossPlan, plan: CallPlan, must_match: dict[str, object], /, *args: Any, **kwargs: Any
@@ -352,7 +350,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         args, kwargs, mode = call.args, call.kwargs, call.plan.mode
         if mode == "elements":
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            return by_elements(self.loss, self._exchange(call, rows), args, kwargs)
+            return by_elements(self.loss, call.rules, self._exchange(call, rows), rows, args, kwargs)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             return by_moments(self.loss, views, self._group)
@@ -371,7 +369,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.loss and are_of_samples:
-            return by_elements(self.loss, self._exchange(call, given["embeddings"]), (), given)
+            rows = given["embeddings"]
+            return by_elements(loss, rules, self._exchange(call, rows), rows, (), given)
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
         how: Backward | BackwardChoice = self.backward
         if mode == "rows":
@@ -380,13 +379,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         batches = CallBatches.of(loss, given)
         gathered = self._gather(call, batches.tensors, how)
         rank = process_groups.rank(self._group)
-        rows = PMLCall(loss, facts, given, batches, gathered, rank, two_views=two_views)
-        value = self._evaluate_gathered(call, loss, rows)
+        global_call = PMLCall(loss, facts, given, batches, gathered, rank, two_views=two_views)
+        value = self._evaluate_gathered(call, loss, global_call)
         # last: if warnings are errors, peers are not in the middle of the evaluation
         if not self._warned and self._seeds.number <= _WATCHED_CALLS:
-            self._warn_identities(rows)
+            self._warn_identities(global_call)
         if not self._warned and facts.pairs_views:
-            self._warn_moved_pairs(rows)
+            self._warn_moved_pairs(global_call)
         return value
 
     def _backward_of_rows(self, rules: LossPlan, counts: dict[str, list[int]]) -> Backward:
@@ -407,7 +406,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 options = self.tile_bytes, self._tile_compiler, form
                 return TiledCall(loss, rules.tiles, call, exchange, *options).run()
             if call.rows_possible():
-                return by_rows(loss, exchange, call, self.tile_bytes)
+                return by_rows(loss, rules, exchange, call, self.tile_bytes)
         # the full loss on every rank
         if self.queue_position is not None:
             expect(
