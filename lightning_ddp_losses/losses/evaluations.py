@@ -120,12 +120,9 @@ def replicated(
         draws: True if it may draw random numbers: those of rank 0. To save and restore generators takes as long as a small loss.
         writes_distances: True if it writes into its distances, which backward needs.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autograd_graph.inside_global_batch())
-        if draws:
-            stack.enter_context(same_draws(call.seed, call.batches))
-        if writes_distances:
-            stack.enter_context(_copied_distances(loss))
+    drawing = same_draws(call.seed, call.batches) if draws else contextlib.nullcontext()
+    writing = _copied_distances(loss) if writes_distances else contextlib.nullcontext()
+    with autograd_graph.inside_global_batch(), drawing, writing:
         return loss(*call.args, **call.kwargs)
 
 

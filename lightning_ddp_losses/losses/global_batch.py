@@ -17,7 +17,7 @@ from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
+from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
@@ -274,7 +274,9 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             given = dict(zip(own_rules.names, args, strict=False)) | kwargs
         own_buffers = buffers if rules.is_torchs else []
         inputs.check_devices(title, given, parameters, buffers=own_buffers)
-        inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
+        num_classes = inputs.classes_of(loss)
+        if num_classes is not None:
+            inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
         if mode not in rules.modes:
             raise not_exact(title, mode, rules.modes)
         if rules.is_pml:
@@ -287,7 +289,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
-            num_classes=inputs.classes_of(loss),
+            num_classes=num_classes,
             has_label_rows=gathered_call.has_label_rows(given),
         )
 
@@ -563,7 +565,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers])
             plan = self._plans.get(signature)
             if plan is None:
-                plan = self._plan_call(args, kwargs, tensors)
+                plan = self._plan_call(args, kwargs, parameters, tensors)
                 self._plans.add(signature, plan)
             if plan.has_label_rows:
                 gathered_call.by_name(self._title, self.miner, plan.arguments, args, kwargs)
@@ -571,18 +573,21 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             given = {name: value for name, value in by_place if value is not None}
             must_match = {"which": self._instance, "configuration": configuration}
             mine = partial(self._mine, plan, must_match)
-            return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
+            return plan.precision.run(self, mine, (), given, parameters, tensors)  # type: ignore[no-any-return]
 
-    def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> MinerPlan:
+    def _plan_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor], tensors: list[Tensor]
+    ) -> MinerPlan:
         """Refuse what no call of this signature may be, and decide what all of them have in common."""
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         rules = ArgumentRules.of(self.miner, names)
         given = gathered_call.by_name(self._title, self.miner, rules, args, kwargs)
-        inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
+        inputs.check_devices(self._title, given, parameters)
         return MinerPlan(
             arguments=rules,
             names=(*rules.names[: len(args)], *kwargs),
             facts=pml_registry.facts_of(self.miner),
+            precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             has_label_rows=gathered_call.has_label_rows(given),
         )

@@ -147,6 +147,7 @@ class MinerPlan:
         arguments: What its arguments may be.
         names: Names of the arguments, in order.
         facts: Facts of its class.
+        precision: How the miner computes in full precision.
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
         has_label_rows: True if labels have several columns.
         layout: Layout of the rows that are gathered. None: no call has gathered yet.
@@ -155,6 +156,7 @@ class MinerPlan:
     arguments: ArgumentRules
     names: tuple[str, ...]
     facts: LossFacts
+    precision: FullPrecisionPlan
     narrow_dtype: torch.dtype | None
     has_label_rows: bool
     layout: BatchLayout | None = None
