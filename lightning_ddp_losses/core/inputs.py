@@ -211,7 +211,7 @@ def readings_in(module: nn.Module) -> list[ValueReading]:
 
 def on_host(given: Iterable[Tensor]) -> bool:
     """Return whether all of these tensors are on the CPU."""
-    return all([tensor.is_cpu for tensor in given])
+    return all(tensor.is_cpu for tensor in given)
 
 
 def check_devices(
@@ -407,7 +407,7 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
 
 
 def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
-    if not any([cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__]):
+    if not any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__):
         return None
     for name in _WIDTH_DIM:
         parameter = getattr(loss, name, None)

@@ -74,9 +74,7 @@ def by_moments(loss: Any, views: Sequence[Tensor], group: Group) -> Tensor:
     return vicreg(first, second, **weights, eps=loss.eps, group=group)
 
 
-def by_rows(
-    loss: Any, rules: LossPlan, exchange: SumExchange, call: PMLCall, chunk_bytes: int | None = None
-) -> Tensor:
+def by_rows(loss: Any, rules: LossPlan, exchange: SumExchange, call: PMLCall, chunk_bytes: int | None = None) -> Tensor:
     """Return the global loss that is a sum over anchors, by PML's formula: each rank its own anchors.
 
     Args:

@@ -549,7 +549,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self._seeds = SeedCounter()
         self._configuration = Configuration()
         self._plans: Plans[MinerPlan] = Plans()
-        self._walks = 0  # of the configuration, when the plans were made
+        self._changes = 0  # of the configuration, when the plans were made
 
     @eager_recursive
     @torch.no_grad()
@@ -558,9 +558,9 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
             configuration = self._configuration.read(self.miner)
-            if self._walks != self._configuration.walks:
+            if self._changes != self._configuration.changes:
                 self._plans.clear()
-                self._walks = self._configuration.walks
+                self._changes = self._configuration.changes
             parameters, buffers = self._configuration.weights()
             signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers])
             plan = self._plans.get(signature)

@@ -172,7 +172,7 @@ def _read_numbers(numbers: Sequence[float | Tensor], like: Tensor, present: Tens
         table = stack_numbers(numbers, like)
         if present is not None:
             table.mul_(present)
-        return table.tolist()  # type: ignore[no-any-return]
+        return table.tolist()
     factor = 1.0 if present is None else present.item()
     found = []
     for number in numbers:
@@ -215,7 +215,8 @@ class GlobalSums:
     def sub_losses(self, empty: float = 0.0) -> tuple[Any, list[Any]]:
         """Return the value of each sub-loss and its factor, as ``reduce`` does.
 
-        On the host both are lists of numbers. On an accelerator values are one tensor, (s,), and factors 0-dim tensors: it is not waited for.
+        On the host both are lists of numbers. On an accelerator, which is not waited for, values are one tensor, (s,), and factors
+        0-dim tensors.
         """
         if not self.table.is_cpu:
             return self._sub_losses_on_device(empty)

@@ -183,7 +183,7 @@ class LossPlans:
             others: Further values that plans of calls follow from.
         """
         configuration = self.configuration.read(loss)
-        source = (self.configuration.walks, pml_registry.registrations(), backward, others)
+        source = (self.configuration.changes, pml_registry.registrations(), backward, others)
         if self._plan is None or source != self._source:
             plan = LossPlan.of(loss, backward, configuration, self.configuration.unread)
             # an option that no rule follows from leaves the plans of calls
