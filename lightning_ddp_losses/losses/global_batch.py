@@ -274,9 +274,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             given = dict(zip(own_rules.names, args, strict=False)) | kwargs
         own_buffers = buffers if rules.is_torchs else []
         inputs.check_devices(title, given, parameters, buffers=own_buffers)
-        num_classes = inputs.classes_of(loss)
-        if num_classes is not None:
-            inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
+        inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
         if mode not in rules.modes:
             raise not_exact(title, mode, rules.modes)
         if rules.is_pml:
@@ -289,7 +287,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
-            num_classes=num_classes,
+            num_classes=inputs.classes_of(loss),
             has_label_rows=gathered_call.has_label_rows(given),
         )
 

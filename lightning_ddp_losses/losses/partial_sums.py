@@ -585,38 +585,38 @@ def global_mean(
     watch = UpstreamGradWatch.of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
-    numbers = counts if on_device else [*counts, *totals.detach().reshape(-1).tolist()]
-    form = struct.Struct(f"<?{len(numbers)}d")
-    agreement = _agreement(title, total.shape, dtype, total.device.type, torch.is_grad_enabled())
+    numbers = counts if on_device else [*counts, *totals.detach().view(-1).tolist()]
+    agreement, form = _plan_of_means(
+        title, total.shape, dtype, total.device.type, torch.is_grad_enabled(), len(numbers)
+    )
     must_match = {"empty": empty, "coefficient of the last backward": watch.take(), **micro_batch_to_match()}
     if scale != 1.0:
         must_match["gradients end as"] = reduction
     payloads = handshake.all_gather(agreement, must_match, form.pack(has_graph, *numbers), group=group)
     flags, *columns = zip(*map(form.unpack, payloads), strict=True)
     _refuse_partial_graph(title, flags)
-    # 3. the means, and the weight of each rank's sum in them
-    sums = list(map(math.fsum, columns))
-    global_counts, known_totals = sums[: len(counts)], sums[len(counts) :]
+    # 3. the means, and the factor of this rank's sum in their gradients
+    sums = list(map(sum, columns))
+    global_counts = sums[: len(counts)]
+    known_totals = sums[len(counts) :]
     global_totals: Sequence[Any] = known_totals
     if on_device:
-        wide = totals.detach().reshape(-1).to(wide_float(totals.device))
+        wide = totals.detach().view(-1).to(wide_float(totals.device))
         global_totals = raw_collectives.gather_stacked(wide, group).sum(0).unbind()
-    values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
-    value = stack_numbers(values, totals).to(dtype) if on_device else totals.new_tensor(values)
-    value = value.view(totals.shape)
-    weights = [1.0 / n if n else 0.0 for n in global_counts]
+    world = len(payloads)
+    values = [s / n if n else empty for s, n in zip(global_totals, global_counts, strict=True)]
+    factors = [world / n if n else 0.0 for n in global_counts]
+    value = _as_shape_of(totals, values)
     # in an accumulation window: as parts of all its micro-batches
     window, call = current_window(), None
     parts = functools.partial(_window_parts, global_counts, known_totals)
     if window is not None and has_graph:
         call = window.enter(name or "", title, parts())
         if call.values is not None:
-            value = totals.new_tensor(call.values).view(totals.shape)
+            value = _as_shape_of(totals, call.values)
     # 4. the numbers, with W times this rank's part of their gradients
-    # a single number needs no tensor
-    share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)
-    graph = for_mean_over_ranks(totals, group) * share
-    mean = value_with_grad(value, graph, once=title if process_groups.world_size(group) > 1 else None)
+    factor = _as_shape_of(totals, factors)
+    mean = value_with_grad(value, totals, factors=[factor], once=title if world > 1 else None)
     note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
@@ -624,11 +624,23 @@ def global_mean(
     return watch.watch(mean, group=group, scale=scale)  # type: ignore[no-any-return]
 
 
+def _as_shape_of(totals: Tensor, numbers: Sequence[float | Tensor]) -> Any:
+    """Return numbers as a tensor like ``totals``. A single number needs no tensor."""
+    if totals.ndim == 0:
+        return numbers[0]
+    if any(isinstance(number, Tensor) for number in numbers):
+        return stack_numbers(numbers, totals).to(totals.dtype)
+    return totals.new_tensor(numbers)
+
+
 @functools.lru_cache(maxsize=32)
-def _agreement(title: str, shape: torch.Size, dtype: torch.dtype, device_type: str, has_gradients: bool) -> Agreement:
-    """Return what the ranks agree on in all means of one shape. Values of a call are compared next to it."""
+def _plan_of_means(
+    title: str, shape: torch.Size, dtype: torch.dtype, device_type: str, has_gradients: bool, numbers: int
+) -> tuple[Agreement, struct.Struct]:
+    """Return what the ranks agree on in all means of one shape, next to the values of a call, and the form of what they send."""
     gradients = "on" if has_gradients else "off"
-    return Agreement(title, {"total": f"{tuple(shape)} {dtype} {device_type}", "gradients": gradients})
+    agreement = Agreement(title, {"total": f"{tuple(shape)} {dtype} {device_type}", "gradients": gradients})
+    return agreement, struct.Struct(f"<?{numbers}d")
 
 
 def _window_parts(counts: Sequence[float], totals: Sequence[float]) -> list[WindowPart]:
