@@ -419,13 +419,7 @@ class UpstreamGradWatch:
             watches.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
-        noted: list[float] | HostCopy
-        if not grad.is_cpu:
-            noted = HostCopy(grad)
-        elif grad.ndim:
-            noted = grad.tolist()
-        else:
-            noted = [grad.item()]
+        noted = grad.reshape(-1).tolist() if grad.is_cpu else HostCopy(grad)
         failures = process_groups.failures(self._group)
         self._noted.append(_NotedGrad(noted, next(_note_numbers), failures))
 

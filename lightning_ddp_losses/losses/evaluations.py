@@ -23,7 +23,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -196,32 +196,14 @@ def _rows_of_a_chunk(loss: nn.Module, call: PMLCall, positives: Tensor, negative
     return max(1, int(size))
 
 
-class _HostNumber(NamedTuple):
-    """A 0-dim tensor of the CPU as a number and its dtype, without loss."""
-
-    number: Any
-    dtype: torch.dtype
-
-
 def _on_host(partial: PartialSum) -> PartialSum:
     """Return a partial sum whose tensors on the CPU are numbers. Others stay on their accelerator."""
 
     def stored(value: Any) -> Any:
-        is_on_cpu = isinstance(value, Tensor) and value.is_cpu
-        return _HostNumber(value.item(), value.dtype) if is_on_cpu else value
+        return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
     counts = partial_sums.ElementCounts(*map(stored, partial.counts))
     return replace(partial, total=stored(partial.total), divisor=stored(partial.divisor), counts=counts)
-
-
-def _as_tensors(partial: PartialSum) -> PartialSum:
-    """Return what ``_on_host`` was given."""
-
-    def tensor(value: Any) -> Any:
-        return torch.tensor(value.number, dtype=value.dtype) if isinstance(value, _HostNumber) else value
-
-    counts = partial_sums.ElementCounts(*map(tensor, partial.counts))
-    return replace(partial, total=tensor(partial.total), divisor=tensor(partial.divisor), counts=counts)
 
 
 class RowChunks:
@@ -254,7 +236,7 @@ class RowChunks:
                 [_on_host(partial) for partial in self._partials(chunk, embeddings[chunk], references)]
                 for chunk in self._chunks
             ]
-        by_sub_loss = [[_as_tensors(partial) for partial in partials] for partials in zip(*by_chunk, strict=True)]
+        by_sub_loss = list(zip(*by_chunk, strict=True))
         # a full term counts once, in the first chunk that has it
         for partials in by_sub_loss:
             owners = (number for number, partial in enumerate(partials) if partial.full)

@@ -61,7 +61,7 @@ class PreparedCall(NamedTuple):
     """One call whose arguments were checked on this rank.
 
     Attributes:
-        args: Positional arguments, in the dtype of the computation.
+        args: Positional arguments. The evaluation gets them in the dtype of the computation.
         kwargs: Arguments by name.
         rules: Rules for all calls of the loss.
         plan: Rules for the calls with this signature.
@@ -240,11 +240,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 self._plans.of_calls.add(signature, plan)
             # 2. what its values decide
             args, kwargs = self._check_values(rules, plan, args, kwargs, tensors)
-            must_match = self._take_must_match(rules, parameters)
+            call = PreparedCall(args, kwargs, rules, plan, self._take_must_match(rules, parameters))
             # 3. the loss over all ranks, in full precision
-            evaluate = partial(self._evaluate, rules, plan, must_match)
             try:
-                value = plan.precision.run(self, evaluate, args, kwargs, parameters, tensors)
+                value = plan.precision.run(self, self._evaluate, (call,), {}, parameters, tensors)
             finally:
                 self._plans.configuration.follow(self.loss)
         remember_global_value(value, self._title)
@@ -333,11 +332,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return must_match
 
-    def _evaluate(
-        self, rules: LossPlan, plan: CallPlan, must_match: dict[str, object], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _evaluate(self, call: PreparedCall) -> Any:
         """Evaluate the loss over the rows of all ranks."""
-        call = PreparedCall(args, kwargs, rules, plan, must_match)
         value = self._evaluate_pml(call) if call.rules.is_pml else self._evaluate_torch(call)
         if self.queue_position is not None:
             self.queue_position.update_()
@@ -570,8 +566,8 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             by_place = zip(plan.names, (*args, *kwargs.values()), strict=True)
             given = {name: value for name, value in by_place if value is not None}
             must_match = {"which": self._instance, "configuration": configuration}
-            mine = partial(self._mine, plan, must_match)
-            return plan.precision.run(self, mine, (), given, parameters, tensors)  # type: ignore[no-any-return]
+            call = plan, must_match, given
+            return plan.precision.run(self, self._mine, call, {}, parameters, tensors)  # type: ignore[no-any-return]
 
     def _plan_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor], tensors: list[Tensor]
@@ -590,7 +586,7 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
             has_label_rows=gathered_call.has_label_rows(given),
         )
 
-    def _mine(self, plan: MinerPlan, must_match: dict[str, object], /, **given: Any) -> GlobalTuples:
+    def _mine(self, plan: MinerPlan, must_match: dict[str, object], given: dict[str, Any]) -> GlobalTuples:
         batches = CallBatches.of(self.miner, given)
         if plan.layout is None:
             plan.layout = BatchLayout.of(self._title, batches.tensors)

@@ -97,14 +97,14 @@ class PartialSum:
     """This rank's part of one sub-loss.
 
     Attributes:
-        total: S_r, 0-dim, with its graph. The sub-loss itself if it is ``full``.
+        total: S_r, 0-dim, with its graph, or a number of the host without one. The sub-loss itself if it is ``full``.
         divisor: n_r, a number if the host has counted it, else 0-dim. None: the sum is not divided.
         full: Every rank computes the same complete value. It is neither divided nor summed.
         name: Name of the sub-loss.
         counts: Numbers that pytorch-metric-learning records.
     """
 
-    total: Tensor
+    total: Any
     divisor: float | Tensor | None = None
     full: bool = False
     name: str = "loss"
@@ -128,11 +128,20 @@ class PartialSum:
 
 def sum_of(parts: Sequence[PartialSum]) -> PartialSum:
     """Return one sub-loss, which is not ``full``, from its parts."""
-    total = torch.stack([part.total for part in parts]).sum()
+    total = _sum_of([part.total for part in parts])
     divisors = [part.divisor for part in parts if part.divisor is not None]
     divisor = sum(divisors) if divisors else None
     columns = zip(*(part.counts for part in parts), strict=True)
     return PartialSum(total, divisor, name=parts[0].name, counts=ElementCounts(*map(sum, columns)))
+
+
+def _sum_of(numbers: Any) -> Any:
+    """Return the sum of numbers of the host, or of 0-dim tensors in a list or in one tensor."""
+    if len(numbers) == 1:
+        return numbers[0]
+    if isinstance(numbers, list) and isinstance(numbers[0], Tensor):
+        numbers = torch.stack(numbers)
+    return numbers.sum() if isinstance(numbers, Tensor) else sum(numbers)
 
 
 def host_number(number: float) -> Tensor:
@@ -168,17 +177,12 @@ def _numbers_of(partials: Sequence[PartialSum], world: int, *, with_counts: bool
 
 def _read_numbers(numbers: Sequence[float | Tensor], like: Tensor, present: Tensor | None) -> list[float]:
     """Return numbers on the host, times ``present``. An accelerator is waited for once."""
-    if not like.is_cpu:
-        table = stack_numbers(numbers, like)
-        if present is not None:
-            table.mul_(present)
-        return table.tolist()
-    factor = 1.0 if present is None else present.item()
-    found = []
-    for number in numbers:
-        value = number.item() if isinstance(number, Tensor) else number
-        found.append(value * factor)
-    return found
+    if like.is_cpu and present is None:
+        return [number.item() if isinstance(number, Tensor) else number for number in numbers]
+    table = stack_numbers(numbers, like)
+    if present is not None:
+        table.mul_(present)
+    return table.tolist()
 
 
 # ---------------------------------------------------------------------- numbers of all ranks
@@ -207,10 +211,11 @@ class GlobalSums:
             empty: Value of an empty mean on all ranks: 0 in pytorch-metric-learning, not a number in torch.
         """
         values, factors = self.sub_losses(empty)
-        if isinstance(values, Tensor):
-            return values[0] if len(values) == 1 else values.sum(), factors
-        numbers = torch.tensor([sum(values), *factors], dtype=torch.float64).unbind()
-        return numbers[0], list(numbers[1:])
+        value = _sum_of(values)
+        if isinstance(value, Tensor):
+            return value, factors
+        value, *factors = torch.tensor([value, *factors], dtype=torch.float64).unbind()
+        return value, factors
 
     def sub_losses(self, empty: float = 0.0) -> tuple[Any, list[Any]]:
         """Return the value of each sub-loss and its factor, as ``reduce`` does.
@@ -365,9 +370,6 @@ def _from_bytes(payloads: Sequence[bytes], dtype: torch.dtype) -> Tensor:
 def sums_of_all_rows(partials: Sequence[PartialSum], like: Tensor) -> GlobalSums:
     """Return the sums that every rank computes from all rows, as if there were one rank."""
     numbers = _numbers_of(partials, 1, with_counts=False)
-    if like.is_cpu:
-        table = torch.tensor(_read_numbers(numbers, like, None), dtype=torch.float64)
-        return GlobalSums(partials, table.view(1, len(partials), -1))
     table, divisors = stack_numbers(numbers, like).view(1, len(partials), -1), None
     if current_window() is not None:
         divisors = tuple(HostNumbers(numbers[1::2]).read())
@@ -398,10 +400,7 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
     once = "GlobalBatchLoss" if sums.table.shape[0] > 1 else None
     window = current_window()
     if window_source is None or window is None:
-        value = values[0]
-        if len(values) > 1:
-            value = values.sum() if isinstance(values, Tensor) else sum(values)
-        result = value_with_grad(value, *totals, factors=factors, once=once)
+        result = value_with_grad(_sum_of(values), *totals, factors=factors, once=once)
         if window_source is not None:
             note_parts(result, sums.window_parts)
         return result
@@ -486,10 +485,11 @@ class _ValueWithGrad(torch.autograd.Function):
             ctx.save_for_backward(*inputs)
         like = inputs[0]
         assert like is not None
-        if isinstance(value, Tensor) and value.device == like.device:
-            return value.to(like.dtype, copy=True)
-        number = value.item() if isinstance(value, Tensor) else value
-        return like.new_full((), number)
+        if isinstance(value, Tensor):
+            if value.device == like.device:
+                return value.to(like.dtype, copy=True)
+            value = value.item()
+        return like.new_full((), value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
