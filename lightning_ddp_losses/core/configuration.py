@@ -139,74 +139,72 @@ class _Snapshot:
         self.buffer_slots: list[Mapping[str, Tensor | None]] = []
         self._attributes: list[tuple[dict[str, Any], list[str]]] = []  # of each module, with the names of its options
         self._sized: list[dict[str, Any]] = []
-        self._keys: list[AttributeKey] = []
+        self._keys: list[AttributeKey | None] = []  # of each object. None: it is a module or a parameter
         for path, each in () if module is None else module.named_modules():
             attributes = vars(each)
+            parameters = compat.parameter_slots(each)
             names = [name for name in attributes if _may_be_option(each, name)]
             self._attributes.append((attributes, names))
             self._keys += [(path, name) for name in names]
+            self._keys += [None] * (len(attributes["_modules"]) + len(parameters))
             if not _is_metric(each):  # whose states may be other attributes after an update
                 self._sized.append(attributes)
             self.values[path, ""] = Name(type(each).__name__)
-            for name, parameter in compat.parameter_slots(each).items():
+            for name, parameter in parameters.items():
                 if parameter is not None:
                     self.parameters.append(parameter)
                     if not is_lazy(parameter):
                         self.values[path, name] = Shape(parameter.shape)
             self.buffer_slots.append(compat.buffer_slots(each))
         self._sizes = [len(attributes) for attributes in self._sized]
-        self._slots = self._current_slots()
-        self._options: list[Any] = []
+        self._objects = self._current_objects()
         self._changeable: list[tuple[AttributeKey, Any]] = []
-        self._read_(self._current_options())
+        self._read_([self] * len(self._objects))
 
     def is_same(self, module: nn.Module) -> bool:
         """Return whether the attributes of this module would be read as the same values."""
-        if not self._has_same_slots(module) or not _are_same(self._current_options(), self._options):
+        objects = self._current_objects()
+        if not self._has_names_of(module) or len(objects) != len(self._objects):
+            return False
+        if not all(map(operator.is_, objects, self._objects)):
             return False
         return all(read_value(option) == self.values[key] for key, option in self._changeable)
 
     def update_(self, module: nn.Module) -> bool:
         """Read again what has changed. Return whether that is all: there may be other modules, parameters or names of attributes."""
-        if not self._has_same_slots(module):
+        before = self._objects
+        objects = self._current_objects()
+        if not self._has_names_of(module) or len(objects) != len(before):
             return False
-        self._read_(self._current_options())
+        slots = [now is earlier for key, now, earlier in zip(self._keys, objects, before, strict=True) if key is None]
+        if not all(slots):
+            return False
+        self._objects = objects
+        self._read_(before)
         return True
 
-    def _has_same_slots(self, module: nn.Module) -> bool:
-        if self._module is not module or not _are_same(self._current_slots(), self._slots):
-            return False
-        return self._sizes == [len(attributes) for attributes in self._sized]
+    def _has_names_of(self, module: nn.Module) -> bool:
+        return self._module is module and self._sizes == [len(attributes) for attributes in self._sized]
 
-    def _current_slots(self) -> list[Any]:
-        slots: list[Any] = []
-        for attributes, _ in self._attributes:
-            slots += attributes["_modules"].values()
-            slots += attributes["_parameters"].values()
-        return slots
-
-    def _current_options(self) -> list[Any]:
-        options: list[Any] = []
+    def _current_objects(self) -> list[Any]:
+        objects: list[Any] = []
         for attributes, names in self._attributes:
-            options += map(attributes.get, names)
-        return options
+            objects += map(attributes.get, names)
+            objects += attributes["_modules"].values()
+            objects += attributes["_parameters"].values()
+        return objects
 
-    def _read_(self, options: list[Any]) -> None:
+    def _read_(self, before: list[Any]) -> None:
         """Read the options that are other objects than before, or that may have changed in place."""
-        before = self._options or [self] * len(options)
-        changeable = []
-        for key, option, earlier in zip(self._keys, options, before, strict=True):
+        self._changeable = []
+        for key, option, earlier in zip(self._keys, self._objects, before, strict=True):
+            if key is None:
+                continue
             if option is not earlier or not isinstance(self.values[key], PLAIN):
                 self.values[key] = read_value(option)
             value = self.values[key]
             if value is not UNREAD and not isinstance(value, PLAIN):
-                changeable.append((key, option))
-        self._options = options
-        self._changeable = changeable
-
-
-def _are_same(objects: list[Any], others: list[Any]) -> bool:
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+                self._changeable.append((key, option))
 
 
 def _digest(options: Mapping[AttributeKey, str]) -> str:
