@@ -52,14 +52,11 @@ class Signature(NamedTuple):
         """
         tensors: list[Tensor] = []
         arguments: list[Any] = [len(args), *kwargs]
-        names = [*range(len(args)), *kwargs]
         first_places: dict[int, int] = {}  # of each object among the arguments
-        batch_dim: int | None = 0
-        for place, value in enumerate((*args, *kwargs.values())):
-            if batch_dims:
-                batch_dim = batch_dims.get(names[place], 0)
-            arguments.append(first_places.setdefault(id(value), place))
-            arguments.append(_form(value, batch_dim, tensors))
+        dims = batch_dims or {}
+        for name, value in zip((*range(len(args)), *kwargs), (*args, *kwargs.values()), strict=True):
+            first = first_places.setdefault(id(value), len(arguments))
+            arguments += (first, _form(value, dims.get(name, 0), tensors))
         forms = []
         for weight in weights:
             shape = () if is_lazy(weight) else weight.shape

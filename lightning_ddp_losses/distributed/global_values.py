@@ -305,10 +305,6 @@ class _NotedGrad(NamedTuple):
     number: int
     failures: int
 
-    @property
-    def is_late(self) -> bool:
-        return isinstance(self.grad, HostCopy)
-
     def text(self) -> str:
         values = self.grad.read().reshape(-1).tolist() if isinstance(self.grad, HostCopy) else self.grad
         return " and ".join(map(repr, values))
@@ -401,7 +397,8 @@ class UpstreamGradWatch:
         for note in self._noted:
             if note.failures != failures:
                 continue
-            if note.number > after and (not note.is_late or note.number < late_before):
+            is_late = isinstance(note.grad, HostCopy)
+            if note.number > after and (not is_late or note.number < late_before):
                 wanted.append(note)
             else:
                 left.append(note)

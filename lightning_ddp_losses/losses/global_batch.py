@@ -283,7 +283,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return CallPlan(
             mode=mode,
             names=names,
-            precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
+            precision=FullPrecisionPlan.of(precision.modules_of(loss) if buffers else (), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
             num_classes=inputs.classes_of(loss),

@@ -195,14 +195,14 @@ class GlobalSums:
     Attributes:
         partials: This rank's part.
         table: (W, s, 2) totals and divisors, or (W, s, 6) with counts.
-        may_be_empty: True if a divisor on an accelerator may be 0 over all ranks, as far as this host knows.
         divisors: (s,), divisors over all ranks that an accumulation window needs on the host. None: read from the table.
+        may_be_zero: Totals and divisors may have been multiplied by 0.
     """
 
     partials: Sequence[PartialSum]
     table: Tensor
-    may_be_empty: bool = False
     divisors: tuple[float, ...] | None = None
+    may_be_zero: bool = False
 
     def reduce(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
         """Return the global loss, and one factor per sub-loss: each rank back-propagates its sum times that.
@@ -241,7 +241,7 @@ class GlobalSums:
         # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
         means = self.table.mean(0) if len(self.table) > 1 else self.table[0]
         totals, divisors = means[:, 0], means[:, 1]
-        if not self.may_be_empty:
+        if not self.may_be_zero and not any(each.may_count_nothing for each in self.partials):
             values = totals / divisors
         else:
             is_empty = divisors == 0
@@ -352,8 +352,7 @@ class SumExchange:
         if row_stats is not None and world > 1:
             row_stats = raw_collectives.all_gather_rows(row_stats, list(rows_by_rank), self.group)
         everyone = raw_collectives.gather_stacked(table, self.group)
-        may_be_empty = present is not None or any(each.may_count_nothing for each in partials)
-        return GlobalSums(partials, everyone, may_be_empty, divisors), row_stats
+        return GlobalSums(partials, everyone, divisors, may_be_zero=present is not None), row_stats
 
     def _handshake(self, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
         return handshake.all_gather(
@@ -373,8 +372,7 @@ def sums_of_all_rows(partials: Sequence[PartialSum], like: Tensor) -> GlobalSums
     table, divisors = stack_numbers(numbers, like).view(1, len(partials), -1), None
     if current_window() is not None:
         divisors = tuple(HostNumbers(numbers[1::2]).read())
-    may_be_empty = any(each.may_count_nothing for each in partials)
-    return GlobalSums(partials, table, may_be_empty, divisors)
+    return GlobalSums(partials, table, divisors)
 
 
 # ---------------------------------------------------------------------- the global loss

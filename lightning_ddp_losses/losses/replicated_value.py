@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -82,7 +83,8 @@ class ReplicatedValue:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unnoted, (self._wanted,)
+        # a copy has computed nothing yet
+        return functools.partial(ReplicatedValue, wanted=self._wanted), ()
 
 
 def _is_close(value: float, other: float, rounding: float) -> bool:
@@ -90,8 +92,3 @@ def _is_close(value: float, other: float, rounding: float) -> bool:
         return math.isnan(value) == math.isnan(other)
     # a small loss is the difference of larger numbers
     return math.isclose(value, other, rel_tol=rounding, abs_tol=rounding)
-
-
-def _unnoted(wanted: bool) -> ReplicatedValue:
-    """Return a copy, which has computed nothing yet."""
-    return ReplicatedValue(wanted=wanted)
