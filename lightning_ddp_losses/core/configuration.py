@@ -98,7 +98,7 @@ class Configuration:
 
     def follow(self, module: nn.Module) -> None:
         """Note the values after the module's own forward. What it changed is state."""
-        if self.is_read and not self._snapshot.is_same(module):
+        if self._last is not None and not self._snapshot.is_same(module):
             self._walk(module)
 
     def _walk(self, module: nn.Module) -> dict[AttributeKey, Any]:

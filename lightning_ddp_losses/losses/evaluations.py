@@ -58,7 +58,7 @@ def by_elements(
         empty = math.nan  # torch's mean over nothing
     # the global loss, from those of all ranks
     sums = _gather_sums(loss, rules, exchange, partials, rows)
-    value = partial_sums.global_loss(sums, empty=empty, window_source=(loss, exchange.title))
+    value = partial_sums.global_loss(sums, empty=empty, window_source=(loss, exchange.agreement.operation))
     # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
     if number_of_rows == 0:
         value = autograd_graph.match_requires_grad(value, wanted=True)
@@ -236,13 +236,13 @@ class RowChunks:
                 [_on_host(partial) for partial in self._partials(chunk, embeddings[chunk], references)]
                 for chunk in self._chunks
             ]
-        by_sub_loss = list(zip(*by_chunk, strict=True))
-        # a full term counts once, in the first chunk that has it
-        for partials in by_sub_loss:
-            owners = (number for number, partial in enumerate(partials) if partial.full)
-            self._owner_of_full.append(next(owners, None))
-        found = zip(by_sub_loss, self._owner_of_full, strict=True)
-        return [partial_sums.sum_of(partials) if owner is None else partials[owner] for partials, owner in found]
+        found = []
+        for partials in zip(*by_chunk, strict=True):
+            # a full term counts once, in the first chunk that has it
+            owner = next((number for number, partial in enumerate(partials) if partial.full), None)
+            self._owner_of_full.append(owner)
+            found.append(partial_sums.sum_of(partials) if owner is None else partials[owner])
+        return found
 
     def value(self, factors: list[Tensor], value: Tensor) -> Tensor:
         """Return the loss. Its gradient is computed chunk by chunk in backward.

@@ -295,11 +295,6 @@ class SumExchange:
         """Name of the loss in messages."""
         return self.agreement.operation
 
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return process_groups.world_size(self.group)
-
     def gather(
         self,
         partials: Sequence[PartialSum],
@@ -324,7 +319,7 @@ class SumExchange:
 
         Communication: one handshake. On an accelerator a gather of the sums, and one of the statistics.
         """
-        world = self.world
+        world = process_groups.world_size(self.group)
         numbers = _numbers_of(partials, world, with_counts=with_counts)
         if with_counts or not travels_on_device(like, self.group):
             own = array("d", _read_numbers(numbers, like, present)).tobytes()

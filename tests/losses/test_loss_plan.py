@@ -198,7 +198,7 @@ def test_a_copy_has_no_plans_of_calls(twin_of: Callable[[Any], Any]) -> None:
 def test_a_plan_of_a_call_holds_no_module_and_no_tensor() -> None:
     loss = GlobalBatchLoss(pml.ArcFaceLoss(3, DIM))
     call(loss)
-    (plan,) = plans_of(loss)._plans.values()
+    (plan,) = plans_of(loss).values()
     assert [each for each in held_by(plan) if isinstance(each, (nn.Module, Tensor))] == []
 
 
