@@ -138,7 +138,7 @@ class _Snapshot:
         self.parameters: list[Tensor] = []
         self.buffer_slots: list[Mapping[str, Tensor | None]] = []
         self._attributes: list[tuple[dict[str, Any], list[str]]] = []  # of each module, with the names of its options
-        self._sized: list[dict[str, Any]] = []
+        self._named: list[dict[str, Any]] = []
         self._keys: list[AttributeKey | None] = []  # of each object. None: it is a module or a parameter
         for path, each in () if module is None else module.named_modules():
             attributes = vars(each)
@@ -148,7 +148,7 @@ class _Snapshot:
             self._keys += [(path, name) for name in names]
             self._keys += [None] * (len(attributes["_modules"]) + len(parameters))
             if not _is_metric(each):  # whose states may be other attributes after an update
-                self._sized.append(attributes)
+                self._named.append(attributes)
             self.values[path, ""] = Name(type(each).__name__)
             for name, parameter in parameters.items():
                 if parameter is not None:
@@ -156,7 +156,7 @@ class _Snapshot:
                     if not is_lazy(parameter):
                         self.values[path, name] = Shape(parameter.shape)
             self.buffer_slots.append(compat.buffer_slots(each))
-        self._sizes = [len(attributes) for attributes in self._sized]
+        self._names = [[*attributes] for attributes in self._named]
         self._objects = self._current_objects()
         self._changeable: list[tuple[AttributeKey, Any]] = []
         self._read_([self] * len(self._objects))
@@ -184,7 +184,7 @@ class _Snapshot:
         return True
 
     def _has_names_of(self, module: nn.Module) -> bool:
-        return self._module is module and self._sizes == [len(attributes) for attributes in self._sized]
+        return self._module is module and self._names == [[*attributes] for attributes in self._named]
 
     def _current_objects(self) -> list[Any]:
         objects: list[Any] = []

@@ -543,7 +543,6 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self._seeds = SeedCounter()
         self._configuration = Configuration()
         self._plans: Plans[MinerPlan] = Plans()
-        self._changes = 0  # of the configuration, when the plans were made
 
     @eager_recursive
     @torch.no_grad()
@@ -551,10 +550,11 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
+            changes = self._configuration.changes
             configuration = self._configuration.read(self.miner)
-            if self._changes != self._configuration.changes:
+            # what the miner itself has changed since, as numbers that it records, decides nothing
+            if changes != self._configuration.changes:
                 self._plans.clear()
-                self._changes = self._configuration.changes
             parameters, buffers = self._configuration.weights()
             signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers])
             plan = self._plans.get(signature)
