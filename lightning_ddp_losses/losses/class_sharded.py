@@ -417,8 +417,9 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if self._compiler is not None:
             must_match["compile_tiles"] = True
         shard = self._sharded.fingerprint(self.weight)
-        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, plan.given_dtype)}
-        batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
+        batch = gather_batch(
+            self._title, batches, must_match, extra=shard, given_dtype=plan.given_dtype, group=self._group
+        )
         if self._replica_group is None:  # else another part of the world may have some
             self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
@@ -669,8 +670,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             inputs.check_devices(self._title, {"embeddings": embeddings}, [self.weight])
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
-        narrow = {"embeddings": raw_collectives.NarrowRows(embeddings, lambda rows: rows.to(dtype))}
-        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, narrow=narrow, group=self._group)
+        given_dtype = precision.narrow_dtype([embeddings])
+        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, given_dtype=given_dtype, group=self._group)
         rows = batch.tensors[0]
         chunk = self._chunk(len(rows), rows.element_size(), rows.device)
         weight = self._sharded.rows(self.weight)

@@ -22,7 +22,8 @@ from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.products import GradTerms, LogSumExp, ProductChoice, RunningLogSumExp, max_and_sum_exp
-from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
+from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 
 
 class ClipLoss(TwoTowerLoss):
@@ -218,8 +219,9 @@ class _Clip(torch.autograd.Function):
         def visit(block: ColumnBlock) -> Tensor | None:
             column_sums, column_lse = call.column_sums(block), None
             if block.column_stats is not None:
-                negatives = len(block.columns.rows) - block.text_count
-                column_lse = nn.functional.pad(block.column_stats, (0, negatives), value=torch.inf)
+                column_lse, negatives = block.column_stats, len(block.columns.rows) - block.text_count
+                if negatives:
+                    column_lse = nn.functional.pad(column_lse, (0, negatives), value=torch.inf)
             for tile, products in call.tiles(block, scale, kept):
                 texts_lse = column_lse[tile.columns] if column_lse is not None and tile.text_count else None
                 options = row_lse[tile.rows], texts_lse, d_own_pairs[tile.rows], call.splits, kept is not None
@@ -321,7 +323,7 @@ def _columns_and_value(
     column_lse = LogSumExp(column_stats[:, 0], column_stats[:, 1])
     if call.ring is not None:  # each rank knows its own texts' part
         log_probs = _own_log_probs(column_lse, paired_logits)
-        return log_probs, call.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
+        return log_probs, call.mean_over_images((rows_total + log_probs.sum()) / -2)
     if world > 1:
         # parts of all ranks, in rank order: the same on every rank
         packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
