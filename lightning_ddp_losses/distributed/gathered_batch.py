@@ -35,8 +35,7 @@ BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 _ALIGN = 16  # bytes. A view of any dtype may start there
 
 
-@dataclass(frozen=True)
-class GatheredBatch:
+class GatheredBatch(NamedTuple):
     """The rows of all ranks.
 
     Attributes:

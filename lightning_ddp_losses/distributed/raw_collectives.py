@@ -15,9 +15,8 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,7 @@ NARROW_DTYPES = (None, torch.bfloat16, torch.float16)
 """Dtypes by the number that a rank sends for a tensor. None: the tensor travels as it is."""
 
 
-@dataclass(frozen=True)
-class TravellingRows:
+class TravellingRows(NamedTuple):
     """The rows of one tensor on their way between ranks, as bytes. Ranks that have narrower ones send those.
 
     Attributes:

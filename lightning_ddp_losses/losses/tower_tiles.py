@@ -135,8 +135,7 @@ class ProductTile(NamedTuple):
             add_to_right_(column_sums[self.columns], terms, self.images)
 
 
-@dataclass(frozen=True)
-class ColumnBlock:
+class ColumnBlock(NamedTuple):
     """Columns that are here at a time.
 
     Attributes:
