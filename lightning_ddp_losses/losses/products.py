@@ -208,7 +208,13 @@ class Operand(NamedTuple):
 
     def part(self, rows: slice) -> Operand:
         """Return some of the rows, without a copy."""
-        return Operand(self.rows[rows], None if self.lengths is None else self.lengths[rows])
+        return Operand(part_of(self.rows, rows), None if self.lengths is None else part_of(self.lengths, rows))
+
+    def in_order(self, order: Tensor | None) -> Operand:
+        """Return the rows in an order. None: unchanged."""
+        if order is None:
+            return self
+        return Operand(self.rows[order], None if self.lengths is None else self.lengths[order])
 
     def spread(self, vector: Tensor) -> Tensor:
         """Return the sums (n, D), or (1, D) if all are equal, of rows that were all multiplied with one vector (D,)."""
@@ -255,10 +261,15 @@ class Operand(NamedTuple):
         return dots
 
 
+def part_of(rows: Tensor, place: slice) -> Tensor:
+    """Return some of the rows. If they are all, not as a view, which takes as long as many an operation on few rows."""
+    return rows if place.start == 0 and place.stop == rows.shape[0] else rows[place]
+
+
 def pieces_of(rows: Tensor) -> list[slice]:
     """Return slices of rows so that intermediate results of one are small."""
     step = max(1, _PIECE_BYTES // max(1, rows.shape[1] * rows.element_size()))
-    return [slice(start, start + step) for start in range(0, len(rows), step)]
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
 
 
 def dots_of(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

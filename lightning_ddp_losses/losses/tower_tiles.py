@@ -43,6 +43,7 @@ from lightning_ddp_losses.losses.products import (
     add_to_left_,
     add_to_right_,
     aligned_columns,
+    part_of,
     product,
     split,
     splits,
@@ -94,13 +95,13 @@ class Factors(NamedTuple):
         entries = matrix.diagonal(self.own)
         if isinstance(values, Tensor):
             first = max(0, -self.own)
-            entries.copy_(values[first : first + len(entries)])
+            entries.copy_(part_of(values, slice(first, first + entries.shape[0])))
         else:
             entries.fill_(values)
         return matrix
 
     def _is_own(self, matrix: Tensor) -> Tensor:
-        return torch.eq(torch.arange(matrix.shape[1], device=matrix.device), self.own)  # type: ignore[arg-type]
+        return torch.eq(torch.arange(matrix.shape[1], device=matrix.device), self.own)
 
 
 class ProductTile(NamedTuple):
@@ -130,9 +131,9 @@ class ProductTile(NamedTuple):
             image_sums: (B, D).
             column_sums: (n, D) of the block. None: not wanted.
         """
-        add_to_left_(image_sums[self.rows], terms, self.partners)
+        add_to_left_(part_of(image_sums, self.rows), terms, self.partners)
         if column_sums is not None:
-            add_to_right_(column_sums[self.columns], terms, self.images)
+            add_to_right_(part_of(column_sums, self.columns), terms, self.images)
 
 
 class ColumnBlock(NamedTuple):
@@ -270,15 +271,15 @@ class TowerCall:
         scale_of_tiles = None if self.form == "float32" else scale
         buffer: Tensor | None = None
         for rows, place in tiles_of(images.rows.shape[0], columns.rows.shape[0], self.tile_entries):
-            left, right = images.rows[rows], columns.rows[place]
+            left, right = part_of(images.rows, rows), part_of(columns.rows, place)
             if place.start == 0:  # neighbours share them
                 scaled = left if scale_of_tiles is not None else left * scale
-            row_factors = None if of_rows is None else of_rows[rows]
-            column_factors = None if of_columns is None else of_columns[place]
+            row_factors = None if of_rows is None else part_of(of_rows, rows)
+            column_factors = None if of_columns is None else part_of(of_columns, place)
             factors = Factors(scale_of_tiles, row_factors, column_factors, self._own(block.first_own, rows, place))
             products = kept
             if products is None:
-                shape = len(left), len(right)
+                shape = left.shape[0], right.shape[0]
                 # the first tile is the largest
                 out = None if buffer is None else buffer[: math.prod(shape)].view(shape)
                 products = product(scaled, right, out=out)
@@ -299,7 +300,7 @@ class TowerCall:
     def _own(self, shift: int | None, rows: slice, columns: slice) -> int | Tensor:
         """Return the own pairs of a tile (``Factors``). ``shift``: column of the first image's own text in the block."""
         count = rows.stop - rows.start
-        first = columns.stop - columns.start if shift is None else rows.start + shift - columns.start
+        first: int = columns.stop - columns.start if shift is None else rows.start + shift - columns.start
         if self.compiler is None:
             return first
         return torch.arange(first, first + count, device=self.images.rows.device).unsqueeze(1)
@@ -334,12 +335,12 @@ class TowerCall:
             message, message_sizes = self._message(sizes, column_stats)
 
             def visit_received(source: int, received: Tensor) -> Tensor | None:
-                columns, first_own = self.own, 0
-                if source != own_rank:
+                columns, is_own = self.own, source == own_rank
+                if not is_own:
                     arrived = rows.rows_in(received[: sizes[source]], source, self.column_counts[source])
-                    columns, first_own = self.plan.operand(arrived, self.form), None
+                    columns = self.plan.operand(arrived, self.form)
                 stats = None if column_stats is None else received[aligned(sizes[source]) :].view(column_stats.dtype)
-                return visit(ColumnBlock(columns, self.text_counts[source], first_own, stats))
+                return visit(ColumnBlock(columns, self.text_counts[source], 0 if is_own else None, stats))
 
             found = ring_round_trip(message, message_sizes, visit_received, join, counts, self.group)
         if self.queue is not None:
