@@ -210,11 +210,12 @@ class Operand(NamedTuple):
         """Return some of the rows, without a copy."""
         return Operand(part_of(self.rows, rows), None if self.lengths is None else part_of(self.lengths, rows))
 
-    def in_order(self, order: Tensor | None) -> Operand:
-        """Return the rows in an order. None: unchanged."""
+    def multiplied(self, order: Tensor | None) -> Operand:
+        """Return the rows as they are multiplied, without lengths by which they are divided, in an order. None: in theirs."""
+        lengths = self.lengths if self.rows.dtype == torch.bfloat16 else None
         if order is None:
-            return self
-        return Operand(self.rows[order], None if self.lengths is None else self.lengths[order])
+            return Operand(self.rows, lengths)
+        return Operand(self.rows[order], None if lengths is None else lengths[order])
 
     def spread(self, vector: Tensor) -> Tensor:
         """Return the sums (n, D), or (1, D) if all are equal, of rows that were all multiplied with one vector (D,)."""

@@ -359,8 +359,8 @@ class _Tiles:
         self._prepared_references = columns if wants_references else None
         self._bound = slice(*call.bound) if wants_references and is_one_batch else None
         # sorted, in the distance's form
-        self.rows = distance.kept_rows(rows.in_order(pairs.row_order))
-        self.columns = distance.kept_columns(columns.in_order(pairs.column_order))
+        self.rows = distance.kept_rows(rows.multiplied(pairs.row_order))
+        self.columns = distance.kept_columns(columns.multiplied(pairs.column_order))
         # as few tiles as fit, of one size
         self._like, self.parts = embeddings.detach(), list[slice]()
         self._buffer = self._like.new_empty(0)
