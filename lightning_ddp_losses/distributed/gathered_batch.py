@@ -42,13 +42,13 @@ class GatheredBatch(NamedTuple):
         tensors: (G, ...) each, in rank order.
         counts: Rows of each rank, per tensor.
         extras: Each rank's own ``extra`` bytes.
-        narrow_dtypes: Dtypes of each rank's rows that travel in place of a tensor's, per tensor. None: the tensor's own rows travel.
+        dtypes: Dtypes in which each rank's rows travelled, per tensor.
     """
 
     tensors: list[Tensor]
     counts: list[list[int]]
     extras: list[bytes]
-    narrow_dtypes: list[list[torch.dtype | None]]
+    dtypes: list[Sequence[torch.dtype]]
 
 
 class RowForm(NamedTuple):
@@ -58,11 +58,18 @@ class RowForm(NamedTuple):
         dtype: Dtype of the computation. Rows of bfloat16 and float16 may travel in its place.
         shape: Shape of a row. (0,) if rows are only counted.
         is_counted: True if rows are counted and not gathered.
+        keeps_narrow: True if narrow rows are not cast when they arrive.
     """
 
     dtype: torch.dtype
     shape: torch.Size
     is_counted: bool
+    keeps_narrow: bool
+
+    def travelling(self, kinds: Sequence[int]) -> TravellingRows:
+        """Return how the rows travel. ``kinds``: by rank, the place of its dtype in ``NARROW_DTYPES``."""
+        dtypes = [NARROW_DTYPES[kind] or self.dtype for kind in kinds]
+        return TravellingRows(self.shape, dtypes, None if self.keeps_narrow else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,6 @@ class BatchLayout:
         agreement: The operation, and what must match: names, dtypes and widths of the tensors, and the caller's values.
         offer: Form of an offer: rows, need of a gradient and narrow dtype of each tensor, whether the rows follow, and extra bytes.
         rows: Form of each tensor's rows.
-        keeps_narrow: True if narrow rows are not cast when they arrive.
         is_on_host: True if all tensors are on the CPU.
         is_grad_enabled: True if gradients are on.
     """
@@ -81,7 +87,6 @@ class BatchLayout:
     agreement: Agreement
     offer: struct.Struct
     rows: tuple[RowForm, ...]
-    keeps_narrow: bool
     is_on_host: bool
     is_grad_enabled: bool
 
@@ -110,14 +115,13 @@ class BatchLayout:
         compared["tensors"] = ", ".join(tensors)
         rows = []
         for name, tensor in tensors.items():
-            shape = tensor.shape[1:]
+            shape, is_counted = tensor.shape[1:], name in counted
             compared[name] = f"{('rows', *shape)} {tensor.dtype} {tensor.device.type}"
-            rows.append(RowForm(tensor.dtype, torch.Size([0]) if name in counted else shape, name in counted))
+            rows.append(RowForm(tensor.dtype, torch.Size([0]) if is_counted else shape, is_counted, keeps_narrow))
         return cls(
             agreement=Agreement(what, compared),
             offer=_offer(len(tensors)),
             rows=tuple(rows),
-            keeps_narrow=keeps_narrow,
             is_on_host=all(tensor.device.type == "cpu" for tensor in tensors.values()),
             is_grad_enabled=is_grad_enabled,
         )
@@ -170,9 +174,12 @@ def gather_batch(
     for form, tensor in zip(layout.rows, tensors.values(), strict=True):
         values.append(tensor[:, :0] if form.is_counted else tensor)
     if process_groups.world_size(group) == 1:
-        return GatheredBatch(values, [[len(value)] for value in values], [extra], [[None]] * len(values))
+        counts = [[value.shape[0]] for value in values]
+        return GatheredBatch(values, counts, [extra], [[value.dtype] for value in values])
     # 1. this rank's rows, in the dtype that they came in, and the handshake: all agree on the tensors
-    sent = [_as_given(tensor, given_dtype) for tensor in values]
+    sent = values
+    if given_dtype is not None:
+        sent = [_as_given(tensor, given_dtype) for tensor in values]
     offer = _pack_offer(layout, values, sent, extra, handshake.inline_capacity(group))
     payloads = handshake.all_gather(layout.agreement, must_match, offer, group=group)
     # 2. what the ranks have said of each tensor
@@ -182,14 +189,10 @@ def gather_batch(
     needs_grad = columns[number : 2 * number]
     kinds = columns[2 * number : 3 * number]
     are_inline, extra_sizes = columns[3 * number :]
-    narrow_dtypes = [list(map(NARROW_DTYPES.__getitem__, of_ranks)) for of_ranks in kinds]
     starts = [layout.offer.size + size for size in extra_sizes]
     extras = [payload[layout.offer.size : start] for payload, start in zip(payloads, starts, strict=True)]
     # 3. the rows of all ranks, from the payloads or by one more gather
-    travelling = []
-    for form, dtypes in zip(layout.rows, narrow_dtypes, strict=True):
-        wide = None if layout.keeps_narrow else form.dtype
-        travelling.append(TravellingRows(form.shape, [dtype or form.dtype for dtype in dtypes], wide))
+    travelling = list(map(RowForm.travelling, layout.rows, kinds))
     if all(are_inline):
         gathered = _rows_of_payloads(payloads, starts, travelling, counts)
     else:
@@ -206,21 +209,19 @@ def gather_batch(
         in_graph = gather_with_grad(layout.agreement.operation, rows, own, counts_needed, how, group)
         for place, tensor in zip(needed, in_graph, strict=True):
             gathered[place] = tensor
-    return GatheredBatch(gathered, counts, extras, narrow_dtypes)
+    return GatheredBatch(gathered, counts, extras, [each.dtypes for each in travelling])
 
 
-def _as_given(tensor: Tensor, given_dtype: torch.dtype | None) -> Tensor:
+def _as_given(tensor: Tensor, given_dtype: torch.dtype) -> Tensor:
     """Return the rows of a tensor that was cast from a narrow dtype, if it is floating, in that dtype."""
-    if given_dtype is None or not tensor.is_floating_point():
-        return tensor
-    return tensor.detach().to(given_dtype)
+    return tensor.detach().to(given_dtype) if tensor.is_floating_point() else tensor
 
 
 def _pack_offer(
     layout: BatchLayout, tensors: Sequence[Tensor], sent: Sequence[Tensor], extra: bytes, inline_capacity: int
 ) -> bytes:
     """Return the offer of this rank: what it says of each tensor, the extra bytes, and few rows themselves."""
-    counts = [len(tensor) for tensor in tensors]
+    counts = [tensor.shape[0] for tensor in tensors]
     needs_grad = [tensor.requires_grad and layout.is_grad_enabled for tensor in tensors]
     kinds = []
     for form, rows in zip(layout.rows, sent, strict=True):

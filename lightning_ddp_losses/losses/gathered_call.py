@@ -357,7 +357,7 @@ class PMLCall:
 
     def is_bf16_on_all_ranks(self) -> bool:
         """Return whether every rank gave its rows in bfloat16. Known where several ranks have gathered them."""
-        by_name = zip(self.counts, self._gathered.narrow_dtypes, strict=True)
+        by_name = zip(self.counts, self._gathered.dtypes, strict=True)
         of_rows = [dtypes for name, dtypes in by_name if name in ("embeddings", "ref_emb")]
         return all(len(dtypes) == 1 or {*dtypes} == {torch.bfloat16} for dtypes in of_rows)
 

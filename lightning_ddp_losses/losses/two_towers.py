@@ -279,9 +279,8 @@ class TwoTowerLoss(WithProcessGroup, nn.Module):
         if columns is None:
             columns = own
         if world_size > 1 and plan.in_ring:
-            dtypes = [dtype or plan.dtype for dtype in batch.narrow_dtypes[0]]
-            ring = TravellingRows(own_rows.shape[1:], dtypes)
-            ring_rows = own_rows.detach().to(dtypes[process_groups.rank(self._group)])
+            ring = TravellingRows(own_rows.shape[1:], batch.dtypes[0])
+            ring_rows = own_rows.detach().to(batch.dtypes[0][process_groups.rank(self._group)])
         if rows.queue is not None:
             queue = plan.operand(rows.queue, form)
         return TowerCall(
