@@ -47,9 +47,12 @@ from lightning_ddp_losses.losses.products import (
     warn_of_tf32,
 )
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler, rehearsed_tile
-from lightning_ddp_losses.losses.tower_tiles import Factors, TowerCall, concatenated, tiles_of
-
-__all__ = ["Factors", "TowerCall", "TwoTowerLoss", "tiles_of"]
+from lightning_ddp_losses.losses.tower_tiles import (
+    Factors,
+    TowerCall,
+    concatenated,
+    tiles_of,  # noqa: F401 (it was here first)
+)
 
 
 class TwoTowerLoss(WithProcessGroup, nn.Module):
