@@ -63,8 +63,7 @@ class RowLosses(NamedTuple):
     angle_sum: Tensor | None
 
 
-@dataclass(frozen=True)
-class ShardedSoftmax:
+class ShardedSoftmax(NamedTuple):
     """Evaluates one call.
 
     Attributes:
@@ -136,7 +135,7 @@ class ShardedSoftmax:
 
     def target_logits(
         self, rows: Tensor, weight: Tensor, targets: LocalTargets, *, with_slope: bool
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the logits (G,) of the targets on this rank, with their margin. 0 where another rank has the class.
 
         Args:
@@ -146,8 +145,8 @@ class ShardedSoftmax:
             with_slope: There will be a backward.
 
         Returns:
-            The logits. The targets' cosines (n,) and, with its graph, PML's margin of them, if that is all that tells a target from other
-            logits: its gradient then goes their way.
+            The logits. The derivative (n,) of PML's margin by the cosine of each target on this rank, if that is all that tells a target
+            from other logits: its gradient then goes their way.
         """
         if targets.are_none:
             return rows.new_zeros(len(rows)), None
@@ -158,7 +157,9 @@ class ShardedSoftmax:
         cosines = head.cosines(own_rows, picked).detach().requires_grad_()
         with own_graph():
             margins = head.with_margin(cosines)
-        return targets.spread(margins.detach() * head.scale), (cosines, margins)
+        # each margin depends on its own cosine only
+        (slopes,) = torch.autograd.grad(margins, cosines, torch.ones_like(margins))
+        return targets.spread(margins.detach() * head.scale), slopes
 
 
 class _Cosines:
@@ -278,10 +279,10 @@ class _SoftmaxFunction(torch.autograd.Function):
         head, classes = call.head, call.classes
         targets = classes.local_targets(listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
-        ctx.slope = None
+        ctx.slopes = None
         if head.has_margin:
             with_slope = any(ctx.needs_input_grad)
-            target, ctx.slope = call.target_logits(rows, weight, targets, with_slope=with_slope)
+            target, ctx.slopes = call.target_logits(rows, weight, targets, with_slope=with_slope)
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
@@ -342,17 +343,13 @@ class _SoftmaxFunction(torch.autograd.Function):
         rows, weight, lse, losses = ctx.saved_tensors
         _, wants_rows, wants_weight = ctx.needs_input_grad
         # 1. the targets' own part, through their margin: the probability less 1
-        at_targets = torch.zeros_like(lse) if head.has_margin else None
-        grad_target = None
-        if head.has_margin and not targets.are_none:
-            target_share = torch.expm1(-losses)
-            if ctx.slope is None:
-                grad_target = grad * target_share
-            else:
-                # a second backward may ask again
-                cosines, margins = ctx.slope
-                own_share = targets.of(target_share)
-                at_targets = targets.spread(torch.autograd.grad(margins, cosines, own_share, retain_graph=True)[0])
+        at_targets = grad_target = None
+        if ctx.slopes is not None:
+            at_targets = targets.spread(targets.of(torch.expm1(-losses)) * ctx.slopes)
+        elif head.has_margin:
+            at_targets = torch.zeros_like(lse)
+            if not targets.are_none:
+                grad_target = grad * torch.expm1(-losses)
         # 2. chunks write their rows of the weight's gradient, all of them without sampling. The first chunk of cosines overwrites the rows'
         grad_rows = (torch.empty_like if head.is_cosine and classes.number else torch.zeros_like)(rows)
         grad_weight = (torch.empty_like if classes.sampled is None else torch.zeros_like)(weight)
@@ -378,8 +375,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         return None, rows_grad, grad_weight if wants_weight else None
 
 
-@dataclass(frozen=True)
-class _Backward:
+class _Backward(NamedTuple):
     """One backward: from the gradients of the losses to those of rows and weight, which every step adds to.
 
     Attributes:
