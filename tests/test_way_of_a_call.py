@@ -76,10 +76,13 @@ def batch_norm() -> Callable[..., Tensor]:
 
 
 WAYS: dict[str, Way] = {
-    "class shards": Way(lambda: ClassShardedLoss(pml.ArcFaceLoss(30, DIM)), pair, 147, 899),
-    "CLIP": Way(ClipLoss, towers, 126, 760),
-    "SigLIP": Way(SigLipLoss, towers, 130, 884),
-    "a metric": Way(lambda: differentiable(PearsonCorrCoef()), numbers, 107, 1293),
+    "SupCon": Way(lambda: GlobalBatchLoss(pml.SupConLoss()), pair, 90, 640),
+    "SupCon in tiles": Way(lambda: GlobalBatchLoss(pml.SupConLoss()), pair, 172, 1279, rows=MANY),
+    "ArcFace": Way(lambda: GlobalBatchLoss(pml.ArcFaceLoss(3, DIM)), pair, 100, 759),
+    "class shards": Way(lambda: ClassShardedLoss(pml.ArcFaceLoss(30, DIM)), pair, 146, 877),
+    "CLIP": Way(ClipLoss, towers, 124, 759),
+    "SigLIP": Way(SigLipLoss, towers, 128, 883),
+    "a metric": Way(lambda: differentiable(PearsonCorrCoef()), numbers, 103, 1281),
     "global_mean": Way(mean, pair, 42, 263),
     "batch norm": Way(batch_norm, pair, 40, 252),
 }
