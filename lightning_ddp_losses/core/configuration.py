@@ -138,7 +138,7 @@ class _Snapshot:
         self.parameters: list[Tensor] = []
         self.buffer_slots: list[Mapping[str, Tensor | None]] = []
         self._attributes: list[tuple[dict[str, Any], list[str]]] = []  # of each module, with the names of its options
-        self._named: list[dict[str, Any]] = []
+        self._named: list[Mapping[str, Any]] = []  # attributes and buffers, whose names are compared
         self._keys: list[AttributeKey | None] = []  # of each object. None: it is a module or a parameter
         for path, each in () if module is None else module.named_modules():
             attributes = vars(each)
@@ -147,15 +147,18 @@ class _Snapshot:
             self._attributes.append((attributes, names))
             self._keys += [(path, name) for name in names]
             self._keys += [None] * (len(attributes["_modules"]) + len(parameters))
+            buffers = compat.buffer_slots(each)
+            self.buffer_slots.append(buffers)
             if not _is_metric(each):  # whose states may be other attributes after an update
-                self._named.append(attributes)
+                self._named += [attributes, buffers]
+                if buffers:
+                    self.values[path, "_buffers"] = tuple(buffers)
             self.values[path, ""] = Name(type(each).__name__)
             for name, parameter in parameters.items():
                 if parameter is not None:
                     self.parameters.append(parameter)
                     if not is_lazy(parameter):
                         self.values[path, name] = Shape(parameter.shape)
-            self.buffer_slots.append(compat.buffer_slots(each))
         self._names = [[*attributes] for attributes in self._named]
         self._objects = self._current_objects()
         self._changeable: list[tuple[AttributeKey, Any]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -498,7 +498,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             options["compile_tiles"] = True
         return options
 
-    @cached_property
+    @property
     def _title(self) -> str:
         return f"GlobalBatchLoss({type(self.loss).__name__})"
 

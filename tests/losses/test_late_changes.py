@@ -572,3 +572,41 @@ def large_arcface(scale: float) -> nn.Module:
 
 
 CASES["a large weight"] = Case(large_arcface, inner("scale"), (64, 8))
+
+
+@each_rank(2)
+def test_a_buffer_that_one_rank_adds_is_an_error_and_one_of_all_ranks_is_followed() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    for _ in range(2):
+        loss(*labelled(FEW))
+    loss.loss.register_buffer("on_all", torch.ones(2))
+    loss(*labelled(FEW))
+    if dist.get_rank():
+        loss.loss.register_buffer("on_one", torch.ones(2))
+    with pytest.raises(RankMismatchError, match="on_one"):
+        loss(*labelled(FEW))
+
+
+class Registers(nn.Module):
+    """Registers a buffer when it first gets rows."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if dist.get_rank() == 0 and not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.ones(2))
+        return embeddings.square().mean()
+
+
+@each_rank(2)
+def test_a_buffer_that_the_losss_own_forward_registers_is_state() -> None:
+    loss = GlobalBatchLoss(Registers())
+    for _ in range(3):
+        loss(*labelled(FEW))
+
+
+@each_rank(2)
+def test_messages_name_the_loss_that_is_there() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    loss(*labelled(FEW))
+    loss.loss = pml.NTXentLoss(temperature=0.1 + dist.get_rank())
+    with pytest.raises(RankMismatchError, match=r"GlobalBatchLoss\(NTXentLoss\)"):
+        loss(*labelled(FEW))
