@@ -131,7 +131,9 @@ class ShardedSoftmax(NamedTuple):
 
         Communication: one gather of (3 G + 4) numbers. None in backward but, with replicas, one mean of the weight's gradient over them.
         """
-        return RowLosses(*_SoftmaxFunction.apply(self, rows, weight))  # type: ignore[no-untyped-call]
+        # inside the function gradients are off
+        has_backward = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+        return RowLosses(*_SoftmaxFunction.apply(self, has_backward, rows, weight))  # type: ignore[no-untyped-call]
 
     def target_logits(
         self, rows: Tensor, weight: Tensor, targets: LocalTargets, *, with_slope: bool
@@ -274,15 +276,14 @@ def class_terms(
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: ShardedSoftmax, rows: Tensor, weight: Tensor
+        ctx: Any, call: ShardedSoftmax, has_backward: bool, rows: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         head, classes = call.head, call.classes
         targets = classes.local_targets(listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
         ctx.slopes = None
         if head.has_margin:
-            with_slope = any(ctx.needs_input_grad)
-            target, ctx.slopes = call.target_logits(rows, weight, targets, with_slope=with_slope)
+            target, ctx.slopes = call.target_logits(rows, weight, targets, with_slope=has_backward)
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
@@ -302,7 +303,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             else:
                 products, factors = cosines.products(cosines.operand(place, block))
             # so few classes are not computed twice
-            keeps = cosines is not None and is_one_chunk and any(ctx.needs_input_grad)
+            keeps = cosines is not None and is_one_chunk and has_backward
             chunk = call.chunk(targets, start, stop, factors)
             target, piece, ctx.kept_logits = call.run(class_stats, products, chunk, target, head.has_margin, keeps)
             if isinstance(local_lse, RunningLogSumExp):
@@ -341,7 +342,7 @@ class _SoftmaxFunction(torch.autograd.Function):
         call: ShardedSoftmax = ctx.call
         classes, head, targets = call.classes, call.head, ctx.targets
         rows, weight, lse, losses = ctx.saved_tensors
-        _, wants_rows, wants_weight = ctx.needs_input_grad
+        *_, wants_rows, wants_weight = ctx.needs_input_grad
         # 1. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
         if ctx.slopes is not None:
@@ -372,7 +373,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             call.on_backward(classes.sampled, grad_weight)
         # 6. DDP takes the mean over ranks of what goes on to the encoder
         rows_grad = for_mean_over_ranks(grad_rows, call.group) if wants_rows else None
-        return None, rows_grad, grad_weight if wants_weight else None
+        return None, None, rows_grad, grad_weight if wants_weight else None
 
 
 class _Backward(NamedTuple):

@@ -236,6 +236,8 @@ def multi_similarity_grad(matrix: Tensor, keys: Keys, ratio: float, of_negatives
     negatives, entries = masks.split(matrix, _lowest(matrix))
     grad = softmax_grad(negatives, of_negatives)
     positives = softmax_grad(entries, _in_band(masks, of_positives), ratio)
+    # those of other pairs may be infinite, and are multiplied by 0
+    positives.clamp_max_(torch.finfo(matrix.dtype).max)
     return masks.subtract_at_positives_(grad, positives)
 
 
