@@ -177,7 +177,7 @@ class DifferentiableMetric(MetricStates):
         finally:
             self._enable_grad, record.in_forward = False, False
         record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
-        if is_skipped and record.keep_graph:
+        if rows == 0 and record.keep_graph:  # some metrics leave out an update without rows by themselves
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
         if not record.keep_graph:  # items of a list bring their own graph
             self._assign(detached(self._states()))

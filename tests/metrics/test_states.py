@@ -175,3 +175,16 @@ def test_a_metric_is_synced_once() -> None:
         metric.sync()
     with pytest.raises(TorchMetricsUserError, match="unsync"):
         metric(steps()[0])
+
+
+@each_rank(2)
+def test_a_rank_whose_updates_have_no_rows_takes_part_in_backward() -> None:
+    """``MeanMetric`` leaves out an update without rows by itself."""
+    metric = differentiable(tm.MeanMetric(), keep_graph=True).double()
+    rows = torch.full((dist.get_rank(),), 3.0, dtype=torch.float64, requires_grad=True)
+    metric.update(rows)
+    value = metric.compute()
+    value.backward()
+    assert value.item() == 3.0
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [2.0] * dist.get_rank()
