@@ -80,13 +80,26 @@ class _Unread:
 UNREAD = _Unread()
 
 
-class _Unknown:
-    """Stands in a copy for a tensor of the original: any tensor may have replaced it."""
+class _Copied:
+    """Stands in a copy for what the original was compared by. A tensor or container of the copy is the same if its content is.
+
+    Args:
+        text: Hash of the content. None: it had changed since it was read.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+
     def __eq__(self, other: object) -> bool:
-        return True
+        return self._text is not None and repr(other) == self._text
+
+    def __repr__(self) -> str:
+        return self._text or "..."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Copied, (self._text,)
 
 
 class Written:
@@ -121,7 +134,8 @@ class Written:
         return f"#{hash_of(data.view(torch.uint8).numpy().tobytes())}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Unknown, ()
+        is_as_read = self == Written(self._value)
+        return _Copied, (repr(self) if is_as_read else None,)
 
 
 def read_value(value: Any) -> Any:

@@ -223,9 +223,11 @@ class Operand(NamedTuple):
         return vector.unsqueeze(0) if factors is None else factors.unsqueeze(1) * vector
 
     def total(self) -> Tensor:
-        """Return the sum (D,) of the rows as they are compared."""
+        """Return the sum (D,) of the rows as they are compared, in float32 at least."""
         factors = self.factors
-        return self.rows.sum(0) if factors is None else factors @ self.rows.to(factors.dtype)
+        if factors is None:
+            return self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, torch.float32))
+        return factors @ self.rows.to(factors.dtype)
 
     def vjp(self, sums: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
         """Write the gradient of the caller's rows to ``out``. Return the products (n,) of rows and sums.

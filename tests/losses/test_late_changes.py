@@ -610,3 +610,48 @@ def test_messages_name_the_loss_that_is_there() -> None:
     loss.loss = pml.NTXentLoss(temperature=0.1 + dist.get_rank())
     with pytest.raises(RankMismatchError, match=r"GlobalBatchLoss\(NTXentLoss\)"):
         loss(*labelled(FEW))
+
+
+class Weighs(nn.Module):
+    """Weighs rows by a tensor that is a plain attribute, and counts its calls in another one, on each rank from another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = torch.tensor([1.0, 2.0])
+        self.number = torch.zeros(1)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        self.number += 1 + dist.get_rank()
+        return embeddings.square().mean() * self.factors.sum()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda loss: pickle.loads(pickle.dumps(loss)),
+}
+WRITES: dict[str, Callable[[Any], None]] = {
+    "in place": lambda own: own.factors.mul_(3),
+    "another tensor": lambda own: setattr(own, "factors", own.factors * 3),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("write", WRITES)
+@each_rank(2)
+def test_a_copy_compares_the_tensors_of_its_loss(how: str, write: str) -> None:
+    original = GlobalBatchLoss(Weighs())
+    for _ in range(2):
+        original(*labelled(FEW))
+    copied = COPIES[how](original)
+    for _ in range(2):
+        copied(*labelled(FEW))
+    copied = COPIES[how](copied)
+    if dist.get_rank():
+        WRITES[write](copied.loss)
+    with pytest.raises(RankMismatchError, match="configuration"):
+        copied(*labelled(FEW))
+    # what all ranks change is followed, also between a call and the copy
+    for each in (original, copied):
+        each.loss.factors = torch.tensor([5.0, 6.0])
+    copied = COPIES[how](original)
+    assert torch.equal(copied(*labelled(FEW)), original(*labelled(FEW)))
