@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
@@ -307,8 +308,8 @@ def attach_zero_grad(result: Any, parameters: Sequence[Tensor], given: Sequence[
     return inputs.map_tensors(lambda item: attach_zero_grad(item, parameters, given), result)
 
 
-_last_paths: dict[int, list[int]] = {}
-"""Where parameters were found last, by id: below which output, then at each node as which of its children."""
+_last_paths = WeakTensorKeyDictionary()
+"""Where parameters were found last: below which output, then at each node as which of its children. It goes with the parameter."""
 
 
 @eager_recursive  # compiled, it would be compiled again whenever a path changes
@@ -323,7 +324,7 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
         for place, (child, _) in enumerate(children):
             came_from.setdefault(child, (node, place))
         if not children and missing.pop(id(parameter := getattr(node, "variable", None)), None) is not None:
-            _last_paths[id(parameter)] = path = list[int]()
+            _last_paths[parameter] = path = list[int]()
             above = node
             while above is not None:
                 above, place = came_from[above]
@@ -336,7 +337,7 @@ def _not_reached(outputs: Sequence[Tensor], given: Sequence[Tensor], parameters:
 def _is_at_last_place(parameter: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Return whether the outputs' graph leads to a parameter where it did. To find itself there proves it, whatever else has changed."""
     try:
-        first, *places = _last_paths[id(parameter)]
+        first, *places = _last_paths[parameter]
         node: Any = outputs[first].grad_fn
         for place in places:
             node = node.next_functions[place][0]
