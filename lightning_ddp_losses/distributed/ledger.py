@@ -40,11 +40,11 @@ class Ledger:
         self._notes: dict[str, bytes] = {}
 
     def post(self, name: str, note: bytes) -> None:
-        """Let a note travel in the next meeting, in place of one with the same name."""
+        """Send a note in the next meeting. It replaces a note with the same name."""
         self._notes[name] = note
 
     def drop(self) -> None:
-        """Leave out what was posted since the last meeting, which did not take place on this rank."""
+        """Remove the notes that were posted since the last meeting, because their meeting did not take place."""
         self._notes = {}
 
     def meet(self, place: str | Agreement, must_match: Mapping[str, object]) -> Notes:

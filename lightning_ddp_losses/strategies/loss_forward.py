@@ -246,7 +246,7 @@ class CallCheck:
         self._hooks = []
 
     def attach(self, name: str, measure: Callable[[], bytes], judge: Callable[[list[bytes]], None]) -> None:
-        """Let a part's note travel along, as ``Attached`` describes it. A second one of a name gets a number."""
+        """Send a note in each call check, as ``Attached`` describes it. A second note of a name gets a number."""
         names = {attached.name for attached in self._attached}
         if name in names:
             name = f"{name} {len(names)}"

@@ -166,7 +166,7 @@ class ReducedParameters:
 
     def plan(self) -> ReductionPlan:
         """Return the plan of the trainable parameters: the last one, unless something that it follows from has changed."""
-        # FSDP puts other parameters of the model in their places in each step, which are none of these
+        # FSDP replaces parameters of the model in each step, and none of these. The plan holds its parameters, so no new one gets their ids
         if self._contents.refresh():
             self._candidates = self._find()
             self._identities = [(c.name, id(c.parameter), c.owner) for c in self._candidates]
