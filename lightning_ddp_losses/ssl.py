@@ -236,7 +236,7 @@ def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     if process_groups.world_size(group) == 1:
         return rows
     sizes = list(counts)
-    return gather_with_grad("koleo", lambda: [all_gather_rows(rows, sizes, group)], [rows], [sizes], "sum", group)[0]
+    return gather_with_grad("koleo", [all_gather_rows(rows, sizes, group)], [rows], [sizes], "sum", group)[0]
 
 
 @torch.no_grad()

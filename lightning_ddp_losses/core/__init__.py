@@ -4,7 +4,7 @@
 * ``autograd_graph``: one walk over the autograd graph, parameters that a loss does not reach, how a loss is run
 * ``inputs``: nests of tensors by path, changed, rebuilt. Inputs of a call, refused with a message before the call fails on them
 * ``modules``: another method in a module's place, modules that are not registered, what is registered inside a module
-* ``configuration``: the options of a module, as ranks compare them
+* ``configuration``, ``option_values``: the options of a module, as ranks compare them
 * ``signature``: what decides how a call is computed, and plans that are stored by it
 * ``host_copy``: values of an accelerator on their way to the host, read when they have arrived
 * ``random_state``: random generators, saved, seeded and put back

@@ -226,8 +226,11 @@ class FullPrecisionPlan:
         tensors = [*parameters, *given]
         dtype = precision.compute_dtype(tensors)
         device_types = frozenset(tensor.device.type for tensor in given)
-        is_full = not compat.is_any_autocast_on() and precision.is_full(dtype, device_types, tensors)
-        is_full = is_full and not precision.narrow_buffers(modules, dtype)
+        is_full = (
+            not compat.is_any_autocast_on()
+            and precision.is_full(dtype, (), tensors)
+            and not precision.narrow_buffers(modules, dtype)
+        )
         return cls(dtype, device_types, is_full)
 
     def run(

@@ -186,7 +186,10 @@ class ValueReading:
         Raises:
             InputError: naming that call.
         """
-        late, self._late = self._late, []
+        if not self._late:
+            return
+        late = self._late
+        self._late = []
         for values, judge in late:
             judge(values.read())
 
@@ -208,7 +211,7 @@ def readings_in(module: nn.Module) -> list[ValueReading]:
 
 def on_host(given: Iterable[Tensor]) -> bool:
     """Return whether all of these tensors are on the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in given)
+    return all(tensor.is_cpu for tensor in given)
 
 
 def check_devices(
@@ -350,8 +353,6 @@ def _classes_of_pml(loss: nn.Module, weight: tuple[str, Tensor] | None) -> int |
     """Return C of a loss of pytorch-metric-learning that holds a weight per class (``_class_weight``). None for another."""
     if weight is None or not isinstance(getattr(loss, "num_classes", None), int):
         return None
-    if not any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__):
-        return None
     name, parameter = weight
     # some of PML's losses leave the attribute at 0
     return int(loss.num_classes) or parameter.shape[1 - _WIDTH_DIM[name]]  # type: ignore[arg-type]
@@ -406,6 +407,8 @@ def check_labels(title: str, labels: object, rows: int, num_classes: int, *, rea
 
 
 def _class_weight(loss: nn.Module) -> tuple[str, Tensor] | None:
+    if not any(cls.__module__.startswith("pytorch_metric_learning.") for cls in type(loss).__mro__):
+        return None
     for name in _WIDTH_DIM:
         parameter = getattr(loss, name, None)
         if isinstance(parameter, Tensor) and parameter.ndim == 2:

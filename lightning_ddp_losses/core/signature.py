@@ -6,7 +6,7 @@ Numbers of rows and values of arguments are no part of it: they change from call
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,11 +51,11 @@ class Signature(NamedTuple):
             batch_dims: Dimension that counts samples, by position or name (default 0). None: all dimensions are part of the signature.
         """
         tensors: list[Tensor] = []
-        values = [*args, *kwargs.values()]
-        dims = batch_dims or {}
         arguments: list[Any] = [len(args), *kwargs]
-        for name, value in zip((*range(len(args)), *kwargs), values, strict=True):
-            first = next(index for index, other in enumerate(values) if other is value)
+        first_places: dict[int, int] = {}  # of each object among the arguments
+        dims = batch_dims or {}
+        for name, value in zip((*range(len(args)), *kwargs), (*args, *kwargs.values()), strict=True):
+            first = first_places.setdefault(id(value), len(arguments))
             arguments += (first, _form(value, dims.get(name, 0), tensors))
         forms = []
         for weight in weights:
@@ -95,28 +95,14 @@ def _form(value: Any, batch_dim: int | None, tensors: list[Tensor]) -> Any:
     return type(value), *keys, *forms
 
 
-class Plans(Generic[Plan]):
-    """The plans of one object, by the signature of a call, a tuple. A copy or a pickle has none."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-
-    def get(self, signature: tuple[Any, ...]) -> Plan | None:
-        """Return the plan of a signature. None if there is none."""
-        return self._plans.get(signature)
+class Plans(dict[tuple[Any, ...], Plan]):
+    """The plans of one object, by the signature of a call. A copy or a pickle has none."""
 
     def add(self, signature: tuple[Any, ...], plan: Plan) -> None:
         """Store a plan. The oldest one is dropped if there are too many."""
-        if len(self._plans) == MOST_PLANS:
-            del self._plans[next(iter(self._plans))]
-        self._plans[signature] = plan
-
-    def clear(self) -> None:
-        """Drop all plans."""
-        self._plans.clear()
-
-    def __len__(self) -> int:
-        return len(self._plans)
+        if len(self) == MOST_PLANS:
+            del self[next(iter(self))]
+        self[signature] = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plans, ()

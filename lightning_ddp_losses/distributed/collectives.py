@@ -33,7 +33,6 @@ collective. Else it costs one more, which does not wait for a device.
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,6 +52,7 @@ from lightning_ddp_losses.distributed.raw_collectives import (
     host_bytes,
     reduce_scatter_rows,
     sum_over_ranks,
+    tensor_of_bytes,
     wide_dtype,
 )
 from lightning_ddp_losses.errors import ConfigurationError, InputError
@@ -99,10 +99,11 @@ def all_gather_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     if process_groups.world_size(group) == 1:
         return rows
     counts, needs_grad = _exchange_rows("all_gather_with_grad", rows, rows.shape[0], backward, group)
-    rows = match_requires_grad(rows, needs_grad)
-    return gather_with_grad(
-        "all_gather_with_grad", lambda: [all_gather_rows(rows, counts, group)], [rows], [counts], backward, group
-    )[0]
+    gathered = all_gather_rows(rows, counts, group)
+    if not needs_grad:
+        return gathered
+    rows = match_requires_grad(rows, True)
+    return gather_with_grad("all_gather_with_grad", [gathered], [rows], [counts], backward, group)[0]
 
 
 @eager_recursive
@@ -141,7 +142,7 @@ def all_reduce_with_grad(tensor: Tensor, *, group: Group = None, backward: Backw
     if backward == "own_slice":
         return sum_with_grad(tensor, group)
     exchange = BackwardExchange("all_reduce_with_grad", group)
-    return _with_grad(lambda: sum_over_ranks(tensor, group), exchange.all_reduce, tensor)
+    return _with_grad(sum_over_ranks(tensor, group), exchange.all_reduce, tensor)
 
 
 @eager_recursive
@@ -191,7 +192,7 @@ def reduce_scatter_with_grad(tensor: Tensor, rows: int | None = None, *, group: 
         return tensor
     tensor = match_requires_grad(tensor, needs_grad)
     run_backward = partial(BackwardExchange("reduce_scatter_with_grad", group).all_gather, counts=counts)
-    return _with_grad(lambda: reduce_scatter_rows(tensor, counts, group), run_backward, tensor)
+    return _with_grad(reduce_scatter_rows(tensor, counts, group), run_backward, tensor)
 
 
 def _refuse_tensor(what: str, tensor: object, backward: str, group: Group, *, adds: bool = True) -> None:
@@ -265,11 +266,14 @@ def once_differentiable_strict(what: str) -> Callable[[Callable[..., Grads]], Ca
     def decorate(backward: Callable[..., Grads]) -> Callable[..., Grads]:
         @functools.wraps(backward)
         def wrapped(ctx: Any, *grads: Tensor | None) -> Grads:
+            makes_graph = torch.is_grad_enabled()
+            if not makes_graph and not compat.is_any_autocast_on():
+                return backward(ctx, *grads)
             devices = {"cpu", *(grad.device.type for grad in grads if grad is not None)}
             # by hand, backward may run inside the autocast of a training step: what forward computed wide stays so
             with torch.no_grad(), without_autocast(devices):
                 found = backward(ctx, *grads)
-            if not torch.is_grad_enabled():
+            if not makes_graph:
                 return found
             return forbid_second_derivative(found, (*grads, *ctx.saved_tensors), what)
 
@@ -314,38 +318,33 @@ _FIXED = 3  # arguments of _Exchanged before the tensors
 
 
 class _Exchanged(torch.autograd.Function):
-    """Puts tensors that ``run`` returns into the graph of this rank's own. ``run_backward`` makes the gradients of these."""
+    """Puts tensors of all ranks into the graph of this rank's own. ``run_backward`` makes the gradients of these."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[], Sequence[Tensor]], run_backward: Callable[..., Grads], needs_all: bool, *own: Tensor
+        ctx: Any, whole: Sequence[Tensor], run_backward: Callable[..., Grads], needs_all: bool, *own: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.run_backward = run_backward
         ctx.set_materialize_grads(False)
         # for the refusal of second derivatives alone: a constant gradient would be W times one process's
         ctx.save_for_backward(*own)
-        out = tuple(run())
         ctx.zeros = []
         if needs_all:
-            ctx.zeros = [partial(torch.zeros, t.shape, dtype=t.dtype, device=t.device) for t in out]
-        if len(out) == len(own):
-            # some losses refuse targets that ask for a gradient
-            ctx.mark_non_differentiable(*(t for t, each in zip(out, own, strict=True) if not each.requires_grad))
-        return out
+            ctx.zeros = [partial(torch.zeros, t.shape, dtype=t.dtype, device=t.device) for t in whole]
+        return tuple(whole)
 
     @staticmethod
     @once_differentiable_strict("rows of all ranks")
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
-        # a gradient that did not come is zero on this rank
-        for i, (zeros, wanted) in enumerate(zip(ctx.zeros, ctx.needs_input_grad[_FIXED:], strict=False)):
-            if grads[i] is None and wanted:
-                grads = *grads[:i], zeros(), *grads[i + 1 :]
+        if ctx.zeros:
+            # a gradient that did not come is zero on this rank
+            grads = tuple(zeros() if grad is None else grad for grad, zeros in zip(grads, ctx.zeros, strict=True))
         return *[None] * _FIXED, *ctx.run_backward(*grads)
 
 
-def _with_grad(run: Callable[[], Tensor], run_backward: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
+def _with_grad(whole: Tensor, run_backward: Callable[[Tensor], Tensor], own: Tensor) -> Tensor:
     """Put one exchanged tensor into the graph of this rank's."""
-    exchanged: tuple[Tensor] = _Exchanged.apply(lambda: [run()], lambda grad: (run_backward(grad),), True, own)  # type: ignore[no-untyped-call]
+    exchanged: tuple[Tensor] = _Exchanged.apply([whole], lambda grad: (run_backward(grad),), True, own)  # type: ignore[no-untyped-call]
     return exchanged[0]
 
 
@@ -370,7 +369,7 @@ def own_slices_with_grad(
     Communication: none.
     """
     run_backward = partial(_own_slices, process_groups.world_size(group), places, [t.shape for t in own])
-    joined: tuple[Tensor, ...] = _Exchanged.apply(lambda: whole, run_backward, False, *own)  # type: ignore[no-untyped-call]
+    joined: tuple[Tensor, ...] = _Exchanged.apply(whole, run_backward, False, *own)  # type: ignore[no-untyped-call]
     return joined
 
 
@@ -379,11 +378,12 @@ def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch
     found: list[Tensor | None] = []
     for (index, start, rows), shape in zip(places, shapes, strict=True):
         grad = grads[index]
-        if grad is not None:
-            if start is not None:
-                grad = grad.narrow(0, start, rows)
-            grad = (grad * world_size).reshape(shape)
-        found.append(grad)
+        if grad is not None and start is not None:
+            found.append(grad.narrow(0, start, rows) * world_size)
+        elif grad is not None:
+            found.append((grad * world_size).reshape(shape))
+        else:
+            found.append(None)
     return tuple(found)
 
 
@@ -402,40 +402,35 @@ def sum_with_grad(tensor: Tensor, group: Group) -> Tensor:
 
 def gather_with_grad(
     what: str,
-    receive: Callable[[], list[Tensor]],
+    whole: Sequence[Tensor],
     tensors: Sequence[Tensor],
     counts: list[list[int]],
     backward: Backward,
     group: Group,
 ) -> tuple[Tensor, ...]:
-    """Put the rows of all ranks, of several tensors, into the graph of this rank's. Call it right after their handshake.
+    """Put the rows of all ranks, of several tensors that need a gradient on any rank, into the graph of this rank's.
 
     Args:
         what: Operation, for the handshake of backward.
-        receive: Function that returns the rows of all ranks, of each tensor.
+        whole: Rows of all ranks, of each tensor, without a graph.
         tensors: Tensors of this rank.
         counts: Rows of each rank, per tensor.
         backward: Gradient to give, as in ``all_gather_with_grad``.
         group: Process group. None is the world.
     """
     if backward == "sum":
-        exchange = BackwardExchange(what, group)
-        run_backward = partial(_rows_of_sum, exchange, counts, [t.requires_grad for t in tensors])
+        run_backward = partial(_rows_of_sum, BackwardExchange(what, group), counts)
     else:
         rank = process_groups.rank(group)
         places = [(i, sum(rows[:rank]), rows[rank]) for i, rows in enumerate(counts)]
         run_backward = partial(_own_slices, process_groups.world_size(group), places, [t.shape for t in tensors])
-    gathered: tuple[Tensor, ...] = _Exchanged.apply(receive, run_backward, backward == "sum", *tensors)  # type: ignore[no-untyped-call]
+    gathered: tuple[Tensor, ...] = _Exchanged.apply(whole, run_backward, backward == "sum", *tensors)  # type: ignore[no-untyped-call]
     return gathered
 
 
-def _rows_of_sum(
-    exchange: BackwardExchange, counts: list[list[int]], wanted: list[bool], *grads: Tensor | None
-) -> Grads:
-    """Return this rank's rows of the sum over ranks of gradients. Every rank takes part, also with those that it did not get."""
-    needed = [grad for grad, is_wanted in zip(grads, wanted, strict=True) if is_wanted and grad is not None]
-    found = iter(exchange.reduce_scatter(needed, [*itertools.compress(counts, wanted)]))
-    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+def _rows_of_sum(exchange: BackwardExchange, counts: list[list[int]], *grads: Tensor) -> Grads:
+    """Return this rank's rows of the sum over ranks of gradients."""
+    return tuple(exchange.reduce_scatter(grads, counts))
 
 
 # ---------------------------------------------------------------------- exchanges in backward
@@ -483,19 +478,14 @@ class BackwardExchange:
             self.open()
             return _reduce_scatter_packed(gradients, counts, self._group)
         payloads = self.open(b"".join(map(host_bytes, gradients)))
-        rank, offset, found = process_groups.rank(self._group), 0, []
-        for gradient, rows in zip(gradients, counts, strict=True):
-            total = _sum_of_payloads(payloads, gradient, offset)
-            found.append(total.narrow(0, sum(rows[:rank]), rows[rank]))
-            offset += gradient.nbytes
-        return found
+        return sums_of_own_rows(payloads, gradients, counts, process_groups.rank(self._group))
 
     def all_reduce(self, gradient: Tensor) -> Tensor:
         """Return the sum over ranks, added in rank order if it rides in the handshake. Communication: as ``reduce_scatter``."""
         if not self._fits([gradient]):
             self.open()
             return sum_over_ranks(gradient, self._group)
-        return _sum_of_payloads(self.open(host_bytes(gradient)), gradient, 0)
+        return _sum_of_parts(self.open(host_bytes(gradient)), gradient.shape, gradient.dtype)
 
     def all_gather(self, gradient: Tensor, counts: list[int]) -> Tensor:
         """Return the rows of all ranks in rank order. ``counts`` are those of each. Communication: as ``reduce_scatter``."""
@@ -504,11 +494,8 @@ class BackwardExchange:
         if gradient.device.type != "cpu" or longest > handshake.inline_capacity(self._group):
             self.open()
             return all_gather_rows(gradient, counts, self._group)
-        data = bytearray().join(self.open(host_bytes(gradient)))
-        shape = sum(counts), *gradient.shape[1:]
-        if not data:
-            return gradient.new_empty(shape)
-        return torch.frombuffer(data, dtype=gradient.dtype).view(shape)
+        everyone = tensor_of_bytes(self.open(host_bytes(gradient)))
+        return everyone.view(gradient.dtype).view(sum(counts), *gradient.shape[1:])
 
     def _fits(self, gradients: Sequence[Tensor]) -> bool:
         """Return whether the gradients ride in the handshake. Every rank decides the same."""
@@ -516,13 +503,33 @@ class BackwardExchange:
         return on_host and sum(gradient.nbytes for gradient in gradients) <= handshake.inline_capacity(self._group)
 
 
-def _sum_of_payloads(payloads: list[bytes], like: Tensor, start: int) -> Tensor:
-    """Sum one tensor of each rank's payload, which begins at byte ``start``, in at least float32."""
-    dtype, number = like.dtype, like.numel()
-    if number == 0:
-        return torch.empty_like(like)
-    parts = [torch.frombuffer(bytearray(sent), dtype=dtype, count=number, offset=start) for sent in payloads]
-    return torch.stack(parts).to(wide_dtype(dtype)).sum(0).to(dtype).view(like.shape)
+def sums_of_own_rows(
+    payloads: Sequence[bytes], tensors: Sequence[Tensor], counts: Sequence[Sequence[int]], rank: int, start: int = 0
+) -> list[Tensor]:
+    """Return one rank's rows of the sums of some tensors over ranks, added in rank order, from their bytes.
+
+    Args:
+        payloads: Bytes of each rank.
+        tensors: (G, ...), this rank's, whose bytes are one behind the other.
+        counts: Rows of every rank, for each tensor.
+        rank: Rank of the rows.
+        start: Place of the first tensor in a payload.
+    """
+    found = []
+    for tensor, rows in zip(tensors, counts, strict=True):
+        shape = torch.Size([rows[rank], *tensor.shape[1:]])
+        row_bytes = tensor.shape[1:].numel() * tensor.element_size()
+        first = start + sum(rows[:rank]) * row_bytes
+        parts = [payload[first : first + rows[rank] * row_bytes] for payload in payloads]
+        found.append(_sum_of_parts(parts, shape, tensor.dtype))
+        start += tensor.nbytes
+    return found
+
+
+def _sum_of_parts(parts: Sequence[bytes], shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Sum one tensor of each rank, given as its bytes, in at least float32."""
+    everyone = tensor_of_bytes(parts).view(dtype).view(len(parts), *shape)
+    return everyone.sum(0, dtype=wide_dtype(dtype)).to(dtype)
 
 
 def _reduce_scatter_packed(gradients: Sequence[Tensor], counts: Sequence[list[int]], group: Group) -> list[Tensor]:

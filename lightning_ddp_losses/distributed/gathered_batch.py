@@ -6,10 +6,10 @@ Legend: ``W`` ranks, ``B`` rows on this rank (per tensor, may differ), ``G`` the
 from __future__ import annotations
 
 import functools
+import operator
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,11 +22,11 @@ from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import (
     NARROW_DTYPES,
-    NarrowRows,
     TravellingRows,
     gather,
     group_for,
     host_bytes,
+    tensor_of_bytes,
 )
 
 BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
@@ -35,21 +35,41 @@ BackwardChoice: TypeAlias = Callable[[dict[str, list[int]]], Backward]
 _ALIGN = 16  # bytes. A view of any dtype may start there
 
 
-@dataclass(frozen=True)
-class GatheredBatch:
+class GatheredBatch(NamedTuple):
     """The rows of all ranks.
 
     Attributes:
         tensors: (G, ...) each, in rank order.
         counts: Rows of each rank, per tensor.
         extras: Each rank's own ``extra`` bytes.
-        narrow_dtypes: Dtypes of each rank's rows that travel in place of a tensor's, per tensor. None: the tensor's own rows travel.
+        dtypes: Dtypes in which each rank's rows travelled, per tensor.
     """
 
     tensors: list[Tensor]
     counts: list[list[int]]
     extras: list[bytes]
-    narrow_dtypes: list[list[torch.dtype | None]]
+    dtypes: list[Sequence[torch.dtype]]
+
+
+class RowForm(NamedTuple):
+    """The form of one tensor's rows.
+
+    Attributes:
+        dtype: Dtype of the computation. Rows of bfloat16 and float16 may travel in its place.
+        shape: Shape of a row. (0,) if rows are only counted.
+        is_counted: True if rows are counted and not gathered.
+        keeps_narrow: True if narrow rows are not cast when they arrive.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    is_counted: bool
+    keeps_narrow: bool
+
+    def travelling(self, kinds: Sequence[int]) -> TravellingRows:
+        """Return how the rows travel. ``kinds``: by rank, the place of its dtype in ``NARROW_DTYPES``."""
+        dtypes = [NARROW_DTYPES[kind] or self.dtype for kind in kinds]
+        return TravellingRows(self.shape, dtypes, None if self.keeps_narrow else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -58,15 +78,15 @@ class BatchLayout:
 
     Attributes:
         agreement: The operation, and what must match: names, dtypes and widths of the tensors, and the caller's values.
-        form: Form of an offer.
-        counted: Positions of the tensors that are counted and not gathered.
+        offer: Form of an offer: rows, need of a gradient and narrow dtype of each tensor, whether the rows follow, and extra bytes.
+        rows: Form of each tensor's rows.
         is_on_host: True if all tensors are on the CPU.
         is_grad_enabled: True if gradients are on.
     """
 
     agreement: Agreement
-    form: struct.Struct
-    counted: frozenset[int]
+    offer: struct.Struct
+    rows: tuple[RowForm, ...]
     is_on_host: bool
     is_grad_enabled: bool
 
@@ -77,28 +97,40 @@ class BatchLayout:
         tensors: Mapping[str, Tensor],
         options: Mapping[str, object] | None = None,
         counted: Collection[str] = (),
+        *,
+        keeps_narrow: bool = False,
     ) -> BatchLayout:
         """Return the layout of some tensors, as ``gather_batch`` describes them.
 
         Args:
             what: The operation.
-            tensors: (B, ...) by name.
+            tensors: (B, ...) by name, in the dtype of the computation.
             options: Further values that must be equal on all ranks, in every call.
             counted: Names of the tensors that are counted and not gathered.
+            keeps_narrow: True if narrow rows are not cast when they arrive. ``gather_batch`` gets them in place of the tensors.
         """
         is_grad_enabled = torch.is_grad_enabled()
         compared = dict(options or {})
         compared["gradients"] = "on" if is_grad_enabled else "off"
         compared["tensors"] = ", ".join(tensors)
+        rows = []
         for name, tensor in tensors.items():
-            compared[name] = f"{('rows', *tensor.shape[1:])} {tensor.dtype} {tensor.device.type}"
+            shape, is_counted = tensor.shape[1:], name in counted
+            compared[name] = f"{('rows', *shape)} {tensor.dtype} {tensor.device.type}"
+            rows.append(RowForm(tensor.dtype, torch.Size([0]) if is_counted else shape, is_counted, keeps_narrow))
         return cls(
             agreement=Agreement(what, compared),
-            form=_form(len(tensors)),
-            counted=frozenset(place for place, name in enumerate(tensors) if name in counted),
+            offer=_offer(len(tensors)),
+            rows=tuple(rows),
             is_on_host=all(tensor.device.type == "cpu" for tensor in tensors.values()),
             is_grad_enabled=is_grad_enabled,
         )
+
+
+@functools.cache
+def _offer(tensors: int) -> struct.Struct:
+    """Return the form of an offer of so many tensors."""
+    return struct.Struct(f"<{tensors}Q{tensors}?{tensors}B?I")
 
 
 def gather_batch(
@@ -109,7 +141,6 @@ def gather_batch(
     backward: Backward | BackwardChoice = "sum",
     extra: bytes = b"",
     counted: Collection[str] = (),
-    narrow: Mapping[str, NarrowRows] | None = None,
     given_dtype: torch.dtype | None = None,
     group: Group = None,
 ) -> GatheredBatch:
@@ -123,10 +154,8 @@ def gather_batch(
         extra: Own bytes that go with the handshake.
         counted: Names of (B, D) tensors that are not gathered: all ranks agree on D and dtype, and learn the numbers of rows.
             They come back as (G, 0). A layout has its own.
-        narrow: Rows by name of a tensor that travel in its place if they are bfloat16 or float16 and the tensor is wider,
-            from any rank, of any dtype. Gradients travel in the dtype of the tensor.
-        given_dtype: Dtype from which the floating tensors that ``narrow`` does not name were cast. They travel in it. None: they were
-            not cast.
+        given_dtype: bfloat16 or float16, from which the floating tensors were cast. They travel in it, also if other ranks' do not, and
+            their gradients in the dtype of the tensor. None: they were not cast.
         group: Process group. None is the world.
 
     Communication:
@@ -138,173 +167,116 @@ def gather_batch(
         RankMismatchError: on every rank, when names, widths, dtypes or ``must_match`` differ, or one computes without gradients
             (backward may communicate).
     """
-    if process_groups.world_size(group) == 1:
-        names = counted if isinstance(what, str) else [name for i, name in enumerate(tensors) if i in what.counted]
-        values = [tensor[:, :0] if name in names else tensor for name, tensor in tensors.items()]
-        return GatheredBatch(values, [[t.shape[0]] for t in values], [extra], [[None]] * len(values))
     layout = what
     if isinstance(layout, str):
         layout = BatchLayout.of(layout, tensors, counted=counted)
-    values = list(tensors.values())
-    for place in layout.counted:
-        values[place] = values[place][:, :0]
-    # 1. this rank's part of the handshake
-    narrow_rows = _narrow_rows(tensors, narrow or {}, given_dtype)
-    kinds = [0 if rows is None else rows.kind(tensor) for rows, tensor in zip(narrow_rows, values, strict=True)]
-    # counted tensors travel later, in the dtypes that the ranks exchange here
-    for place in layout.counted:
-        narrow_rows[place] = None
-    sent = list(values)
-    for place, rows in enumerate(narrow_rows):
-        if rows is not None and kinds[place]:
-            sent[place] = rows.rows.detach()
-    payload = _pack_offer(layout, values, sent, kinds, extra, handshake.inline_capacity(group))
-    # 2. the handshake: all agree on the tensors
-    payloads = handshake.all_gather(layout.agreement, must_match, payload, group=group)
-    offers = [_Offer.read(layout.form, payload) for payload in payloads]
-    counts = [list(of_ranks) for of_ranks in zip(*[offer.counts for offer in offers], strict=True)]
-    # 3. who needs no gradient of a tensor still takes part in its backward where another rank needs it
-    for place, value in enumerate(values):
-        if layout.is_grad_enabled and not value.requires_grad and any(offer.needs_grad[place] for offer in offers):
-            values[place] = match_requires_grad(value, True)
-    # 4. the rows, from the payloads or by one more gather, and how their gradient comes back
-    how = backward
-    if callable(how):
-        how = how(dict(zip(tensors, counts, strict=True)))
-    travelling = []
-    narrow_dtypes = []
-    for place, value in enumerate(values):
-        dtypes = [NARROW_DTYPES[offer.kinds[place]] for offer in offers]
-        rows = narrow_rows[place]
-        if rows is None and place not in layout.counted and any(dtypes):  # another rank's rows were cast
-            rows = NarrowRows.of_cast(value, None)
-        narrow_dtypes.append(dtypes)
-        travelling.append(TravellingRows(value.detach(), rows, dtypes))
-    receive = partial(_gather_packed, travelling, sent, counts, group)
-    if all(offer.is_inline for offer in offers):
-        receive = partial(_unpack, travelling, counts, _as_buffers([offer.rows for offer in offers]))
-    gathered = gather_with_grad(layout.agreement.operation, receive, values, counts, how, group)
-    return GatheredBatch(list(gathered), counts, [offer.extra for offer in offers], narrow_dtypes)
+    values = []
+    for form, tensor in zip(layout.rows, tensors.values(), strict=True):
+        values.append(tensor[:, :0] if form.is_counted else tensor)
+    if process_groups.world_size(group) == 1:
+        counts = [[value.shape[0]] for value in values]
+        return GatheredBatch(values, counts, [extra], [[value.dtype] for value in values])
+    # 1. this rank's rows, in the dtype that they came in, and the handshake: all agree on the tensors
+    sent = values
+    if given_dtype is not None:
+        sent = [_as_given(tensor, given_dtype) for tensor in values]
+    offer = _pack_offer(layout, values, sent, extra, handshake.inline_capacity(group))
+    payloads = handshake.all_gather(layout.agreement, must_match, offer, group=group)
+    # 2. what the ranks have said of each tensor
+    number = len(values)
+    columns = list(zip(*map(layout.offer.unpack_from, payloads), strict=True))
+    counts = list(map(list, columns[:number]))
+    needs_grad = columns[number : 2 * number]
+    kinds = columns[2 * number : 3 * number]
+    are_inline, extra_sizes = columns[3 * number :]
+    starts = [layout.offer.size + size for size in extra_sizes]
+    extras = [payload[layout.offer.size : start] for payload, start in zip(payloads, starts, strict=True)]
+    # 3. the rows of all ranks, from the payloads or by one more gather
+    travelling = list(map(RowForm.travelling, layout.rows, kinds))
+    if all(are_inline):
+        gathered = _rows_of_payloads(payloads, starts, travelling, counts)
+    else:
+        gathered = _gather_packed(sent, travelling, counts, group)
+    # 4. their graph. A rank that needs no gradient of a tensor takes part in its backward where another rank needs it
+    needed = [place for place in range(number) if any(needs_grad[place])]
+    if needed:
+        how = backward
+        if callable(how):
+            how = how(dict(zip(tensors, counts, strict=True)))
+        own = [match_requires_grad(values[place], True) for place in needed]
+        rows = [gathered[place] for place in needed]
+        counts_needed = [counts[place] for place in needed]
+        in_graph = gather_with_grad(layout.agreement.operation, rows, own, counts_needed, how, group)
+        for place, tensor in zip(needed, in_graph, strict=True):
+            gathered[place] = tensor
+    return GatheredBatch(gathered, counts, extras, [each.dtypes for each in travelling])
+
+
+def _as_given(tensor: Tensor, given_dtype: torch.dtype) -> Tensor:
+    """Return the rows of a tensor that was cast from a narrow dtype, if it is floating, in that dtype."""
+    return tensor.detach().to(given_dtype) if tensor.is_floating_point() else tensor
 
 
 def _pack_offer(
-    layout: BatchLayout,
-    tensors: Sequence[Tensor],
-    sent: Sequence[Tensor],
-    kinds: Sequence[int],
-    extra: bytes,
-    inline_capacity: int,
+    layout: BatchLayout, tensors: Sequence[Tensor], sent: Sequence[Tensor], extra: bytes, inline_capacity: int
 ) -> bytes:
-    """Return the offer of this rank: rows, need of a gradient and dtype of each tensor, the extra bytes, few tensors themselves."""
+    """Return the offer of this rank: what it says of each tensor, the extra bytes, and few rows themselves."""
     counts = [tensor.shape[0] for tensor in tensors]
     needs_grad = [tensor.requires_grad and layout.is_grad_enabled for tensor in tensors]
-    sizes = [aligned(tensor.nbytes) for tensor in sent]
-    is_inline = layout.is_on_host and layout.form.size + len(extra) + sum(sizes) <= inline_capacity
-    parts = [layout.form.pack(*counts, *needs_grad, *kinds, is_inline, len(extra)), extra]
+    kinds = []
+    for form, rows in zip(layout.rows, sent, strict=True):
+        kinds.append(0 if rows.dtype == form.dtype else NARROW_DTYPES.index(rows.dtype))
+    num_bytes = layout.offer.size + len(extra) + sum([rows.nbytes for rows in sent])
+    is_inline = layout.is_on_host and num_bytes <= inline_capacity
+    parts = [layout.offer.pack(*counts, *needs_grad, *kinds, is_inline, len(extra)), extra]
     if is_inline:
-        for tensor, size in zip(sent, sizes, strict=True):
-            parts.append(host_bytes(tensor).ljust(size, b"\0"))
+        parts += map(host_bytes, sent)
     return b"".join(parts)
 
 
-def _narrow_rows(
-    tensors: Mapping[str, Tensor], narrow: Mapping[str, NarrowRows], given_dtype: torch.dtype | None
-) -> list[NarrowRows | None]:
-    """Return the rows that may travel in place of each tensor. None: the tensor travels, unless another rank has narrow ones."""
-    found = []
-    for name, tensor in tensors.items():
-        rows = narrow.get(name)
-        if rows is None and given_dtype is not None and tensor.is_floating_point():
-            rows = NarrowRows.of_cast(tensor, given_dtype)
-        found.append(rows)
-    return found
-
-
-Messages: TypeAlias = Tensor | Sequence[Tensor]
-"""Bytes of each rank, (W, n), or (n,) of each if these are of different lengths."""
-
-
-@functools.cache
-def _form(tensors: int) -> struct.Struct:
-    """Return the form of an offer: rows, need of a gradient and dtype of each tensor, whether rows are inline, and extra bytes."""
-    return struct.Struct(f"<{tensors}Q{tensors}?{tensors}B?I")
-
-
-class _Offer(NamedTuple):
-    """A rank's message about its tensors in the handshake.
-
-    Attributes:
-        counts: Rows of each.
-        needs_grad: True for tensors that need a gradient on the rank.
-        kinds: ``NarrowRows.kind`` of each.
-        is_inline: True if their bytes travel in the handshake.
-        extra: The caller's bytes.
-        rows: The tensors' bytes, each at an aligned place. Empty if they are not inline.
-    """
-
-    counts: tuple[int, ...]
-    needs_grad: tuple[bool, ...]
-    kinds: tuple[int, ...]
-    is_inline: bool
-    extra: bytes
-    rows: bytes
-
-    @classmethod
-    def read(cls, form: struct.Struct, payload: bytes) -> _Offer:
-        *fields, is_inline, extra_bytes = form.unpack_from(payload)
-        tensors = len(fields) // 3
-        rows_start = form.size + extra_bytes
-        counts, needs_grad, kinds = (tuple(fields[i * tensors : (i + 1) * tensors]) for i in range(3))
-        return cls(counts, needs_grad, kinds, is_inline, payload[form.size : rows_start], payload[rows_start:])
-
-
-def _unpack(travelling: Sequence[TravellingRows], counts: list[list[int]], messages: Messages) -> list[Tensor]:
-    """Return the rows of all ranks, of each tensor, from the bytes that each rank has sent of them."""
-    out, starts = [], [0] * len(messages)
+def _rows_of_payloads(
+    payloads: Sequence[bytes], starts: list[int], travelling: Sequence[TravellingRows], counts: list[list[int]]
+) -> list[Tensor]:
+    """Return the rows of all ranks, of each tensor, from the places in the payloads where those of the first tensor start."""
+    gathered = []
     for each, rows in zip(travelling, counts, strict=True):
-        if isinstance(messages, Tensor) and len({*zip(starts, rows, each.dtypes, strict=True)}) == 1:
-            # the usual case, with no work per rank: all have as many rows at the same place
-            sizes = [each.num_bytes(0, rows[0])] * len(messages)
-            whole = each.rows_in(messages[:, starts[0] : starts[0] + sizes[0]], 0, rows[0]).flatten(0, 1)
-            out.append(each.expanded(0, whole))
+        stops = list(map(operator.add, starts, each.sizes(rows)))
+        parts = [payload[start:stop] for payload, start, stop in zip(payloads, starts, stops, strict=True)]
+        starts = stops
+        if each.is_uniform:
+            gathered.append(each.joined(tensor_of_bytes(parts), sum(rows)))
         else:
-            sizes = list(map(each.num_bytes, range(len(rows)), rows))
-            parts = [message[a : a + size] for message, a, size in zip(messages, starts, sizes, strict=True)]
-            blocks = tuple(map(each.rows_in, parts, range(len(rows)), rows))
-            out.append(each.joined(blocks))
-        starts = [start + aligned(size) for start, size in zip(starts, sizes, strict=True)]
-    return out
-
-
-def _as_buffers(parts: Sequence[bytes]) -> Messages:
-    """Return the bytes of all ranks as one tensor, or as one of each rank if they are of different lengths, or none."""
-    size = len(parts[0])
-    if size and all(len(part) == size for part in parts):
-        return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8).view(-1, size)
-    none = torch.empty(0, dtype=torch.uint8)
-    return [torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else none for part in parts]
+            gathered.append(each.concatenated([tensor_of_bytes([part]) for part in parts], rows))
+    return gathered
 
 
 def _gather_packed(
-    travelling: Sequence[TravellingRows], sent: Sequence[Tensor], counts: list[list[int]], group: Group
+    sent: Sequence[Tensor], travelling: Sequence[TravellingRows], counts: list[list[int]], group: Group
 ) -> list[Tensor]:
     """Return the rows of all ranks, of each tensor, by one gather of their bytes."""
-    # 1. as many bytes of each rank as the one with the most has
-    sizes = [0] * process_groups.world_size(group)
+    # 1. where each rank's rows of each tensor begin, and as many bytes of each rank as the one with the most has
+    starts = [[0] * len(counts[0])]
     for each, rows in zip(travelling, counts, strict=True):
-        for rank, number in enumerate(rows):
-            sizes[rank] += aligned(each.num_bytes(rank, number))
-    longest = max(sizes)
-    if longest == 0:
-        return [
-            each.own.new_empty(sum(rows), *each.own.shape[1:]) for each, rows in zip(travelling, counts, strict=True)
-        ]
+        starts.append([start + aligned(size) for start, size in zip(starts[-1], each.sizes(rows), strict=True)])
+    longest = max(starts[-1])
     packed = _pack_rows(sent, longest)
-    everyone = packed.new_empty(len(sizes) * longest)
+    if longest == 0:
+        return [each.joined(packed, sum(rows)) for each, rows in zip(travelling, counts, strict=True)]
     # 2. one gather
-    gather(everyone, packed, group=group_for(packed, group))
+    messages = packed.new_empty(len(starts[0]), longest)
+    gather(messages.view(-1), packed, group=group_for(packed, group))
     # 3. each tensor's block of each rank
-    return _unpack(travelling, counts, everyone.view(-1, longest))
+    gathered = []
+    for each, rows, places in zip(travelling, counts, starts, strict=False):
+        sizes = each.sizes(rows)
+        if each.is_uniform and len({*zip(places, sizes, strict=True)}) == 1:
+            # the usual case, with no work per rank: all have as many rows at the same place
+            block = messages[:, places[0] : places[0] + sizes[0]].reshape(-1)
+            gathered.append(each.joined(block, sum(rows)))
+        else:
+            blocks = [message[at : at + size] for message, at, size in zip(messages, places, sizes, strict=True)]
+            gathered.append(each.concatenated(blocks, rows))
+    return gathered
 
 
 def _pack_rows(tensors: Sequence[Tensor], size: int) -> Tensor:

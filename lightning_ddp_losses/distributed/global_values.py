@@ -282,8 +282,10 @@ def _world_watches() -> weakref.WeakSet[UpstreamGradWatch] | None:
     """
     if process_groups.world_size() == 1:
         return None
-    found: weakref.WeakSet[UpstreamGradWatch]
-    found = process_groups.internal_groups(None).notes.setdefault(_NotedGrad, weakref.WeakSet())
+    notes = process_groups.internal_groups(None).notes
+    found: weakref.WeakSet[UpstreamGradWatch] | None = notes.get(_NotedGrad)
+    if found is None:
+        found = notes[_NotedGrad] = weakref.WeakSet()
     return found
 
 
@@ -294,22 +296,18 @@ class _NotedGrad(NamedTuple):
     """What came back into one value.
 
     Attributes:
-        grad: Upstream gradient. That of an accelerator is on its way to the host and may still be computed.
+        grad: Numbers of the upstream gradient. Those of an accelerator are on their way to the host and may still be computed.
         number: Notes of all watches count up.
         failures: Number of errors of the value's group before it.
     """
 
-    grad: Tensor | HostCopy
+    grad: list[float] | HostCopy
     number: int
     failures: int
 
-    @property
-    def is_late(self) -> bool:
-        return isinstance(self.grad, HostCopy)
-
     def text(self) -> str:
-        values = self.grad.read() if isinstance(self.grad, HostCopy) else self.grad
-        return " and ".join(map(repr, values.reshape(-1).tolist()))
+        values = self.grad.read().reshape(-1).tolist() if isinstance(self.grad, HostCopy) else self.grad
+        return " and ".join(map(repr, values))
 
 
 class UpstreamGradRecorder:
@@ -399,7 +397,8 @@ class UpstreamGradWatch:
         for note in self._noted:
             if note.failures != failures:
                 continue
-            if note.number > after and (note.number < late_before or not note.is_late):
+            is_late = isinstance(note.grad, HostCopy)
+            if note.number > after and (not is_late or note.number < late_before):
                 wanted.append(note)
             else:
                 left.append(note)
@@ -417,7 +416,7 @@ class UpstreamGradWatch:
             watches.add(self)
         if grad.ndim:
             grad = torch.stack([grad.sum(), grad.square().sum()])
-        noted = grad.detach().clone() if grad.device.type == "cpu" else HostCopy(grad)
+        noted = grad.reshape(-1).tolist() if grad.is_cpu else HostCopy(grad)
         failures = process_groups.failures(self._group)
         self._noted.append(_NotedGrad(noted, next(_note_numbers), failures))
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,77 +30,46 @@ NARROW_DTYPES = (None, torch.bfloat16, torch.float16)
 """Dtypes by the number that a rank sends for a tensor. None: the tensor travels as it is."""
 
 
-@dataclass(frozen=True)
-class NarrowRows:
-    """Narrow rows that travel in place of a tensor's. Each receiver computes the tensor's rows from them.
+class TravellingRows(NamedTuple):
+    """The rows of one tensor on their way between ranks, as bytes. Ranks that have narrower ones send those.
 
     Attributes:
-        rows: (B, ...), as the caller gave them, of any floating dtype.
-        expand: Such rows of any rank -> rows of the tensor. Row by row, so that it makes no difference where.
+        shape: Shape of a row.
+        dtypes: Dtype of each rank's rows.
+        dtype: Dtype to which rows are cast when they arrive. None: they are not cast.
     """
 
-    rows: Tensor
-    expand: Callable[[Tensor], Tensor]
+    shape: torch.Size
+    dtypes: Sequence[torch.dtype]
+    dtype: torch.dtype | None = None
 
-    @classmethod
-    def of_cast(cls, tensor: Tensor, given: torch.dtype | None) -> NarrowRows:
-        """Make them for a tensor that was cast from ``given``. None: it was not cast."""
-        rows = tensor.detach()
-        return cls(rows if given is None else rows.to(given), lambda sent: sent.to(tensor.dtype))
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks send one dtype."""
+        return len(set(self.dtypes)) == 1
 
-    def kind(self, tensor: Tensor) -> int:
-        """Return the number of an offer: whether these travel in place of the tensor, and their dtype."""
-        is_narrow = self.rows.dtype in NARROW_DTYPES and self.rows.dtype != tensor.dtype
-        return NARROW_DTYPES.index(self.rows.dtype) if is_narrow else 0
-
-
-def narrow_batches(batches: Mapping[str, Tensor], given: torch.dtype | None) -> dict[str, NarrowRows]:
-    """Make the narrow rows of the floating ones among some tensors that were cast from ``given``. None: they were not cast."""
-    return {name: NarrowRows.of_cast(t, given) for name, t in batches.items() if t.is_floating_point()}
-
-
-@dataclass(frozen=True)
-class TravellingRows:
-    """The rows of one tensor on their way between ranks. Ranks that have narrower ones send those.
-
-    Attributes:
-        own: (B, ...), this rank's rows of the tensor, without graph.
-        narrow: Rows that may travel in their place. None: there are none.
-        dtypes: Dtype of the narrow rows, by rank. None: the tensor's own rows travel.
-    """
-
-    own: Tensor
-    narrow: NarrowRows | None
-    dtypes: Sequence[torch.dtype | None]
-
-    def like(self, rank: int) -> Tensor:
-        """Return a tensor of the width and dtype of a rank's travelling rows."""
-        dtype = self.dtypes[rank]
-        if dtype is None or self.narrow is None:
-            return self.own
-        rows = self.narrow.rows
-        return rows if rows.dtype == dtype else rows[:0].to(dtype)
-
-    def num_bytes(self, rank: int, rows: int) -> int:
-        """Return how many bytes so many rows of a rank take."""
-        like = self.like(rank)
-        return rows * like.shape[1:].numel() * like.element_size()
+    def sizes(self, counts: Sequence[int]) -> list[int]:
+        """Return how many bytes the rows of each rank take."""
+        numbers = self.shape.numel()
+        return [rows * numbers * dtype.itemsize for rows, dtype in zip(counts, self.dtypes, strict=True)]
 
     def rows_in(self, message: Tensor, rank: int, rows: int) -> Tensor:
-        """Return so many travelling rows of a rank, a view of their bytes (n,), or those of all ranks, of (W, n)."""
-        like = self.like(rank)
-        return message.view(like.dtype).view(*message.shape[:-1], rows, *like.shape[1:])
+        """Return so many rows of a rank, a view of their bytes (n,)."""
+        return message.view(self.dtypes[rank]).view(rows, *self.shape)
 
-    def expanded(self, rank: int, rows: Tensor) -> Tensor:
-        """Return the rows of the tensor that a rank's travelling rows stand for."""
-        return rows if self.narrow is None or self.dtypes[rank] is None else self.narrow.expand(rows)
+    def joined(self, message: Tensor, rows: int) -> Tensor:
+        """Return the rows of all ranks from their bytes (n,), one rank's behind the other's, of one dtype."""
+        # not a view: autograd would refuse to change it in place
+        found = self.rows_in(message, 0, rows).detach()
+        return found if self.dtype is None else found.to(self.dtype)
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all ranks, of those of each as they came."""
-        if len(set(self.dtypes)) == 1:  # expanded at once
-            whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks)  # type: ignore[arg-type]
-            return self.expanded(0, whole)
-        return torch.cat([self.expanded(rank, rows) for rank, rows in enumerate(blocks)])
+    def concatenated(self, messages: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks from the bytes (n,) of each."""
+        blocks = [self.rows_in(message, rank, counts[rank]) for rank, message in enumerate(messages)]
+        if not self.is_uniform and self.dtype is not None:
+            blocks = [block.to(self.dtype) for block in blocks]
+        whole = torch.cat(blocks)
+        return whole if self.dtype is None else whole.to(self.dtype)
 
 
 _AWAKE_SECONDS = 0.002
@@ -229,8 +197,16 @@ def host_memory(tensor: Tensor) -> Any:
 
 def host_bytes(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, row by row, for any strides."""
-    data: bytes = host_memory(tensor).tobytes()
+    if tensor.dtype not in _NUMPY_DTYPES:
+        tensor = as_bytes(tensor)
+    data: bytes = tensor.numpy(force=True).tobytes()
     return data
+
+
+def tensor_of_bytes(parts: Sequence[bytes]) -> Tensor:
+    """Return some bytes, one part behind the other, as a tensor (n,) on the CPU."""
+    data = bytearray().join(parts)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def start_mean(tensor: Tensor, *, group: Group = None) -> Callable[[], Tensor]:

@@ -34,7 +34,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank, places of classes and targets, logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
-| ``clip``, ``siglip``, ``two_towers`` | losses between two towers |
+| ``clip``, ``siglip``, ``two_towers``, ``tower_tiles`` | losses between two towers, and their products in tiles |
 
 The way of a call: its signature (``core.signature``) leads to a plan, which is made once, refuses bad input and chooses an evaluation
 (``plans``). Values are checked in each call. The rows are gathered (``gathered_call``) unless it is ``by_elements``. It computes a

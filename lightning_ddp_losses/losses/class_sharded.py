@@ -44,7 +44,7 @@ from lightning_ddp_losses.losses.element_losses import partial_sums_of
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.partial_fc import ClassSampler, SampledRowOptimizer
 from lightning_ddp_losses.losses.partial_sums import global_loss, sums_of_all_rows
-from lightning_ddp_losses.losses.plans.shards import ShardPlan, described_sampling
+from lightning_ddp_losses.losses.plans.shards import NAMED, ShardPlan, described_sampling
 from lightning_ddp_losses.losses.plans.signatures import kind_of, signature_of
 from lightning_ddp_losses.losses.pml_registry import can_split, collects_counts, is_separable, reduction_of
 from lightning_ddp_losses.losses.products import (
@@ -59,7 +59,6 @@ from lightning_ddp_losses.losses.sharded_weight import LocalClasses, ShardedWeig
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tuples import GlobalTuples, miner_counts, miner_weights
 
-_NAMED = "rows named by the miner"  # how often
 _HELD_CLASSES = "held classes"  # key in a state dict's metadata
 _CHUNK_BYTES = 2 << 20  # of logits at a time, as a core's cache holds
 _MIN_CHUNK = 16  # classes
@@ -307,8 +306,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         try:
             self.shard_classes()
             inputs.refuse_capture(self._title)
+            # 1. the rules of calls like this one
             plan, parameters = self._plan_of(embeddings, labels, indices_tuple)
+            # 2. values of this call
             labels = self._checked_labels(embeddings, labels)
+            # 3. the loss over all ranks
             value = self._in_full_precision(plan, parameters, embeddings, labels, indices_tuple)
         except Exception as error:
             self._raise_on_all_ranks(error)
@@ -321,7 +323,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
     def _plan_of(self, embeddings: Tensor, labels: Tensor, indices_tuple: Any) -> tuple[ShardPlan, list[Tensor]]:
         """Return the rules of a call, and the loss's parameters. Refuse arguments that cannot work."""
         parameters = precision.parameters_of(self)
-        arguments = [kind_of(embeddings), kind_of(labels), type(indices_tuple), self.products]
+        sampling = described_sampling(self._training_sampler())
+        arguments = [kind_of(embeddings), kind_of(labels), type(indices_tuple), self.products, sampling]
         signature = signature_of(arguments, parameters)
         plan = self._plans.get(signature)
         if plan is None:
@@ -330,8 +333,11 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             inputs.check_devices(title, {"embeddings": embeddings, "labels": labels}, parameters)
             rows, num_classes = embeddings.shape[0], self._sharded.num_classes
             inputs.check_labels(title, labels, rows, num_classes, read_values=False)
+            must_match: dict[str, object] = {"classes": num_classes, "sampling": sampling}
+            if self._compiler is not None:
+                must_match["compile_tiles"] = True
             given = embeddings, labels, indices_tuple
-            plan = ShardPlan.of(title, self, self._head, self.products, given, parameters)
+            plan = ShardPlan.of(title, self, self._head, self.products, given, parameters, must_match)
             self._plans.add(signature, plan)
         return plan, parameters
 
@@ -355,7 +361,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         configuration = self._read_configuration()
         labels = labels.to(torch.int64)
         sampler = self._training_sampler()
-        batch = self._gather(plan, embeddings, labels, indices_tuple, sampler, configuration)
+        batch = self._gather(plan, embeddings, labels, indices_tuple, configuration)
         global_embeddings, global_labels, *named = batch.tensors
         if isinstance(indices_tuple, GlobalTuples):
             # a miner over all ranks names rows of the other parts of the world too
@@ -375,7 +381,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if self._replica_group is not None:
             batches = {"losses": losses, "labels": global_labels}
             if named:
-                batches[_NAMED] = named[0]
+                batches[NAMED] = named[0]
             title = f"{self._title}: replicas"
             weights = self._weights.take([self.weight.data], self._replica_group)
             must_match = {"which": self._instance, "configuration": configuration, "weights": weights}
@@ -393,32 +399,22 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         return self._reduce(losses, found, global_embeddings, global_labels)
 
     def _gather(
-        self,
-        plan: ShardPlan,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any,
-        sampler: ClassSampler | None,
-        configuration: str,
+        self, plan: ShardPlan, embeddings: Tensor, labels: Tensor, indices_tuple: Any, configuration: str
     ) -> GatheredBatch:
         """Return the rows of all ranks, after comparing settings, which must be equal, and shards, which must not."""
         batches = {"embeddings": embeddings, "labels": labels}
         if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
-            batches[_NAMED] = self._times_named(indices_tuple, len(labels))
+            batches[NAMED] = self._times_named(indices_tuple, len(labels))
         must_match: dict[str, object] = {
             "which": self._instance,
-            "classes": self._sharded.num_classes,
-            **dict(plan.must_match),
-            "sampling": described_sampling(sampler),
             "configuration": configuration,
             "coefficient of the last backward": self._upstream_grads.take(),
             **micro_batch_to_match(),
         }
-        if self._compiler is not None:
-            must_match["compile_tiles"] = True
         shard = self._sharded.fingerprint(self.weight)
-        narrow = {"embeddings": raw_collectives.NarrowRows.of_cast(embeddings, plan.given_dtype)}
-        batch = gather_batch(self._title, batches, must_match, extra=shard, narrow=narrow, group=self._group)
+        batch = gather_batch(
+            plan.layout, batches, must_match, extra=shard, given_dtype=plan.given_dtype, group=self._group
+        )
         if self._replica_group is None:  # else another part of the world may have some
             self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
@@ -472,7 +468,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             self._head.per_class,
             sampled,
             log_weight,
-            has_all=process_groups.world_size(self._group) == 1,
+            has_all=self._sharded.world_size == 1,
         )
         if plan.form == "bf16":
             rows = Operand.prepare(embeddings, plan.form, normalize=self.loss.distance.normalize_embeddings)
@@ -669,8 +665,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             inputs.check_devices(self._title, {"embeddings": embeddings}, [self.weight])
         dtype = precision.compute_dtype([embeddings, self.weight])
         batches = {"embeddings": embeddings.to(dtype)}
-        narrow = {"embeddings": raw_collectives.NarrowRows(embeddings, lambda rows: rows.to(dtype))}
-        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, narrow=narrow, group=self._group)
+        given_dtype = precision.narrow_dtype([embeddings])
+        batch = gather_batch(f"{self._title}: logits", batches, {"k": k}, given_dtype=given_dtype, group=self._group)
         rows = batch.tensors[0]
         chunk = self._chunk(len(rows), rows.element_size(), rows.device)
         weight = self._sharded.rows(self.weight)

@@ -21,8 +21,16 @@ from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked
 from lightning_ddp_losses.errors import expect
 from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
-from lightning_ddp_losses.losses.products import GradTerms, LogSumExp, ProductChoice, RunningLogSumExp, max_and_sum_exp
-from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
+from lightning_ddp_losses.losses.products import (
+    GradTerms,
+    LogSumExp,
+    ProductChoice,
+    RunningLogSumExp,
+    max_and_sum_exp,
+    part_of,
+)
+from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 
 
 class ClipLoss(TwoTowerLoss):
@@ -138,7 +146,8 @@ def clip_stats(products: Tensor, factors: Factors, text_count: int, keep: bool) 
     logits = factors.put_own_(logits, torch.finfo(logits.dtype).min)
     of_columns = None
     if text_count:
-        of_columns = max_and_sum_exp(logits[:, :text_count].t(), keep=True)
+        of_texts = logits if text_count == logits.shape[1] else logits[:, :text_count]
+        of_columns = max_and_sum_exp(of_texts.t(), keep=True)
     return max_and_sum_exp(logits, keep=keep), of_columns
 
 
@@ -218,12 +227,15 @@ class _Clip(torch.autograd.Function):
         def visit(block: ColumnBlock) -> Tensor | None:
             column_sums, column_lse = call.column_sums(block), None
             if block.column_stats is not None:
-                negatives = len(block.columns.rows) - block.text_count
-                column_lse = nn.functional.pad(block.column_stats, (0, negatives), value=torch.inf)
+                column_lse, negatives = block.column_stats, len(block.columns.rows) - block.text_count
+                if negatives:
+                    column_lse = nn.functional.pad(column_lse, (0, negatives), value=torch.inf)
             for tile, products in call.tiles(block, scale, kept):
-                texts_lse = column_lse[tile.columns] if column_lse is not None and tile.text_count else None
-                options = row_lse[tile.rows], texts_lse, d_own_pairs[tile.rows], call.splits, kept is not None
-                terms = call.run(clip_terms, products, tile.factors, *options)
+                texts_lse = None
+                if column_lse is not None and tile.text_count:
+                    texts_lse = part_of(column_lse, tile.columns)
+                of_rows = part_of(row_lse, tile.rows), texts_lse, part_of(d_own_pairs, tile.rows)
+                terms = call.run(clip_terms, products, tile.factors, *of_rows, call.splits, kept is not None)
                 # back to both towers
                 tile.add_grads_(terms, sums[0], column_sums)
                 del terms  # else it would be there next to the next tile
@@ -318,16 +330,17 @@ def _columns_and_value(
     Communication: one gather of 2 G + 1 numbers. In a ring one handshake, and one gather on the device.
     """
     group, world = call.group, process_groups.world_size(call.group)
-    column_lse = LogSumExp(column_stats[:, 0], column_stats[:, 1])
-    if call.ring is not None:  # each rank knows its own texts' part
-        log_probs = _own_log_probs(column_lse, paired_logits)
-        return log_probs, call.mean_over_images("ClipLoss", (rows_total + log_probs.sum()) / -2)
-    if world > 1:
+    if call.ring is None and world > 1:
         # parts of all ranks, in rank order: the same on every rank
-        packed = torch.cat([column_stats.reshape(-1), rows_total.reshape(1)])
+        packed = torch.cat([column_stats.view(-1), rows_total.view(1)])
         gathered = gather_stacked(packed, group)
         maxima, sums = gathered[:, :-1].view(world, -1, 2).unbind(2)
         column_lse = LogSumExp.merged(maxima, sums)
         rows_total = gathered[:, -1].sum()
+    else:  # each rank knows its own texts' part
+        column_lse = LogSumExp(*column_stats.unbind(1))
     log_probs = _own_log_probs(column_lse, paired_logits)
-    return log_probs, (rows_total + log_probs.sum()) / (-2 * call.total)
+    total = rows_total + log_probs.sum()
+    if call.ring is not None:
+        return log_probs, call.mean_over_images(total / -2)
+    return log_probs, total / (-2 * call.total)

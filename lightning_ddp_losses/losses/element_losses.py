@@ -17,6 +17,7 @@ Legend: ``B`` rows on this rank, ``D`` embedding size, ``S_r`` and ``n_r`` this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import autograd_graph
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, GlobalSums, PartialSum, host_number
+from lightning_ddp_losses.losses.partial_sums import ONE_ELEMENT, ElementCounts, GlobalSums, PartialSum
 from lightning_ddp_losses.losses.pml_registry import Reduction, reducer_chain, reduction_of
 
 # divided by the weights of the targets that count. LinearCrossEntropyLoss is new in torch 2.13
@@ -77,7 +78,7 @@ def _partial_sum(
     reduction = reduction_of(reducer, name)
     assert reduction is not None
     if not torch.is_tensor(losses):  # PML's zero loss is the number 0
-        return PartialSum(no_loss(embeddings), None if reduction.plain_sum else host_number(0.0), name=name)
+        return PartialSum(no_loss(embeddings), None if reduction.plain_sum else 0.0, name=name)
     if kind == "already_reduced":
         return PartialSum(_sum_over(losses, embeddings), full=True, name=name, counts=ONE_ELEMENT)
     # pairs are averaged within their anchor first, if at all
@@ -101,8 +102,7 @@ def _partial_sum(
     if reduction.plain_sum:
         return PartialSum(total, name=name, counts=ElementCounts(elements, 0.0, above_low, pairs))
     if reduction.given_divisor:
-        given = info["divisor"]
-        divisor = given if isinstance(given, Tensor) else host_number(given)
+        divisor = info["divisor"]
     partial = PartialSum(total, divisor, name=name, counts=ElementCounts(elements, divisor, above_low, pairs))
     # a NaN passes no limit: it would be lost if no element passes
     if reduction.selects and partial.may_count_nothing:
@@ -129,17 +129,17 @@ def no_loss(embeddings: Tensor) -> Tensor:
     return torch.sum(embeddings * 0)
 
 
-def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+def _select_passing(reduction: Reduction, losses: Tensor, kept: Tensor | None) -> tuple[Tensor, float | Tensor]:
     """Return the losses that are there and pass, and how many they are."""
     if kept is None:
         if not reduction.selects:
-            return losses, host_number(losses.numel())
+            return losses, losses.numel()
         passes = reduction.passes(losses)
     else:
         passes = reduction.passes(losses) & kept if reduction.selects else kept
-    if losses.device.type == "cpu":
+    if losses.is_cpu:
         selected = losses[passes]
-        return selected, host_number(selected.numel())
+        return selected, selected.numel()
     # a selection would wait for its size
     return torch.where(passes, losses, 0), passes.sum()
 
@@ -154,11 +154,12 @@ def _mean_per_anchor(losses: Tensor, anchors: Tensor, rows: int) -> Tensor:
 # ---------------------------------------------------------------------- torch.nn
 
 
-def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartialSum:
+def torch_partial_sum(loss: Any, rows: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PartialSum:
     """Return the sum of this rank's elements, and its part of the global divisor.
 
     Args:
         loss: A loss of torch.nn with ``reduction`` "mean", "batchmean" or "sum".
+        rows: The first one of its inputs.
         args: Its inputs, this rank's rows.
         kwargs: Its inputs by keyword.
 
@@ -167,31 +168,32 @@ def torch_partial_sum(loss: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """
     # element losses: the loss itself, unreduced
     reduction = loss.reduction
-    loss.reduction = "none"
+    object.__setattr__(loss, "reduction", "none")  # a module's own way to set an attribute takes longer
     try:
         losses = loss(*args, **kwargs)
     finally:
-        loss.reduction = reduction
-    batches = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-    _refuse_broadcast(loss, batches, losses)
+        object.__setattr__(loss, "reduction", reduction)
+    if losses.numel() > rows.numel():
+        _refuse_broadcast(loss, (*args, *kwargs.values()), losses)
     return PartialSum(losses.sum(), _torch_divisor(loss, losses, args, kwargs))
 
 
-def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def _torch_divisor(loss: Any, losses: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | Tensor | None:
     """Return torch's divisor of the sum of these elements. None for a sum."""
     if loss.reduction == "sum":
         return None
     if loss.reduction == "batchmean":
         rows: Tensor = args[0] if args else kwargs["input"]
-        return host_number(rows.shape[0])
+        return rows.shape[0]
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if isinstance(loss, _CLASS_INDEX) and isinstance(target, Tensor) and not target.is_floating_point():
         return _weight_of(target, loss.weight, loss.ignore_index)
-    return host_number(losses.numel())
+    return losses.numel()
 
 
-def _refuse_broadcast(loss: Any, batches: list[Tensor], losses: Tensor) -> None:
+def _refuse_broadcast(loss: Any, given: Sequence[Any], losses: Tensor) -> None:
     """Refuse (n, 1) with (n,): it makes n x n differences in one process, and a rank would see those of its rows alone."""
+    batches = [value for value in given if isinstance(value, Tensor) and value.ndim]
     if not batches or losses.numel() <= max(batch.numel() for batch in batches):
         return
     dimensions = {batch.ndim for batch in batches if batch.shape[0] == batches[0].shape[0]}

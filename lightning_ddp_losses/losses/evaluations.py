@@ -23,7 +23,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,28 +35,34 @@ from lightning_ddp_losses.losses import element_losses, partial_sums, pml_regist
 from lightning_ddp_losses.losses.gathered_call import PMLCall, TensorCall, same_draws
 from lightning_ddp_losses.losses.moments import barlow_twins, vicreg
 from lightning_ddp_losses.losses.partial_sums import GlobalSums, PartialSum, SumExchange
-from lightning_ddp_losses.losses.pml_registry import Mode, facts_of, is_pml_loss, name_in_lightly
+from lightning_ddp_losses.losses.plans.global_batch import LossPlan
+from lightning_ddp_losses.losses.pml_registry import Mode, facts_of, name_in_lightly
 from lightning_ddp_losses.losses.tuples import anchor_tuples, enough_pairs
 
 
-def by_elements(loss: Any, exchange: SumExchange, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def by_elements(
+    loss: Any, rules: LossPlan, exchange: SumExchange, rows: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
     """Return the global loss that is a sum over samples, from this rank's rows alone. PML's losses have no positional arguments."""
     # sums and divisors of this rank's elements
-    if is_pml_loss(loss):
-        rows, labels, empty, losses = kwargs["embeddings"], kwargs.get("labels"), 0.0, {}
+    number_of_rows = rows.shape[0]
+    if rules.is_pml:
+        labels, losses = kwargs.get("labels"), {}
         # without rows, the terms that do not depend on them still count, once
-        if rows.shape[0] or labels is not None:
+        if number_of_rows or labels is not None:
             losses = element_losses.element_losses(loss, rows, labels)
         partials = element_losses.partial_sums_of(loss.reducer, losses, rows, labels)
+        empty = 0.0
     else:
-        rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        partials = [element_losses.torch_partial_sum(loss, rows, args, kwargs)]
         empty = math.nan  # torch's mean over nothing
-        partials = [element_losses.torch_partial_sum(loss, args, kwargs)]
     # the global loss, from those of all ranks
-    sums = _gather_sums(loss, exchange, partials, rows)
-    value = partial_sums.global_loss(sums, empty=empty, window_source=(loss, exchange.title))
+    sums = _gather_sums(loss, rules, exchange, partials, rows)
+    value = partial_sums.global_loss(sums, empty=empty, window_source=(loss, exchange.agreement.operation))
     # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
-    return autograd_graph.match_requires_grad(value, wanted=rows.shape[0] == 0)
+    if number_of_rows == 0:
+        value = autograd_graph.match_requires_grad(value, wanted=True)
+    return value
 
 
 def by_moments(loss: Any, views: Sequence[Tensor], group: Group) -> Tensor:
@@ -68,11 +74,12 @@ def by_moments(loss: Any, views: Sequence[Tensor], group: Group) -> Tensor:
     return vicreg(first, second, **weights, eps=loss.eps, group=group)
 
 
-def by_rows(loss: Any, exchange: SumExchange, call: PMLCall, chunk_bytes: int | None = None) -> Tensor:
+def by_rows(loss: Any, rules: LossPlan, exchange: SumExchange, call: PMLCall, chunk_bytes: int | None = None) -> Tensor:
     """Return the global loss that is a sum over anchors, by PML's formula: each rank its own anchors.
 
     Args:
         loss: PML's.
+        rules: Rules for all calls of the loss.
         exchange: Exchange of sums between the ranks.
         call: Its arguments over all ranks.
         chunk_bytes: The most that a chunk of anchors may take, roughly. None: a default.
@@ -90,7 +97,7 @@ def by_rows(loss: Any, exchange: SumExchange, call: PMLCall, chunk_bytes: int | 
         full = PartialSum(regularizer, full=True, name="embedding_reg_loss", counts=partial_sums.ONE_ELEMENT)
         partials = [*partials, full]
     # sums and divisors of all ranks
-    sums = _gather_sums(loss, exchange, partials, call.given["embeddings"])
+    sums = _gather_sums(loss, rules, exchange, partials, call.given["embeddings"])
     if not chunks.recomputes:
         return partial_sums.global_loss(sums)
     # the number now, the gradient chunk by chunk in backward
@@ -111,12 +118,9 @@ def replicated(
         draws: True if it may draw random numbers: those of rank 0. To save and restore generators takes as long as a small loss.
         writes_distances: True if it writes into its distances, which backward needs.
     """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autograd_graph.inside_global_batch())
-        if draws:
-            stack.enter_context(same_draws(call.seed, call.batches))
-        if writes_distances:
-            stack.enter_context(_copied_distances(loss))
+    drawing = same_draws(call.seed, call.batches) if draws else contextlib.nullcontext()
+    writing = _copied_distances(loss) if writes_distances else contextlib.nullcontext()
+    with autograd_graph.inside_global_batch(), drawing, writing:
         return loss(*call.args, **call.kwargs)
 
 
@@ -131,11 +135,12 @@ def _copied_distances(loss: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _gather_sums(loss: Any, exchange: SumExchange, partials: list[PartialSum], like: Tensor) -> GlobalSums:
+def _gather_sums(
+    loss: Any, rules: LossPlan, exchange: SumExchange, partials: list[PartialSum], like: Tensor
+) -> GlobalSums:
     """Return the sums of all ranks, and record their counts on a loss that collects statistics."""
-    with_counts = pml_registry.collects_counts(loss)
-    sums, _ = exchange.gather(partials, like, with_counts=with_counts)
-    if with_counts:
+    sums, _ = exchange.gather(partials, like, with_counts=rules.records)
+    if rules.records:
         element_losses.record_counts(loss, sums)
     return sums
 
@@ -191,32 +196,14 @@ def _rows_of_a_chunk(loss: nn.Module, call: PMLCall, positives: Tensor, negative
     return max(1, int(size))
 
 
-class _HostNumber(NamedTuple):
-    """A 0-dim tensor of the CPU as a number and its dtype, without loss."""
-
-    number: Any
-    dtype: torch.dtype
-
-
 def _on_host(partial: PartialSum) -> PartialSum:
     """Return a partial sum whose tensors on the CPU are numbers. Others stay on their accelerator."""
 
     def stored(value: Any) -> Any:
-        is_on_cpu = isinstance(value, Tensor) and value.is_cpu
-        return _HostNumber(value.item(), value.dtype) if is_on_cpu else value
+        return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
     counts = partial_sums.ElementCounts(*map(stored, partial.counts))
     return replace(partial, total=stored(partial.total), divisor=stored(partial.divisor), counts=counts)
-
-
-def _as_tensors(partial: PartialSum) -> PartialSum:
-    """Return what ``_on_host`` was given."""
-
-    def tensor(value: Any) -> Any:
-        return torch.tensor(value.number, dtype=value.dtype) if isinstance(value, _HostNumber) else value
-
-    counts = partial_sums.ElementCounts(*map(tensor, partial.counts))
-    return replace(partial, total=tensor(partial.total), divisor=tensor(partial.divisor), counts=counts)
 
 
 class RowChunks:
@@ -249,13 +236,13 @@ class RowChunks:
                 [_on_host(partial) for partial in self._partials(chunk, embeddings[chunk], references)]
                 for chunk in self._chunks
             ]
-        by_sub_loss = [[_as_tensors(partial) for partial in partials] for partials in zip(*by_chunk, strict=True)]
-        # a full term counts once, in the first chunk that has it
-        for partials in by_sub_loss:
-            owners = (number for number, partial in enumerate(partials) if partial.full)
-            self._owner_of_full.append(next(owners, None))
-        found = zip(by_sub_loss, self._owner_of_full, strict=True)
-        return [partial_sums.sum_of(partials) if owner is None else partials[owner] for partials, owner in found]
+        found = []
+        for partials in zip(*by_chunk, strict=True):
+            # a full term counts once, in the first chunk that has it
+            owner = next((number for number, partial in enumerate(partials) if partial.full), None)
+            self._owner_of_full.append(owner)
+            found.append(partial_sums.sum_of(partials) if owner is None else partials[owner])
+        return found
 
     def value(self, factors: list[Tensor], value: Tensor) -> Tensor:
         """Return the loss. Its gradient is computed chunk by chunk in backward.
@@ -372,7 +359,7 @@ def _half(loss: nn.Module, leaf: Tensor, labels: Tensor, bounds: tuple[int, int]
         if mode == "rows":
             raise ValueError("torch.nn losses have no anchors")
         targets = _targets(loss, leaf, labels)[start:stop]
-        return [element_losses.torch_partial_sum(loss, (rows, targets), {})]
+        return [element_losses.torch_partial_sum(loss, rows, (rows, targets), {})]
     if not pml_registry.can_split(getattr(loss, "reducer", None)):
         raise ValueError("the reducer cannot be split")
     if mode == "elements":

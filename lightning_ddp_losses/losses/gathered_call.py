@@ -357,31 +357,33 @@ class PMLCall:
 
     def is_bf16_on_all_ranks(self) -> bool:
         """Return whether every rank gave its rows in bfloat16. Known where several ranks have gathered them."""
-        by_name = zip(self.counts, self._gathered.narrow_dtypes, strict=True)
+        by_name = zip(self.counts, self._gathered.dtypes, strict=True)
         of_rows = [dtypes for name, dtypes in by_name if name in ("embeddings", "ref_emb")]
         return all(len(dtypes) == 1 or {*dtypes} == {torch.bfloat16} for dtypes in of_rows)
 
-    @property
+    @cached_property
     def total_rows(self) -> int:
         """G."""
         return sum(self.counts["embeddings"])
 
-    @property
+    @cached_property
     def total_references(self) -> int:
         """G'."""
         return sum(self.counts.get("ref_emb", self.counts["embeddings"]))
 
-    @property
+    @cached_property
     def bound(self) -> tuple[int, int]:
         """Global rows of this rank: first, one past the last."""
-        return self.bounds()[self._rank]
+        counts = self.counts["embeddings"]
+        start = sum(counts[: self._rank])
+        return start, start + counts[self._rank]
 
-    @property
+    @cached_property
     def references(self) -> Tensor:
         """Rows of the references over all ranks, or the anchors."""
         return self.arguments.get("ref_emb", self.arguments["embeddings"])  # type: ignore[no-any-return]
 
-    @property
+    @cached_property
     def ref_labels(self) -> Tensor | None:
         """Labels of the references, or of the anchors if there are no others."""
         labels = self.arguments.get("labels")

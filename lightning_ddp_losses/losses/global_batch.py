@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,9 +17,8 @@ from pytorch_metric_learning.losses import CrossBatchMemory
 from pytorch_metric_learning.miners import BaseMiner
 from torch import Tensor, nn
 
-from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
+from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
-from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.core.signature import Plans, Signature
@@ -62,7 +61,7 @@ class PreparedCall(NamedTuple):
     """One call whose arguments were checked on this rank.
 
     Attributes:
-        args: Positional arguments, in the dtype of the computation.
+        args: Positional arguments. The evaluation gets them in the dtype of the computation.
         kwargs: Arguments by name.
         rules: Rules for all calls of the loss.
         plan: Rules for the calls with this signature.
@@ -241,11 +240,10 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 self._plans.of_calls.add(signature, plan)
             # 2. what its values decide
             args, kwargs = self._check_values(rules, plan, args, kwargs, tensors)
-            must_match = self._take_must_match(rules, parameters)
+            call = PreparedCall(args, kwargs, rules, plan, self._take_must_match(rules, parameters))
             # 3. the loss over all ranks, in full precision
-            evaluate = partial(self._evaluate, rules, plan, must_match)
             try:
-                value = plan.precision.run(self, evaluate, args, kwargs, parameters, tensors)
+                value = plan.precision.run(self, self._evaluate, (call,), {}, parameters, tensors)
             finally:
                 self._plans.configuration.follow(self.loss)
         remember_global_value(value, self._title)
@@ -273,7 +271,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if rules.is_pml:
             names = (*own_rules.names[: len(args)], *kwargs)
             given = dict(zip(own_rules.names, args, strict=False)) | kwargs
-        own_buffers = buffers if isinstance(loss, TORCH_LOSS_TYPES) else []
+        own_buffers = buffers if rules.is_torchs else []
         inputs.check_devices(title, given, parameters, buffers=own_buffers)
         inputs.check_inputs(loss, title, args, kwargs, read_values=False, refuse_nan=False, allow_empty=True)
         if mode not in rules.modes:
@@ -285,7 +283,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         return CallPlan(
             mode=mode,
             names=names,
-            precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
+            precision=FullPrecisionPlan.of(precision.modules_of(loss) if buffers else (), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             products=choose_form(title, self.products, rows) if rows else "float32",
             num_classes=inputs.classes_of(loss),
@@ -301,13 +299,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         tensors: list[Tensor],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Refuse values that the loss cannot take, and return the arguments with labels that an accelerator survives."""
-        are_read = self.value_reading.next_call(tensors)
         if plan.has_label_rows and rules.arguments.are_class_labels:
             gathered_call.refuse_labels(
                 self._title, self.loss, dict(zip(plan.names, (*args, *kwargs.values()), strict=True))
             )
         if plan.num_classes is None:
             return args, kwargs
+        are_read = self.value_reading.next_call(tensors)
         embeddings = inputs.given_argument(args, kwargs, 0, "embeddings")
         labels = inputs.given_argument(args, kwargs, 1, "labels")
         if isinstance(embeddings, Tensor) and isinstance(labels, Tensor):
@@ -321,25 +319,21 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         """Return values of a call that must be equal on all ranks, and take the notes of the last backward."""
         must_match: dict[str, object] = {"configuration": rules.configuration, "which": self._instance}
         must_match |= micro_batch_to_match()
-        weights = self._weights.take([*parameters, *self._own_buffers()], self._group)
+        weights = parameters
+        if rules.is_torchs:
+            own_buffers = compat.buffer_slots(self.loss).values()
+            weights = [*parameters, *filter(torch.is_tensor, own_buffers)]
         if weights:
-            must_match["weights"] = weights
+            fingerprint = self._weights.take(weights, self._group)
+            if fingerprint:
+                must_match["weights"] = fingerprint
         if self.backward == "own_slice":
             noted = self._upstream_grad.take()
             must_match["coefficient of the last backward (give backward='sum' where ranks shall differ)"] = noted
         return must_match
 
-    def _own_buffers(self) -> list[Tensor]:
-        """Return the buffers of torch's own losses: class weights, which are options."""
-        if not isinstance(self.loss, TORCH_LOSS_TYPES):
-            return []
-        return [buffer for buffer in compat.buffer_slots(self.loss).values() if buffer is not None]
-
-    def _evaluate(
-        self, rules: LossPlan, plan: CallPlan, must_match: dict[str, object], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _evaluate(self, call: PreparedCall) -> Any:
         """Evaluate the loss over the rows of all ranks."""
-        call = PreparedCall(args, kwargs, rules, plan, must_match)
         value = self._evaluate_pml(call) if call.rules.is_pml else self._evaluate_torch(call)
         if self.queue_position is not None:
             self.queue_position.update_()
@@ -352,7 +346,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         args, kwargs, mode = call.args, call.kwargs, call.plan.mode
         if mode == "elements":
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            return by_elements(self.loss, self._exchange(call, rows), args, kwargs)
+            return by_elements(self.loss, call.rules, self._exchange(call, rows), rows, args, kwargs)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             return by_moments(self.loss, views, self._group)
@@ -371,7 +365,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         # a sum over samples needs no other rank's rows
         are_of_samples = set(given) <= {"embeddings", "labels"} and isinstance(given.get("embeddings"), Tensor)
         if mode == "elements" and loss is self.loss and are_of_samples:
-            return by_elements(self.loss, self._exchange(call, given["embeddings"]), (), given)
+            rows = given["embeddings"]
+            return by_elements(loss, rules, self._exchange(call, rows), rows, (), given)
         # all else needs the rows of all ranks. If each rank computes its own anchors, all ranks have gradients for a row
         how: Backward | BackwardChoice = self.backward
         if mode == "rows":
@@ -380,13 +375,13 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         batches = CallBatches.of(loss, given)
         gathered = self._gather(call, batches.tensors, how)
         rank = process_groups.rank(self._group)
-        rows = PMLCall(loss, facts, given, batches, gathered, rank, two_views=two_views)
-        value = self._evaluate_gathered(call, loss, rows)
+        global_call = PMLCall(loss, facts, given, batches, gathered, rank, two_views=two_views)
+        value = self._evaluate_gathered(call, loss, global_call)
         # last: if warnings are errors, peers are not in the middle of the evaluation
         if not self._warned and self._seeds.number <= _WATCHED_CALLS:
-            self._warn_identities(rows)
+            self._warn_identities(global_call)
         if not self._warned and facts.pairs_views:
-            self._warn_moved_pairs(rows)
+            self._warn_moved_pairs(global_call)
         return value
 
     def _backward_of_rows(self, rules: LossPlan, counts: dict[str, list[int]]) -> Backward:
@@ -407,7 +402,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
                 options = self.tile_bytes, self._tile_compiler, form
                 return TiledCall(loss, rules.tiles, call, exchange, *options).run()
             if call.rows_possible():
-                return by_rows(loss, exchange, call, self.tile_bytes)
+                return by_rows(loss, rules, exchange, call, self.tile_bytes)
         # the full loss on every rank
         if self.queue_position is not None:
             expect(
@@ -503,7 +498,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             options["compile_tiles"] = True
         return options
 
-    @cached_property
+    @property
     def _title(self) -> str:
         return f"GlobalBatchLoss({type(self.loss).__name__})"
 
@@ -548,7 +543,6 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         self._seeds = SeedCounter()
         self._configuration = Configuration()
         self._plans: Plans[MinerPlan] = Plans()
-        self._walks = 0  # of the configuration, when the plans were made
 
     @eager_recursive
     @torch.no_grad()
@@ -556,39 +550,43 @@ class GlobalBatchMiner(WithProcessGroup, nn.Module):
         """Mine the global batch: embeddings (B, D), labels (B,), ref_emb, ref_labels."""
         with handshake.raising_on_all_ranks(self._title, group=self._group):
             inputs.refuse_capture(self._title)
+            changes = self._configuration.changes
             configuration = self._configuration.read(self.miner)
-            if self._walks != self._configuration.walks:
+            # what the miner itself has changed since, as numbers that it records, decides nothing
+            if changes != self._configuration.changes:
                 self._plans.clear()
-                self._walks = self._configuration.walks
             parameters, buffers = self._configuration.weights()
             signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers])
             plan = self._plans.get(signature)
             if plan is None:
-                plan = self._plan_call(args, kwargs, tensors)
+                plan = self._plan_call(args, kwargs, parameters, tensors)
                 self._plans.add(signature, plan)
             if plan.has_label_rows:
                 gathered_call.by_name(self._title, self.miner, plan.arguments, args, kwargs)
             by_place = zip(plan.names, (*args, *kwargs.values()), strict=True)
             given = {name: value for name, value in by_place if value is not None}
             must_match = {"which": self._instance, "configuration": configuration}
-            mine = partial(self._mine, plan, must_match)
-            return autograd_graph.run_full_precision(self, mine, (), given)  # type: ignore[no-any-return]
+            call = plan, must_match, given
+            return plan.precision.run(self, self._mine, call, {}, parameters, tensors)  # type: ignore[no-any-return]
 
-    def _plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> MinerPlan:
+    def _plan_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: list[Tensor], tensors: list[Tensor]
+    ) -> MinerPlan:
         """Refuse what no call of this signature may be, and decide what all of them have in common."""
         names = [name for name in PML_NAMES if name not in ("indices_tuple", "enqueue_mask")]
         rules = ArgumentRules.of(self.miner, names)
         given = gathered_call.by_name(self._title, self.miner, rules, args, kwargs)
-        inputs.check_devices(self._title, given, precision.parameters_of(self.miner))
+        inputs.check_devices(self._title, given, parameters)
         return MinerPlan(
             arguments=rules,
             names=(*rules.names[: len(args)], *kwargs),
             facts=pml_registry.facts_of(self.miner),
+            precision=FullPrecisionPlan.of(precision.modules_of(self), parameters, tensors),
             narrow_dtype=precision.narrow_dtype(tensors),
             has_label_rows=gathered_call.has_label_rows(given),
         )
 
-    def _mine(self, plan: MinerPlan, must_match: dict[str, object], /, **given: Any) -> GlobalTuples:
+    def _mine(self, plan: MinerPlan, must_match: dict[str, object], given: dict[str, Any]) -> GlobalTuples:
         batches = CallBatches.of(self.miner, given)
         if plan.layout is None:
             plan.layout = BatchLayout.of(self._title, batches.tensors)

@@ -4,10 +4,10 @@ A sub-loss is a sum of elements over a divisor: ``L = S / N`` with ``S = sum_r S
 back-propagates ``W * S_r / N``, so that DDP's mean over ranks gives the gradient of ``L``, and reports ``L``. A term that every rank
 computes in full (a regulariser of the replicated weight) back-propagates as it is.
 
-1. Each rank has a ``PartialSum`` of each sub-loss: two 0-dim tensors. A divisor that the host has counted lies on the host.
+1. Each rank has a ``PartialSum`` of each sub-loss: a 0-dim tensor and its divisor, which is a number if the host has counted it.
 2. ``SumExchange.gather`` makes one table of the numbers of all ranks. It stays on an accelerator, and no host waits for it. On the CPU it
    travels in the handshake.
-3. ``GlobalSums.reduce`` makes the value and the factors of that table, in the same way on every device.
+3. ``GlobalSums.sub_losses`` makes values and factors of that table: Python's numbers, or tensors that stay on the accelerator.
 4. ``global_loss`` joins the value with its gradient.
 
 ``global_mean`` is the same for any hand-written sum over any count. It replaces these hand-written means of detection and language models:
@@ -36,6 +36,7 @@ import functools
 import itertools
 import math
 import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -96,15 +97,15 @@ class PartialSum:
     """This rank's part of one sub-loss.
 
     Attributes:
-        total: S_r, 0-dim, with its graph. The sub-loss itself if it is ``full``.
-        divisor: n_r, 0-dim, on the host if that has counted it. None: the sum is not divided.
+        total: S_r, 0-dim, with its graph, or a number of the host without one. The sub-loss itself if it is ``full``.
+        divisor: n_r, a number if the host has counted it, else 0-dim. None: the sum is not divided.
         full: Every rank computes the same complete value. It is neither divided nor summed.
         name: Name of the sub-loss.
         counts: Numbers that pytorch-metric-learning records.
     """
 
-    total: Tensor
-    divisor: Tensor | None = None
+    total: Any
+    divisor: float | Tensor | None = None
     full: bool = False
     name: str = "loss"
     counts: ElementCounts = NO_COUNTS
@@ -114,7 +115,9 @@ class PartialSum:
         """Whether the divisor may be 0, as far as this host knows."""
         if self.full or self.divisor is None:
             return False
-        return self.divisor.device.type != "cpu" or not self.divisor
+        if isinstance(self.divisor, Tensor) and not self.divisor.is_cpu:
+            return True
+        return not self.divisor
 
     def share_of(self, world: int) -> Any:
         """Return this rank's part of the divisor in such a world. A sum is divided by 1, of equal shares."""
@@ -125,11 +128,20 @@ class PartialSum:
 
 def sum_of(parts: Sequence[PartialSum]) -> PartialSum:
     """Return one sub-loss, which is not ``full``, from its parts."""
-    total = torch.stack([part.total for part in parts]).sum()
+    total = _sum_of([part.total for part in parts])
     divisors = [part.divisor for part in parts if part.divisor is not None]
-    divisor = torch.stack(divisors).sum() if divisors else None
+    divisor = sum(divisors) if divisors else None
     columns = zip(*(part.counts for part in parts), strict=True)
     return PartialSum(total, divisor, name=parts[0].name, counts=ElementCounts(*map(sum, columns)))
+
+
+def _sum_of(numbers: Any) -> Any:
+    """Return the sum of numbers of the host, or of 0-dim tensors in a list or in one tensor."""
+    if len(numbers) == 1:
+        return numbers[0]
+    if isinstance(numbers, list) and isinstance(numbers[0], Tensor):
+        numbers = torch.stack(numbers)
+    return numbers.sum() if isinstance(numbers, Tensor) else sum(numbers)
 
 
 def host_number(number: float) -> Tensor:
@@ -153,14 +165,24 @@ def stack_numbers(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
     return torch.stack(parts)
 
 
-def _table(partials: Sequence[PartialSum], like: Tensor, world: int, *, with_counts: bool) -> Tensor:
-    """Return totals and divisors of the sub-losses, (s, 2), or (s, 6) with their counts, on the device of ``like``."""
-    numbers = []
+def _numbers_of(partials: Sequence[PartialSum], world: int, *, with_counts: bool) -> list[float | Tensor]:
+    """Return total and divisor of each sub-loss, followed by its counts if they are wanted."""
+    numbers: list[float | Tensor] = []
     for each in partials:
-        numbers += [each.total, each.share_of(world)]
+        numbers += (each.total, each.share_of(world))
         if with_counts:
             numbers += each.counts
-    return stack_numbers(numbers, like).view(len(partials), -1)
+    return numbers
+
+
+def _read_numbers(numbers: Sequence[float | Tensor], like: Tensor, present: Tensor | None) -> list[float]:
+    """Return numbers on the host, times ``present``. An accelerator is waited for once."""
+    if like.is_cpu and present is None:
+        return [number.item() if isinstance(number, Tensor) else number for number in numbers]
+    table = stack_numbers(numbers, like)
+    if present is not None:
+        table.mul_(present)
+    return table.tolist()
 
 
 # ---------------------------------------------------------------------- numbers of all ranks
@@ -173,14 +195,14 @@ class GlobalSums:
     Attributes:
         partials: This rank's part.
         table: (W, s, 2) totals and divisors, or (W, s, 6) with counts.
-        may_be_empty: True if a divisor may be 0 over all ranks, as far as this host knows.
         divisors: (s,), divisors over all ranks that an accumulation window needs on the host. None: read from the table.
+        may_be_zero: Totals and divisors may have been multiplied by 0.
     """
 
     partials: Sequence[PartialSum]
     table: Tensor
-    may_be_empty: bool
     divisors: tuple[float, ...] | None = None
+    may_be_zero: bool = False
 
     def reduce(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
         """Return the global loss, and one factor per sub-loss: each rank back-propagates its sum times that.
@@ -189,14 +211,37 @@ class GlobalSums:
             empty: Value of an empty mean on all ranks: 0 in pytorch-metric-learning, not a number in torch.
         """
         values, factors = self.sub_losses(empty)
-        return values[0] if len(values) == 1 else values.sum(), factors
+        value = _sum_of(values)
+        if isinstance(value, Tensor):
+            return value, factors
+        value, *factors = torch.tensor([value, *factors], dtype=torch.float64).unbind()
+        return value, factors
 
-    def sub_losses(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
-        """Return the value of each sub-loss, (s,), and their factors, as ``reduce`` does."""
+    def sub_losses(self, empty: float = 0.0) -> tuple[Any, list[Any]]:
+        """Return the value of each sub-loss and its factor, as ``reduce`` does.
+
+        On the host both are lists of numbers. On an accelerator, which is not waited for, values are one tensor, (s,), and factors
+        0-dim tensors.
+        """
+        if not self.table.is_cpu:
+            return self._sub_losses_on_device(empty)
+        values, factors = [], []
+        for of_ranks in zip(*self.table.tolist(), strict=True):
+            total = sum([numbers[0] for numbers in of_ranks])
+            divisor = sum([numbers[1] for numbers in of_ranks])
+            if divisor:
+                values.append(total / divisor)
+                factors.append(len(of_ranks) / divisor)
+            else:
+                values.append(empty or total * 0.0)  # NaN for a NaN
+                factors.append(0.0)
+        return values, factors
+
+    def _sub_losses_on_device(self, empty: float) -> tuple[Tensor, list[Tensor]]:
         # means over ranks: their quotient is that of the sums, and W over the sum is 1 over the mean
         means = self.table.mean(0) if len(self.table) > 1 else self.table[0]
         totals, divisors = means[:, 0], means[:, 1]
-        if not self.may_be_empty:
+        if not self.may_be_zero and not any(each.may_count_nothing for each in self.partials):
             values = totals / divisors
         else:
             is_empty = divisors == 0
@@ -250,11 +295,6 @@ class SumExchange:
         """Name of the loss in messages."""
         return self.agreement.operation
 
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return process_groups.world_size(self.group)
-
     def gather(
         self,
         partials: Sequence[PartialSum],
@@ -279,36 +319,35 @@ class SumExchange:
 
         Communication: one handshake. On an accelerator a gather of the sums, and one of the statistics.
         """
-        table = _table(partials, like, self.world, with_counts=with_counts)
+        world = process_groups.world_size(self.group)
+        numbers = _numbers_of(partials, world, with_counts=with_counts)
+        if with_counts or not travels_on_device(like, self.group):
+            own = array("d", _read_numbers(numbers, like, present)).tobytes()
+            own_stats = b"" if row_stats is None else raw_collectives.host_bytes(row_stats.cpu())
+            payloads = self._handshake(own + own_stats, handshake_bytes)
+            if row_stats is not None:
+                sent_stats = [sent[len(own) :] for sent in payloads]
+                payloads = [sent[: len(own)] for sent in payloads]
+                shape, device = (sum(rows_by_rank), row_stats.shape[1]), row_stats.device
+                row_stats = _from_bytes(sent_stats, row_stats.dtype).view(shape).to(device)
+            table = _from_bytes(payloads, torch.float64).view(world, len(partials), -1)
+            return GlobalSums(partials, table), row_stats
+        table = stack_numbers(numbers, like).view(len(partials), -1)
         if present is not None:
             table.mul_(present)
-        may_be_empty = present is not None or any(each.may_count_nothing for each in partials)
-        if with_counts or not travels_on_device(like, self.group):
-            payload = raw_collectives.host_bytes(table.cpu())
-            if row_stats is not None:
-                payload += raw_collectives.host_bytes(row_stats.cpu())
-            payloads = self._handshake(payload, handshake_bytes)
-            everyone = _from_bytes([sent[: table.nbytes] for sent in payloads], table).view(-1, *table.shape)
-            if row_stats is not None:
-                sent_stats = [sent[table.nbytes :] for sent in payloads]
-                shape, device = (sum(rows_by_rank), row_stats.shape[1]), row_stats.device
-                row_stats = _from_bytes(sent_stats, row_stats).view(shape).to(device)
-            return GlobalSums(partials, everyone, may_be_empty), row_stats
         divisors = None
         if current_window() is None:
             self._handshake(b"", handshake_bytes)
         else:
             # the host divides the micro-batches of a window, and waits only for divisors that it does not know
-            own = torch.tensor(
-                HostNumbers([each.share_of(self.world) for each in partials]).read(), dtype=torch.float64
-            )
-            payloads = self._handshake(raw_collectives.host_bytes(own), handshake_bytes)
-            divisors = tuple(_from_bytes(payloads, own).view(-1, len(own)).sum(0).tolist())
-        if row_stats is not None and self.world > 1:
+            shares = array("d", HostNumbers(numbers[1::2]).read())
+            payloads = self._handshake(shares.tobytes(), handshake_bytes)
+            by_rank = _from_bytes(payloads, torch.float64).view(-1, len(shares))
+            divisors = tuple(by_rank.sum(0).tolist())
+        if row_stats is not None and world > 1:
             row_stats = raw_collectives.all_gather_rows(row_stats, list(rows_by_rank), self.group)
-        return GlobalSums(
-            partials, raw_collectives.gather_stacked(table, self.group), may_be_empty, divisors
-        ), row_stats
+        everyone = raw_collectives.gather_stacked(table, self.group)
+        return GlobalSums(partials, everyone, divisors, may_be_zero=present is not None), row_stats
 
     def _handshake(self, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
         return handshake.all_gather(
@@ -316,18 +355,19 @@ class SumExchange:
         )
 
 
-def _from_bytes(payloads: Sequence[bytes], like: Tensor) -> Tensor:
-    """Return the numbers in all ranks' payloads, 1-D on the host, in the dtype of ``like``."""
-    data = bytearray(b"".join(payloads))
-    return torch.frombuffer(data, dtype=like.dtype) if data else torch.empty(0, dtype=like.dtype)
+def _from_bytes(payloads: Sequence[bytes], dtype: torch.dtype) -> Tensor:
+    """Return the numbers in all ranks' payloads, 1-D on the host."""
+    data = bytearray().join(payloads)
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
 def sums_of_all_rows(partials: Sequence[PartialSum], like: Tensor) -> GlobalSums:
     """Return the sums that every rank computes from all rows, as if there were one rank."""
-    table, divisors = _table(partials, like, 1, with_counts=False).unsqueeze(0), None
+    numbers = _numbers_of(partials, 1, with_counts=False)
+    table, divisors = stack_numbers(numbers, like).view(1, len(partials), -1), None
     if current_window() is not None:
-        divisors = tuple(HostNumbers([each.share_of(1) for each in partials]).read())
-    return GlobalSums(partials, table, any(each.may_count_nothing for each in partials), divisors)
+        divisors = tuple(HostNumbers(numbers[1::2]).read())
+    return GlobalSums(partials, table, divisors)
 
 
 # ---------------------------------------------------------------------- the global loss
@@ -345,15 +385,15 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
         0-dim, the same number on every rank.
     """
     values, factors = sums.sub_losses(empty)
-    value = values[0] if len(values) == 1 else values.sum()
-    dtype = sums.partials[0].total.dtype
-    factors = [factor.to(dtype) for factor in factors]
+    if isinstance(values, Tensor):
+        dtype = sums.partials[0].total.dtype
+        factors = [factor.to(dtype) for factor in factors]
     totals = [each.total for each in sums.partials]
     # sums of one rank hold all rows, which an exchange has gathered if there are more ranks
-    once = "GlobalBatchLoss" if len(sums.table) > 1 else None
+    once = "GlobalBatchLoss" if sums.table.shape[0] > 1 else None
     window = current_window()
     if window_source is None or window is None:
-        result = value_with_grad(value, *totals, factors=factors, once=once)
+        result = value_with_grad(_sum_of(values), *totals, factors=factors, once=once)
         if window_source is not None:
             note_parts(result, sums.window_parts)
         return result
@@ -386,7 +426,7 @@ def global_quotient(
         totals = raw_collectives.gather_stacked(own, group)
     else:
         own = own.cpu()
-        totals = _from_bytes(handshake(raw_collectives.host_bytes(own)), own)
+        totals = _from_bytes(handshake(raw_collectives.host_bytes(own)), own.dtype)
     return value_with_grad(totals.sum() / divisor, share)
 
 
@@ -397,16 +437,16 @@ def for_mean_over_ranks(share: Tensor, group: Group) -> Tensor:
 
 
 def value_with_grad(
-    value: Tensor,
+    value: float | Tensor,
     *inputs: Tensor | None,
-    factors: Sequence[Tensor] | None = None,
+    factors: Sequence[float | Tensor] | None = None,
     vjp: Callable[[Sequence[bool]], Gradients] | None = None,
     once: str | None = None,
 ) -> Tensor:
     """Return a number with a separately computed gradient.
 
     Args:
-        value: The number, 0-dim. With one input it may be a tensor of its shape.
+        value: The number, on the host or 0-dim. With one input it may be a tensor of its shape.
         inputs: Tensors that it depends on. The first one sets dtype and device.
         factors: The derivative of the number by each of the inputs. None: there is one input, and it is 1.
         vjp: Computes these derivatives in backward instead: which inputs want a gradient -> the derivative by each of them.
@@ -425,8 +465,8 @@ class _ValueWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        value: Tensor,
-        factors: Sequence[Tensor] | None,
+        value: float | Tensor,
+        factors: Sequence[float | Tensor] | None,
         vjp: Callable[[Sequence[bool]], Gradients] | None,
         once: str | None,
         *inputs: Tensor | None,
@@ -438,9 +478,11 @@ class _ValueWithGrad(torch.autograd.Function):
             ctx.save_for_backward(*inputs)
         like = inputs[0]
         assert like is not None
-        if value.device == like.device:
-            return value.to(like.dtype, copy=True)
-        return like.new_full((), value.item())
+        if isinstance(value, Tensor):
+            if value.device == like.device:
+                return value.to(like.dtype, copy=True)
+            value = value.item()
+        return like.new_full((), value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -536,38 +578,38 @@ def global_mean(
     watch = UpstreamGradWatch.of(title, group)
     has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
-    numbers = counts if on_device else [*counts, *totals.detach().reshape(-1).tolist()]
-    form = struct.Struct(f"<?{len(numbers)}d")
-    agreement = _agreement(title, total.shape, dtype, total.device.type, torch.is_grad_enabled())
+    numbers = counts if on_device else [*counts, *totals.detach().view(-1).tolist()]
+    agreement, form = _plan_of_means(
+        title, total.shape, dtype, total.device.type, torch.is_grad_enabled(), len(numbers)
+    )
     must_match = {"empty": empty, "coefficient of the last backward": watch.take(), **micro_batch_to_match()}
     if scale != 1.0:
         must_match["gradients end as"] = reduction
     payloads = handshake.all_gather(agreement, must_match, form.pack(has_graph, *numbers), group=group)
     flags, *columns = zip(*map(form.unpack, payloads), strict=True)
     _refuse_partial_graph(title, flags)
-    # 3. the means, and the weight of each rank's sum in them
-    sums = list(map(math.fsum, columns))
-    global_counts, known_totals = sums[: len(counts)], sums[len(counts) :]
+    # 3. the means, and the factor of this rank's sum in their gradients
+    sums = list(map(sum, columns))
+    global_counts = sums[: len(counts)]
+    known_totals = sums[len(counts) :]
     global_totals: Sequence[Any] = known_totals
     if on_device:
-        wide = totals.detach().reshape(-1).to(wide_float(totals.device))
+        wide = totals.detach().view(-1).to(wide_float(totals.device))
         global_totals = raw_collectives.gather_stacked(wide, group).sum(0).unbind()
-    values = [t / n if n else empty for t, n in zip(global_totals, global_counts, strict=True)]
-    value = stack_numbers(values, totals).to(dtype) if on_device else totals.new_tensor(values)
-    value = value.view(totals.shape)
-    weights = [1.0 / n if n else 0.0 for n in global_counts]
+    world = len(payloads)
+    values = [s / n if n else empty for s, n in zip(global_totals, global_counts, strict=True)]
+    factors = [world / n if n else 0.0 for n in global_counts]
+    value = _as_shape_of(totals, values)
     # in an accumulation window: as parts of all its micro-batches
     window, call = current_window(), None
     parts = functools.partial(_window_parts, global_counts, known_totals)
     if window is not None and has_graph:
         call = window.enter(name or "", title, parts())
         if call.values is not None:
-            value = totals.new_tensor(call.values).view(totals.shape)
+            value = _as_shape_of(totals, call.values)
     # 4. the numbers, with W times this rank's part of their gradients
-    # a single number needs no tensor
-    share = weights[0] if totals.ndim == 0 else totals.new_tensor(weights)
-    graph = for_mean_over_ranks(totals, group) * share
-    mean = value_with_grad(value, graph, once=title if process_groups.world_size(group) > 1 else None)
+    factor = _as_shape_of(totals, factors)
+    mean = value_with_grad(value, totals, factors=[factor], once=title if world > 1 else None)
     note_parts(mean, parts)
     if call is not None:
         mean = call.mark(mean)
@@ -575,11 +617,23 @@ def global_mean(
     return watch.watch(mean, group=group, scale=scale)  # type: ignore[no-any-return]
 
 
+def _as_shape_of(totals: Tensor, numbers: Sequence[float | Tensor]) -> Any:
+    """Return numbers as a tensor like ``totals``. A single number needs no tensor."""
+    if totals.ndim == 0:
+        return numbers[0]
+    if any(isinstance(number, Tensor) for number in numbers):
+        return stack_numbers(numbers, totals).to(totals.dtype)
+    return totals.new_tensor(numbers)
+
+
 @functools.lru_cache(maxsize=32)
-def _agreement(title: str, shape: torch.Size, dtype: torch.dtype, device_type: str, has_gradients: bool) -> Agreement:
-    """Return what the ranks agree on in all means of one shape. Values of a call are compared next to it."""
+def _plan_of_means(
+    title: str, shape: torch.Size, dtype: torch.dtype, device_type: str, has_gradients: bool, numbers: int
+) -> tuple[Agreement, struct.Struct]:
+    """Return what the ranks agree on in all means of one shape, next to the values of a call, and the form of what they send."""
     gradients = "on" if has_gradients else "off"
-    return Agreement(title, {"total": f"{tuple(shape)} {dtype} {device_type}", "gradients": gradients})
+    agreement = Agreement(title, {"total": f"{tuple(shape)} {dtype} {device_type}", "gradients": gradients})
+    return agreement, struct.Struct(f"<?{numbers}d")
 
 
 def _window_parts(counts: Sequence[float], totals: Sequence[float]) -> list[WindowPart]:

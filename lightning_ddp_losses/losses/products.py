@@ -208,7 +208,14 @@ class Operand(NamedTuple):
 
     def part(self, rows: slice) -> Operand:
         """Return some of the rows, without a copy."""
-        return Operand(self.rows[rows], None if self.lengths is None else self.lengths[rows])
+        return Operand(part_of(self.rows, rows), None if self.lengths is None else part_of(self.lengths, rows))
+
+    def multiplied(self, order: Tensor | None) -> Operand:
+        """Return the rows as they are multiplied, without lengths by which they are divided, in an order. None: in theirs."""
+        lengths = self.lengths if self.rows.dtype == torch.bfloat16 else None
+        if order is None:
+            return Operand(self.rows, lengths)
+        return Operand(self.rows[order], None if lengths is None else lengths[order])
 
     def spread(self, vector: Tensor) -> Tensor:
         """Return the sums (n, D), or (1, D) if all are equal, of rows that were all multiplied with one vector (D,)."""
@@ -216,9 +223,11 @@ class Operand(NamedTuple):
         return vector.unsqueeze(0) if factors is None else factors.unsqueeze(1) * vector
 
     def total(self) -> Tensor:
-        """Return the sum (D,) of the rows as they are compared."""
+        """Return the sum (D,) of the rows as they are compared, in float32 at least."""
         factors = self.factors
-        return self.rows.sum(0) if factors is None else factors @ self.rows.to(factors.dtype)
+        if factors is None:
+            return self.rows.sum(0, dtype=torch.promote_types(self.rows.dtype, torch.float32))
+        return factors @ self.rows.to(factors.dtype)
 
     def vjp(self, sums: Tensor, out: Tensor, factor: Tensor | None = None) -> Tensor:
         """Write the gradient of the caller's rows to ``out``. Return the products (n,) of rows and sums.
@@ -228,39 +237,60 @@ class Operand(NamedTuple):
             out: (n, D), of any floating dtype. May be ``sums``.
             factor: Factor of the gradient, 0-dim. None: 1.
         """
+        pieces = pieces_of(sums)
+        if len(pieces) == 1:
+            return self._vjp_of_piece(sums, out, factor)
         dots = TileResults(len(sums), sums)
-        for part in pieces_of(sums):
-            rows, found = self.rows[part], sums[part]
-            along = dot_rows(rows, found)
-            dots.store_(along, part.start)
-            if self.lengths is not None:
-                lengths = self.lengths[part]
-                # a gradient along the row changes its length only. A row that is too short for a length is only multiplied
-                along = along * (lengths > SMALLEST_LENGTH)
-                if rows.dtype == torch.bfloat16:
-                    along.div_(lengths).div_(lengths)
-                target = out[part] if out.dtype == found.dtype else None
-                found = torch.addcmul(found, rows, along.unsqueeze(1), value=-1, out=target)
-                if rows.dtype != torch.bfloat16:
-                    found.div_(lengths.unsqueeze(1))
-            if factor is not None:
-                torch.mul(found, factor, out=out[part])
-            elif found.data_ptr() != out[part].data_ptr():
-                out[part].copy_(found)
+        for piece in pieces:
+            dots.store_(self.part(piece)._vjp_of_piece(sums[piece], out[piece], factor), piece.start)
         return dots.joined()
 
+    def _vjp_of_piece(self, sums: Tensor, out: Tensor, factor: Tensor | None) -> Tensor:
+        dots = dot_rows(self.rows, sums)
+        found, lengths = sums, self.lengths
+        if lengths is not None:
+            # a gradient along the row changes its length only. A row that is too short for a length is only multiplied
+            along = dots * (lengths > SMALLEST_LENGTH)
+            target = out if out.dtype == sums.dtype else None
+            if self.rows.dtype == torch.bfloat16:
+                along.div_(lengths).div_(lengths)
+            else:
+                factor = (lengths.reciprocal() if factor is None else factor / lengths).unsqueeze(1)
+            found = torch.addcmul(sums, self.rows, along.unsqueeze(1), value=-1, out=target)
+        if factor is not None:
+            torch.mul(found, factor, out=out)
+        elif found.data_ptr() != out.data_ptr():
+            out.copy_(found)
+        return dots
 
-def pieces_of(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of rows so that intermediate results of one are small."""
+
+def part_of(rows: Tensor, place: slice) -> Tensor:
+    """Return some of the rows. If they are all, not as a view, which takes as long as many an operation on few rows."""
+    return rows if place.start == 0 and place.stop == rows.shape[0] else rows[place]
+
+
+def pieces_of(rows: Tensor) -> list[slice]:
+    """Return slices of rows so that intermediate results of one are small."""
     step = max(1, _PIECE_BYTES // max(1, rows.shape[1] * rows.element_size()))
-    for start in range(0, len(rows), step):
-        yield slice(start, start + step)
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+
+
+def dots_of(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``dot_rows`` in a dtype, with small intermediate results."""
+    pieces = pieces_of(left)
+    if len(pieces) == 1:
+        return dot_rows(left, right).to(dtype)
+    dots = torch.empty(len(left), dtype=dtype, device=left.device)
+    for piece in pieces:
+        dots[piece] = dot_rows(left[piece], right[piece])
+    return dots
 
 
 def dot_rows(left: Tensor, right: Tensor) -> Tensor:
     """Return the product (n,) of each row with the row in the same place. Rows of bf16 are multiplied in float32."""
-    wide = torch.promote_types(torch.promote_types(left.dtype, right.dtype), torch.float32)
-    return (left.to(wide) * right).sum(1)
+    if left.dtype.itemsize < torch.float32.itemsize:
+        left = left.float()
+    return (left * right).sum(1)
 
 
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
@@ -344,7 +374,7 @@ def add_to_right_(sums: Tensor, terms: GradTerms, left: Tensor, *, scale: float 
 
 def lengths_of(rows: Tensor) -> Tensor:
     """Return (n,), the divisors of ``torch.nn.functional.normalize``. Without gradient."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = torch.float32 if rows.dtype.itemsize < torch.float32.itemsize else None
     lengths: Tensor = torch.linalg.vector_norm(rows.detach(), dim=1, dtype=wide)
     return lengths.clamp_min(SMALLEST_LENGTH)
 

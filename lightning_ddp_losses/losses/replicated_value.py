@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -28,9 +29,9 @@ class ReplicatedValue:
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
-        self._value: HostCopy | None = None
+        self._value: float | HostCopy | None = None
+        self._dtype = torch.float32
         self._calls = 0
-        self._rounding = 0.0
 
     def note(self, value: Any, group: Group) -> None:
         """Remember a value. Of a nest of values, the first one that has a gradient, or else the first."""
@@ -41,17 +42,19 @@ class ReplicatedValue:
             return
         number = next((tensor for tensor in found if tensor.requires_grad), found[0]).detach()
         self._calls += 1
-        if number.device.type != "cpu" and self._calls % _COMPARED_ON_DEVICE != 1:
+        if not number.is_cpu and self._calls % _COMPARED_ON_DEVICE != 1:
             return
         total = number.sum() if number.ndim else number
-        self._value = HostCopy(total)
-        # another order of summation is no difference
-        self._rounding = torch.finfo(total.dtype).eps ** 0.5
+        self._value = total.item() if total.is_cpu else HostCopy(total)
+        self._dtype = total.dtype
 
     def take(self) -> bytes:
         """Return the value of the call before as bytes for a handshake. It is not returned again."""
-        value, self._value = self._value, None
-        return _SENT.pack(False, 0.0) if value is None else _SENT.pack(True, float(value.read()))
+        value = self._value
+        self._value = None
+        if isinstance(value, HostCopy):
+            value = value.read().item()
+        return _SENT.pack(value is not None, value or 0.0)
 
     def refuse_other(self, title: str, sent: Sequence[bytes]) -> None:
         """Refuse values that differ.
@@ -66,7 +69,9 @@ class ReplicatedValue:
         if len(set(sent)) == 1:
             return
         known, values = zip(*(_SENT.unpack(each) for each in sent), strict=True)
-        if not all(known) or all(self._is_close(value, values[0]) for value in values):
+        # another order of summation is no difference
+        rounding = torch.finfo(self._dtype).eps ** 0.5
+        if not all(known) or all(_is_close(value, values[0], rounding) for value in values):
             return
         raise RankMismatchError(
             f"{title}: value of the call before, which each rank computes from the rows of all ranks",
@@ -77,16 +82,13 @@ class ReplicatedValue:
             collective=True,
         )
 
-    def _is_close(self, value: float, other: float) -> bool:
-        if math.isnan(value) or math.isnan(other):
-            return math.isnan(value) == math.isnan(other)
-        # a small loss is the difference of larger numbers
-        return math.isclose(value, other, rel_tol=self._rounding, abs_tol=self._rounding)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unnoted, (self._wanted,)
+        # a copy has computed nothing yet
+        return functools.partial(ReplicatedValue, wanted=self._wanted), ()
 
 
-def _unnoted(wanted: bool) -> ReplicatedValue:
-    """Return a copy, which has computed nothing yet."""
-    return ReplicatedValue(wanted=wanted)
+def _is_close(value: float, other: float, rounding: float) -> bool:
+    if math.isnan(value) or math.isnan(other):
+        return math.isnan(value) == math.isnan(other)
+    # a small loss is the difference of larger numbers
+    return math.isclose(value, other, rel_tol=rounding, abs_tol=rounding)

@@ -63,8 +63,7 @@ class RowLosses(NamedTuple):
     angle_sum: Tensor | None
 
 
-@dataclass(frozen=True)
-class ShardedSoftmax:
+class ShardedSoftmax(NamedTuple):
     """Evaluates one call.
 
     Attributes:
@@ -132,11 +131,13 @@ class ShardedSoftmax:
 
         Communication: one gather of (3 G + 4) numbers. None in backward but, with replicas, one mean of the weight's gradient over them.
         """
-        return RowLosses(*_SoftmaxFunction.apply(self, rows, weight))  # type: ignore[no-untyped-call]
+        # inside the function gradients are off
+        has_backward = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
+        return RowLosses(*_SoftmaxFunction.apply(self, has_backward, rows, weight))  # type: ignore[no-untyped-call]
 
     def target_logits(
         self, rows: Tensor, weight: Tensor, targets: LocalTargets, *, with_slope: bool
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the logits (G,) of the targets on this rank, with their margin. 0 where another rank has the class.
 
         Args:
@@ -146,8 +147,8 @@ class ShardedSoftmax:
             with_slope: There will be a backward.
 
         Returns:
-            The logits. The targets' cosines (n,) and, with its graph, PML's margin of them, if that is all that tells a target from other
-            logits: its gradient then goes their way.
+            The logits. The derivative (n,) of PML's margin by the cosine of each target on this rank, if that is all that tells a target
+            from other logits: its gradient then goes their way.
         """
         if targets.are_none:
             return rows.new_zeros(len(rows)), None
@@ -158,7 +159,9 @@ class ShardedSoftmax:
         cosines = head.cosines(own_rows, picked).detach().requires_grad_()
         with own_graph():
             margins = head.with_margin(cosines)
-        return targets.spread(margins.detach() * head.scale), (cosines, margins)
+        # each margin depends on its own cosine only
+        (slopes,) = torch.autograd.grad(margins, cosines, torch.ones_like(margins))
+        return targets.spread(margins.detach() * head.scale), slopes
 
 
 class _Cosines:
@@ -273,15 +276,14 @@ def class_terms(
 class _SoftmaxFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: ShardedSoftmax, rows: Tensor, weight: Tensor
+        ctx: Any, call: ShardedSoftmax, has_backward: bool, rows: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         head, classes = call.head, call.classes
         targets = classes.local_targets(listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
-        ctx.slope = None
+        ctx.slopes = None
         if head.has_margin:
-            with_slope = any(ctx.needs_input_grad)
-            target, ctx.slope = call.target_logits(rows, weight, targets, with_slope=with_slope)
+            target, ctx.slopes = call.target_logits(rows, weight, targets, with_slope=has_backward)
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
@@ -301,7 +303,7 @@ class _SoftmaxFunction(torch.autograd.Function):
             else:
                 products, factors = cosines.products(cosines.operand(place, block))
             # so few classes are not computed twice
-            keeps = cosines is not None and is_one_chunk and any(ctx.needs_input_grad)
+            keeps = cosines is not None and is_one_chunk and has_backward
             chunk = call.chunk(targets, start, stop, factors)
             target, piece, ctx.kept_logits = call.run(class_stats, products, chunk, target, head.has_margin, keeps)
             if isinstance(local_lse, RunningLogSumExp):
@@ -340,19 +342,15 @@ class _SoftmaxFunction(torch.autograd.Function):
         call: ShardedSoftmax = ctx.call
         classes, head, targets = call.classes, call.head, ctx.targets
         rows, weight, lse, losses = ctx.saved_tensors
-        _, wants_rows, wants_weight = ctx.needs_input_grad
+        *_, wants_rows, wants_weight = ctx.needs_input_grad
         # 1. the targets' own part, through their margin: the probability less 1
-        at_targets = torch.zeros_like(lse) if head.has_margin else None
-        grad_target = None
-        if head.has_margin and not targets.are_none:
-            target_share = torch.expm1(-losses)
-            if ctx.slope is None:
-                grad_target = grad * target_share
-            else:
-                # a second backward may ask again
-                cosines, margins = ctx.slope
-                own_share = targets.of(target_share)
-                at_targets = targets.spread(torch.autograd.grad(margins, cosines, own_share, retain_graph=True)[0])
+        at_targets = grad_target = None
+        if ctx.slopes is not None:
+            at_targets = targets.spread(targets.of(torch.expm1(-losses)) * ctx.slopes)
+        elif head.has_margin:
+            at_targets = torch.zeros_like(lse)
+            if not targets.are_none:
+                grad_target = grad * torch.expm1(-losses)
         # 2. chunks write their rows of the weight's gradient, all of them without sampling. The first chunk of cosines overwrites the rows'
         grad_rows = (torch.empty_like if head.is_cosine and classes.number else torch.zeros_like)(rows)
         grad_weight = (torch.empty_like if classes.sampled is None else torch.zeros_like)(weight)
@@ -375,11 +373,10 @@ class _SoftmaxFunction(torch.autograd.Function):
             call.on_backward(classes.sampled, grad_weight)
         # 6. DDP takes the mean over ranks of what goes on to the encoder
         rows_grad = for_mean_over_ranks(grad_rows, call.group) if wants_rows else None
-        return None, rows_grad, grad_weight if wants_weight else None
+        return None, None, rows_grad, grad_weight if wants_weight else None
 
 
-@dataclass(frozen=True)
-class _Backward:
+class _Backward(NamedTuple):
     """One backward: from the gradients of the losses to those of rows and weight, which every step adds to.
 
     Attributes:

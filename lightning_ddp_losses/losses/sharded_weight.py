@@ -196,13 +196,14 @@ class ShardedWeight:
         """
         if not self.shard.classes or self.world_size == 1:
             return b""
-        row = parameter.detach().narrow(self.shard.dim, 0, 1).contiguous().view(-1)
+        row = parameter.detach().select(self.shard.dim, 0)
         if parameter.device.type != "cpu":
             late, self._late_row = self._late_row, HostCopy(row)
             copy = self._late_row if late is None or at_once else late
             row = copy.read()
-        # a constant start is the same everywhere, and so is NaN
-        if bool((row == row[0]).all()) or bool(row.isnan().any()):
+        # a constant start is the same everywhere, and so is NaN, which is not below anything
+        lowest, highest = torch.aminmax(row)
+        if not bool(lowest < highest):
             return b""
         return hashlib.blake2b(raw_collectives.host_bytes(row), digest_size=8).digest()
 
@@ -301,8 +302,7 @@ def draw_(
 # ---------------------------------------------------------------------- which classes a call looks at, and where targets are among them
 
 
-@dataclass(frozen=True)
-class LocalClasses:
+class LocalClasses(NamedTuple):
     """Classes of this rank that a call looks at, and their rows in the weight.
 
     Attributes:
@@ -425,7 +425,9 @@ class LocalTargets:
 
     def count(self) -> Tensor | int:
         """Return how many there are."""
-        return self.rows if self.targets.is_inside is None else self.targets.is_inside.sum()
+        if self.listed is not None or self.targets.is_inside is None:
+            return self.rows
+        return self.targets.is_inside.sum()
 
     def in_chunk(self, start: int, stop: int) -> Targets:
         """Return the targets that lie in a chunk."""

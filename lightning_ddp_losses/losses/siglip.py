@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks, value_with_grad
+from lightning_ddp_losses.losses.partial_sums import for_mean_over_ranks
 from lightning_ddp_losses.losses.plans.towers import TowerRows
 from lightning_ddp_losses.losses.products import GradTerms, ProductChoice
 from lightning_ddp_losses.losses.tile_results import TileResults
-from lightning_ddp_losses.losses.two_towers import ColumnBlock, Factors, TowerCall, TwoTowerLoss
+from lightning_ddp_losses.losses.tower_tiles import ColumnBlock, Factors, TowerCall
+from lightning_ddp_losses.losses.two_towers import TwoTowerLoss
 
 
 class SigLipLoss(TwoTowerLoss):
@@ -114,12 +115,8 @@ class SigLipLoss(TwoTowerLoss):
         return self._checked_call(rows, {"logit_scale": logit_scale, "logit_bias": logit_bias})
 
     def _evaluate(self, call: TowerCall, *tensors: Any) -> Tensor:
-        # this rank's share of the sum over pairs, then the sum over ranks
-        total, totals = _PairSum.apply(call, *tensors)  # type: ignore[no-untyped-call]
-        if totals is None:
-            return call.mean_over_images("SigLipLoss", total)
-        share = for_mean_over_ranks(total / call.total, call.group)
-        return value_with_grad(totals.sum() / call.total, share)
+        value: Tensor = _SigLip.apply(call, *tensors)  # type: ignore[no-untyped-call]
+        return value
 
     def _rehearse_tile(self, run: Callable[..., Any], products: Tensor, factors: Factors, call: TowerCall) -> None:
         run(siglip_tile, products, factors, products.new_ones(()), call.trained, call.splits)
@@ -147,31 +144,27 @@ def siglip_tile(
     return losses, grad.sum(1), factors.terms(grad, device_splits)
 
 
-class _PairSum(torch.autograd.Function):
-    """Sums ``-logsigmoid(t * z)`` of this rank's images against all columns. Returns the sums of all ranks, too, if they are exchanged."""
+class _SigLip(torch.autograd.Function):
+    """Value and gradient: the sum of ``-logsigmoid(t * z)`` over this rank's images against all columns, then over ranks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: TowerCall, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, call: TowerCall, images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         ctx.call = call
         ctx.save_for_backward(images, texts, scale, bias)
-        total, sums, ctx.d_bias = _visit_tiles(call, scale, bias, with_grads=call.trained)
-        totals = None
+        # 1. this rank's share
+        total, ctx.sums, ctx.d_bias = _visit_tiles(call, scale, bias, with_grads=call.trained)
         ctx.are_exchanged = call.exchanges_in_forward
-        if ctx.are_exchanged:
-            # backward scales the sums of the second tower, and communicates no more
-            column_sums = sums.pop()
-            assert column_sums is not None
-            totals, own_sums = call.exchange_sums("SigLipLoss", total, column_sums)
-            sums.append(own_sums)
-            ctx.mark_non_differentiable(totals)
-        ctx.sums = sums
-        return total, totals
+        if not ctx.are_exchanged:
+            return call.mean_over_images(total)
+        # 2. the sum over ranks. Backward scales the sums of the second tower, and communicates no more
+        column_sums = ctx.sums.pop()
+        global_total, own_sums = call.exchange_sums(total, column_sums)
+        ctx.sums.append(own_sums)
+        return global_total.div_(call.total).to(total.dtype)
 
     @staticmethod
     @once_differentiable_strict("SigLipLoss")
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: TowerCall = ctx.call
         images, texts, scale, bias = ctx.saved_tensors
         if not ctx.sums:  # a second backward
@@ -179,9 +172,11 @@ class _PairSum(torch.autograd.Function):
                 call.exchange.open()
             _, ctx.sums, _ = _visit_tiles(call, scale, bias, with_grads=True)
             ctx.are_exchanged = False
-        factor = grad * scale
-        d_images, d_texts, d_scale = call.gradients(ctx.sums, factor, images, texts, are_exchanged=ctx.are_exchanged)
-        return None, d_images, d_texts, d_scale * grad, ctx.d_bias * grad
+        factor = for_mean_over_ranks(grad / call.total, call.group)
+        d_images, d_texts, d_scale = call.gradients(
+            ctx.sums, factor * scale, images, texts, are_exchanged=ctx.are_exchanged
+        )
+        return None, d_images, d_texts, d_scale * factor, ctx.d_bias * factor
 
 
 def _visit_tiles(

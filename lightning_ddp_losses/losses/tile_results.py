@@ -33,12 +33,12 @@ class TileResults:
         """Store (T,) numbers from a place on, in the place of earlier ones. If they are all n numbers, they are not copied."""
         if not self._is_cpu:
             self._on_device[start] = numbers
-        elif len(numbers) == self._size:
+        elif numbers.shape[0] == self._size:
             self._memory = numbers
         else:
-            # tiles of one loss may count in integers or in floating numbers
-            self._memory = self._memory.to(torch.promote_types(self._memory.dtype, numbers.dtype))
-            self._memory[start : start + len(numbers)].copy_(numbers)
+            if self._memory.dtype != numbers.dtype:  # tiles of one loss may count in integers or in floating numbers
+                self._memory = self._memory.to(torch.promote_types(self._memory.dtype, numbers.dtype))
+            self._memory[start : start + numbers.shape[0]].copy_(numbers)
 
     def part(self, start: int, stop: int) -> Tensor:
         """Return the numbers at some places, which must all be stored. They are a view of the memory, if they are on the CPU."""

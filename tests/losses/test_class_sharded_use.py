@@ -504,3 +504,22 @@ BAD: dict[str, tuple[Any, ...]] = {
     },
 }
 test_bad_input_is_the_same_error_everywhere = refusals(__name__, "BAD")
+
+
+@pytest.mark.parametrize("name", ["ArcFaceLoss", "CosFaceLoss", "SubCenterArcFaceLoss", "NormalizedSoftmaxLoss"])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@each_rank(2)
+def test_a_first_call_without_gradients_changes_nothing_later(name: str, mode: Any) -> None:
+    first, second = sharded(name)(), sharded(name)()
+    second.load_state_dict(first.state_dict())
+    with mode():
+        evaluated = first(rows(), LABELS)
+    assert not evaluated.requires_grad
+    embeddings = rows().requires_grad_()
+    found = []
+    for loss in (first, second):
+        value = loss(embeddings, LABELS)
+        of_rows, of_weight = torch.autograd.grad(value, [embeddings, loss.weight])
+        found.append({"value": value.detach(), "rows": of_rows, "weight": of_weight})
+    assert_close(*found)
+    assert_close({"value": evaluated}, {"value": found[1]["value"]})

@@ -572,3 +572,86 @@ def large_arcface(scale: float) -> nn.Module:
 
 
 CASES["a large weight"] = Case(large_arcface, inner("scale"), (64, 8))
+
+
+@each_rank(2)
+def test_a_buffer_that_one_rank_adds_is_an_error_and_one_of_all_ranks_is_followed() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    for _ in range(2):
+        loss(*labelled(FEW))
+    loss.loss.register_buffer("on_all", torch.ones(2))
+    loss(*labelled(FEW))
+    if dist.get_rank():
+        loss.loss.register_buffer("on_one", torch.ones(2))
+    with pytest.raises(RankMismatchError, match="on_one"):
+        loss(*labelled(FEW))
+
+
+class Registers(nn.Module):
+    """Registers a buffer when it first gets rows."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        if dist.get_rank() == 0 and not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.ones(2))
+        return embeddings.square().mean()
+
+
+@each_rank(2)
+def test_a_buffer_that_the_losss_own_forward_registers_is_state() -> None:
+    loss = GlobalBatchLoss(Registers())
+    for _ in range(3):
+        loss(*labelled(FEW))
+
+
+@each_rank(2)
+def test_messages_name_the_loss_that_is_there() -> None:
+    loss = GlobalBatchLoss(pml.SupConLoss())
+    loss(*labelled(FEW))
+    loss.loss = pml.NTXentLoss(temperature=0.1 + dist.get_rank())
+    with pytest.raises(RankMismatchError, match=r"GlobalBatchLoss\(NTXentLoss\)"):
+        loss(*labelled(FEW))
+
+
+class Weighs(nn.Module):
+    """Weighs rows by a tensor that is a plain attribute, and counts its calls in another one, on each rank from another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = torch.tensor([1.0, 2.0])
+        self.number = torch.zeros(1)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        self.number += 1 + dist.get_rank()
+        return embeddings.square().mean() * self.factors.sum()
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda loss: pickle.loads(pickle.dumps(loss)),
+}
+WRITES: dict[str, Callable[[Any], None]] = {
+    "in place": lambda own: own.factors.mul_(3),
+    "another tensor": lambda own: setattr(own, "factors", own.factors * 3),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("write", WRITES)
+@each_rank(2)
+def test_a_copy_compares_the_tensors_of_its_loss(how: str, write: str) -> None:
+    original = GlobalBatchLoss(Weighs())
+    for _ in range(2):
+        original(*labelled(FEW))
+    copied = COPIES[how](original)
+    for _ in range(2):
+        copied(*labelled(FEW))
+    copied = COPIES[how](copied)
+    if dist.get_rank():
+        WRITES[write](copied.loss)
+    with pytest.raises(RankMismatchError, match="configuration"):
+        copied(*labelled(FEW))
+    # what all ranks change is followed, also between a call and the copy
+    for each in (original, copied):
+        each.loss.factors = torch.tensor([5.0, 6.0])
+    copied = COPIES[how](original)
+    assert torch.equal(copied(*labelled(FEW)), original(*labelled(FEW)))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from pytorch_metric_learning import losses as pml
-from pytorch_metric_learning import reducers
+from pytorch_metric_learning import miners, reducers
 from torch import Tensor, nn
 
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.losses import GlobalBatchLoss, register_element_wise
+from lightning_ddp_losses.losses import GlobalBatchLoss, GlobalBatchMiner, register_element_wise
 from tests.each_rank import each_rank
 
 ROWS, DIM = 6, 8
@@ -198,7 +198,7 @@ def test_a_copy_has_no_plans_of_calls(twin_of: Callable[[Any], Any]) -> None:
 def test_a_plan_of_a_call_holds_no_module_and_no_tensor() -> None:
     loss = GlobalBatchLoss(pml.ArcFaceLoss(3, DIM))
     call(loss)
-    (plan,) = plans_of(loss)._plans.values()
+    (plan,) = plans_of(loss).values()
     assert [each for each in held_by(plan) if isinstance(each, (nn.Module, Tensor))] == []
 
 
@@ -221,3 +221,20 @@ class Named(pml.TripletMarginLoss):
 
     def forward(self, embeddings: Tensor, labels: Tensor, *others: Any) -> Tensor:
         return embeddings.sum() * 0 + labels.sum()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@each_rank()
+def test_what_a_miner_records_leaves_its_plans() -> None:
+    miner = GlobalBatchMiner(miners.MultiSimilarityMiner())
+    rows, labels = torch.randn(ROWS, DIM), torch.arange(ROWS) // 2
+    miner(rows, labels)
+    (first,) = miner._plans.values()
+    for _ in range(3):
+        miner(rows, labels)
+        assert next(iter(miner._plans.values())) is first
+    # an option
+    miner.miner.epsilon = 0.5
+    miner(rows, labels)
+    (second,) = miner._plans.values()
+    assert second is not first

@@ -162,7 +162,7 @@ def test_auto_follows_the_rows(kind: Callable[..., nn.Module]) -> None:
 
 def form_of(loss: Any) -> str:
     """How the last planned call multiplies."""
-    *_, plan = loss._plans._plans.values()
+    *_, plan = loss._plans.values()
     return str(plan.form)
 
 
@@ -453,3 +453,17 @@ def test_one_entry_that_outweighs_all_others_leaves_exactly_nothing_above_it() -
     """And what is added to the difference to another does not round it."""
     assert running_over(torch.tensor([[0.0, -1000.0, 500.0, 100.0]]), 2).above_maximum().item() == 0.0
     assert float(running_over(torch.tensor([[100.0, 80.0]]), 2).relative_to(torch.tensor([99.5]))) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows_that_are_not_normalised_are_smoothed_in_float32(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images, texts = (torch.randn(5, 4, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    wide_images, wide_texts = (rows.detach().float().requires_grad_() for rows in (images, texts))
+    loss = ClipLoss(normalize=False, label_smoothing=0.1)
+    value, expected = loss(images, texts), loss(wide_images, wide_texts)
+    torch.testing.assert_close(value.float(), expected, rtol=1e-5, atol=0)
+    value.backward()
+    expected.backward()
+    for narrow, wide in ((images, wide_images), (texts, wide_texts)):
+        torch.testing.assert_close(narrow.grad.float(), wide.grad, rtol=2e-2, atol=2e-3)

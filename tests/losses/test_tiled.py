@@ -489,3 +489,16 @@ def test_rows_too_short_to_be_normalised_have_the_gradient_of_torch(p: int) -> N
     unit.backward(upstream)
     torch.testing.assert_close(prepared.rows, unit.detach(), rtol=0, atol=0)
     torch.testing.assert_close(distance.prepare_vjp(rows, prepared, upstream), leaf.grad, rtol=1e-12, atol=0)
+
+
+def test_entries_that_are_no_positives_may_be_as_far_as_they_like() -> None:
+    """A row of nearly equal numbers has ratios of noise to signal of 1e5 with others. Exponentials of their multiples are infinite."""
+    embeddings = torch.randn(6, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    embeddings[0, 1] = embeddings[0, 0] + 1e-2
+    embeddings.requires_grad_()
+    labels = torch.arange(6) % 3
+    loss = pml.MultiSimilarityLoss(distance=distances.SNRDistance())
+    values = [loss(embeddings, labels), GlobalBatchLoss(loss, mode="rows")(embeddings, labels)]
+    expected, got = (torch.autograd.grad(value, embeddings)[0] for value in values)
+    torch.testing.assert_close(values[1], values[0], rtol=1e-9, atol=0)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)

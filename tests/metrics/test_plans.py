@@ -24,7 +24,7 @@ def rows(n: int, seed: int) -> Tensor:
 
 
 def exchange_plans(metric: tm.Metric) -> list[ExchangePlan]:
-    return list(plans_of(metric)._plans.values())
+    return list(plans_of(metric).values())
 
 
 def test_the_oldest_of_too_many_goes() -> None:

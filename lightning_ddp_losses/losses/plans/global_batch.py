@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.autograd_graph import FullPrecisionPlan
+from lightning_ddp_losses.core.compat import TORCH_LOSS_TYPES
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.core.signature import Plans
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
@@ -51,6 +52,8 @@ class LossPlan:
         num_classes: Number of classes that labels are checked against. None: they are not.
         splits_pairs: True if the pairs that a miner names may be divided among the ranks.
         draws: True if it may draw random numbers.
+        records: True if its reducers record numbers of elements, which are then sent through the hosts.
+        is_torchs: True if it is one of torch's own, whose buffers are options: class weights.
         configuration: Its options, which ranks compare.
         unread: Paths of its attributes that cannot be read. Ranks compare them only by the value of the loss, in ``replicated``.
     """
@@ -66,6 +69,8 @@ class LossPlan:
     num_classes: int | None
     splits_pairs: bool
     draws: bool
+    records: bool
+    is_torchs: bool
     configuration: str = field(compare=False)
     unread: tuple[str, ...] = field(compare=False)
 
@@ -86,6 +91,8 @@ class LossPlan:
             # per anchor, PML counts a pair that a miner names twice once
             splits_pairs=is_pml and not pml_registry.has_per_anchor(getattr(labelled, "reducer", None)),
             draws=pml_registry.may_draw(labelled),
+            records=pml_registry.collects_counts(labelled),
+            is_torchs=isinstance(loss, TORCH_LOSS_TYPES),
             configuration=configuration,
             unread=unread,
         )
@@ -140,6 +147,7 @@ class MinerPlan:
         arguments: What its arguments may be.
         names: Names of the arguments, in order.
         facts: Facts of its class.
+        precision: How the miner computes in full precision.
         narrow_dtype: bfloat16 or float16 if all rows have it. They travel in it.
         has_label_rows: True if labels have several columns.
         layout: Layout of the rows that are gathered. None: no call has gathered yet.
@@ -148,6 +156,7 @@ class MinerPlan:
     arguments: ArgumentRules
     names: tuple[str, ...]
     facts: LossFacts
+    precision: FullPrecisionPlan
     narrow_dtype: torch.dtype | None
     has_label_rows: bool
     layout: BatchLayout | None = None
@@ -174,7 +183,7 @@ class LossPlans:
             others: Further values that plans of calls follow from.
         """
         configuration = self.configuration.read(loss)
-        source = (self.configuration.walks, pml_registry.registrations(), backward, others)
+        source = (self.configuration.changes, pml_registry.registrations(), backward, others)
         if self._plan is None or source != self._source:
             plan = LossPlan.of(loss, backward, configuration, self.configuration.unread)
             # an option that no rule follows from leaves the plans of calls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
 from lightning_ddp_losses.losses.class_heads import Head
 from lightning_ddp_losses.losses.partial_fc import ClassSampler
 from lightning_ddp_losses.losses.products import ProductChoice, ProductForm, choose_form
+from lightning_ddp_losses.losses.tuples import GlobalTuples
+
+NAMED = "rows named by the miner"
+"""Name of the numbers of times in the gather."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,14 @@ class ShardPlan:
         given_dtype: bfloat16 or float16 if the embeddings have it. They travel in it. None: they travel in the dtype of the computation.
         is_full: The call computes in its dtype already: no context has to be entered, and nothing cast.
         trained: True if the loss has a parameter that needs a gradient, and a graph is recorded.
-        must_match: Values that must be equal on all ranks, as text, by name.
+        layout: Layout of the rows that are gathered, with what must be equal on all ranks.
     """
 
     form: ProductForm
     given_dtype: torch.dtype | None
     is_full: bool
     trained: bool
-    must_match: tuple[tuple[str, str], ...]
+    layout: BatchLayout
 
     @classmethod
     def of(
@@ -42,6 +47,7 @@ class ShardPlan:
         products: ProductChoice,
         given: tuple[Tensor, Tensor, Any],
         parameters: Sequence[Tensor],
+        must_match: Mapping[str, object],
     ) -> ShardPlan:
         """Make the plan of a call.
 
@@ -52,6 +58,7 @@ class ShardPlan:
             products: Its option.
             given: Embeddings, labels and a miner's tuples.
             parameters: Parameters of the loss, its weight first.
+            must_match: Values that must be equal on all ranks.
 
         Raises:
             ConfigurationError: for products that the device does not have.
@@ -69,9 +76,13 @@ class ShardPlan:
             and not precision.narrow_buffers(precision.modules_of(module), dtype)
         )
         trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
-        must_match = {"products": f"{products}, here {form}", "miner": type(indices_tuple).__name__}
-        given_dtype = precision.narrow_dtype([embeddings])
-        return cls(form, given_dtype, is_full, trained, tuple(must_match.items()))
+        # the rows as they are gathered
+        rows = {"embeddings": embeddings.detach()[:0].to(dtype), "labels": labels.detach()[:0].to(torch.int64)}
+        if indices_tuple is not None and not isinstance(indices_tuple, GlobalTuples):
+            rows[NAMED] = rows["labels"]
+        options = {**must_match, "products": f"{products}, here {form}", "miner": type(indices_tuple).__name__}
+        layout = BatchLayout.of(title, rows, options)
+        return cls(form, precision.narrow_dtype([embeddings]), is_full, trained, layout)
 
 
 def described_sampling(sampler: ClassSampler | None) -> str:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.distributed.gathered_batch import BatchLayout
+from lightning_ddp_losses.distributed.messages import Agreement
+from lightning_ddp_losses.distributed.raw_collectives import NARROW_DTYPES
 from lightning_ddp_losses.errors import InputError
 from lightning_ddp_losses.losses.plans.signatures import kind_of
 from lightning_ddp_losses.losses.products import (
@@ -73,6 +75,7 @@ class TowerPlan:
         flags: Whether this rank trains anything, and the second tower, and whether it multiplies in bf16. The ranks exchange them.
         unreached: Names of trainable parameters that backward does not reach, since the caller gives numbers in their place.
         layout: Layout of the second tower's gather, with what must be equal on all ranks.
+        sums: The exchange of the loss's sums.
     """
 
     dtype: torch.dtype
@@ -84,6 +87,7 @@ class TowerPlan:
     flags: bytes
     unreached: tuple[str, ...]
     layout: BatchLayout
+    sums: Agreement
 
     @classmethod
     def of(cls, module: Any, rows: TowerRows, numbers: Mapping[str, Number], parameters: Sequence[Tensor]) -> TowerPlan:
@@ -145,6 +149,7 @@ class TowerPlan:
             flags,
             tuple(unreached),
             _layout_of(module, rows, dtype, must_match),
+            Agreement(f"{type(module).__name__}: sum"),
         )
 
     def operand(self, rows: Tensor, form: ProductForm) -> Operand:
@@ -152,6 +157,11 @@ class TowerPlan:
         if form != "bf16":
             rows = rows.to(self.dtype)
         return Operand.prepare(rows, form, normalize=self.normalize)
+
+    def as_sent(self, rows: Tensor) -> Tensor:
+        """Return rows, without graph, as they travel: narrow ones unchanged, others in the dtype of the computation."""
+        rows = rows.detach()
+        return rows if rows.dtype in NARROW_DTYPES else rows.to(self.dtype)
 
 
 def _layout_of(module: Any, rows: TowerRows, dtype: torch.dtype, must_match: Mapping[str, object]) -> BatchLayout:
@@ -163,7 +173,8 @@ def _layout_of(module: Any, rows: TowerRows, dtype: torch.dtype, must_match: Map
     counted = list(tensors) if in_ring else []
     if module.compares_with_own_pair and not in_ring:
         tensors[PAIRED] = rows.images.new_empty(0, dtype=dtype)
-    return BatchLayout.of(type(module).__name__, tensors, must_match, counted)
+    # narrow rows of other ranks are multiplied unchanged
+    return BatchLayout.of(type(module).__name__, tensors, must_match, counted, keeps_narrow=True)
 
 
 def kind_of_number(number: Number) -> Any:

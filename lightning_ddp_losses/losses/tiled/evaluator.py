@@ -78,11 +78,17 @@ class TiledPlan:
         pair_loss: The loss on tiles.
         reductions: One per sub-loss.
         symmetric: Between rows of one batch, the gradient of transposed entries needs no gradient from other ranks.
+        supports_whole: The host need not know which pairs there are.
+        compares_triplets: It compares triplets, which a miner may name.
+        is_product: The distance is one product of rows with rows.
     """
 
     pair_loss: type[PairLoss]
     reductions: tuple[Reduction, ...]
     symmetric: bool
+    supports_whole: bool
+    compares_triplets: bool
+    is_product: bool
 
 
 def tiled_plan(loss: Any) -> TiledPlan | None:
@@ -99,7 +105,9 @@ def tiled_plan(loss: Any) -> TiledPlan | None:
     if len(reductions) < len(found) or not pair_loss.supports(loss, reductions):
         return None
     symmetric = pair_loss.symmetric and DISTANCES[type(loss.distance)].symmetric
-    return TiledPlan(pair_loss, reductions, symmetric)
+    whole = pair_loss.supports_whole(loss, reductions)
+    triplets, is_product = facts_of(loss).compares_triplets, is_one_product(loss.distance)
+    return TiledPlan(pair_loss, reductions, symmetric, whole, triplets, is_product)
 
 
 def rows_of_a_tile(row_bytes: int, columns: int, device: torch.device, tile_bytes: int | None) -> int:
@@ -155,7 +163,8 @@ class TiledCall:
     def run(self) -> Tensor:
         """Return the global loss."""
         call, exchange, rows = self.call, self.exchange, self.call.given["embeddings"]
-        self._rehearse()
+        if self.compiler is not None:
+            self._rehearse(self.compiler)
         # this rank's sums, divisors and statistics. If it fails, peers wait for as many bytes
         handshake_bytes = handshake.HANDSHAKE_BYTES + self._payload_capacity()
         with handshake.raising_on_all_ranks(exchange.title, handshake_bytes=handshake_bytes, group=exchange.group):
@@ -217,10 +226,10 @@ class TiledCall:
         return totals + max(self.call.counts["embeddings"]) * _MOST_STATS * item
 
     @torch.no_grad()
-    def _rehearse(self) -> None:
+    def _rehearse(self, compiler: TileCompiler) -> None:
         """Let the ranks compile together the functions of forward and backward that are new."""
-        compiler, call = self.compiler, self.call
-        if compiler is None or not self._may_be_whole():
+        call = self.call
+        if not self._may_be_whole():
             return
         rows, labels = call.given["embeddings"], call.local_labels
         assert labels is not None
@@ -248,7 +257,7 @@ class TiledCall:
     def _forward(self) -> TiledForward:
         """Evaluate the tiles."""
         like = self.call.given["embeddings"].detach()
-        if is_one_product(self.loss.distance):
+        if self.plan.is_product:
             warn_of_tf32(f"GlobalBatchLoss({type(self.loss).__name__})", self.products, like)
         if self._is_whole():
             pairs: Pairs = WholePairs(*self._labels(), like, compiled=self.compiler is not None)
@@ -264,23 +273,23 @@ class TiledCall:
 
     def _may_be_whole(self) -> bool:
         """Return whether the host need not know anything about the pairs. The same on all ranks."""
-        call, plan = self.call, self.plan
+        call = self.call
         if self.records or "indices_tuple" in call.arguments:  # numbers of the host
             return False
-        if not plan.pair_loss.supports_whole(self.loss, plan.reductions):
+        if not self.plan.supports_whole:
             return False
         # with two rows or so PML makes a zero, which depends on their labels
         return call.total_rows * call.total_references > _FEWEST_PAIRS
 
     def _is_whole(self) -> bool:
         """Return whether pairs are ``WholePairs``: if the host would wait for more, at a higher cost, or functions are compiled."""
+        if self.compiler is None and not self.on_device:
+            return False
         rows = self.call.given["embeddings"]
         if not len(rows) or not self._may_be_whole():
             return False
         if self.compiler is not None:
             return True
-        if not self.on_device:
-            return False
         matrix_bytes: int = len(rows) * self.call.total_references * rows.element_size()
         return matrix_bytes <= MASKED_BYTES
 
@@ -292,7 +301,7 @@ class TiledCall:
             kind = torch.promote_types(labels.dtype, reference_labels.dtype)
             return SortedPairs(labels.to(kind), reference_labels.to(kind), first, call.arguments["labels"].to(kind))
         tuples = call.local_tuples()
-        if len(tuples) == 3 and facts_of(self.loss).compares_triplets:
+        if len(tuples) == 3 and self.plan.compares_triplets:
             return NamedTriplets(tuples, len(labels))
         once = self.plan.pair_loss.counts_pairs_once
         pairs = NamedPairs(tuples, len(labels), call.total_references, like.dtype, once=once)
@@ -340,7 +349,7 @@ class _Tiles:
         if is_one_batch:
             rows = columns.part(slice(*call.bound))
             if pairs.column_order is not None:  # the rows would keep the unsorted columns in memory
-                rows = _each(torch.clone, rows)
+                rows = Operand(rows.rows.clone(), None if rows.lengths is None else rows.lengths.clone())
         else:
             rows = distance.prepare(embeddings)
         self._prepared = rows
@@ -350,8 +359,8 @@ class _Tiles:
         self._prepared_references = columns if wants_references else None
         self._bound = slice(*call.bound) if wants_references and is_one_batch else None
         # sorted, in the distance's form
-        self.rows = distance.kept_rows(_each(partial(_sorted, order=pairs.row_order), rows))
-        self.columns = distance.kept_columns(_each(partial(_sorted, order=pairs.column_order), columns))
+        self.rows = distance.kept_rows(rows.multiplied(pairs.row_order))
+        self.columns = distance.kept_columns(columns.multiplied(pairs.column_order))
         # as few tiles as fit, of one size
         self._like, self.parts = embeddings.detach(), list[slice]()
         self._buffer = self._like.new_empty(0)
@@ -488,7 +497,7 @@ class TiledForward:
     def _is_zero_loss(self) -> bool:
         """Return whether PML returns a zero at once, for want of pairs. The same on all ranks."""
         tiled, call, pairs = self._tiled, self._tiled.call, self._tiles.pairs
-        if facts_of(tiled.loss).compares_triplets:
+        if tiled.plan.compares_triplets:
             return False  # without triplets all totals are 0
         tuples = call.arguments.get("indices_tuple")
         if tuples is not None:
@@ -579,11 +588,6 @@ class TiledForward:
 def _sorted(values: Tensor, order: Tensor | None) -> Tensor:
     """Return values in ``order``. None: as they are."""
     return values if order is None else values[order]
-
-
-def _each(function: Callable[[Tensor], Tensor], operand: Operand) -> Operand:
-    """Return an operand with a function applied to its rows and their lengths."""
-    return Operand(function(operand.rows), None if operand.lengths is None else function(operand.lengths))
 
 
 def _unsorted(values: Tensor, order: Tensor | None) -> Tensor:

@@ -369,7 +369,10 @@ class MultiSimilarity(SoftmaxPairLoss):
         super().__init__(loss, reductions, *args, **options)
         self.scale = -self.sign * loss.beta
         self._base, self._ratio = -self.sign * loss.beta * loss.base, -loss.alpha / loss.beta
-        self.row_options, self.grad_options = (self._base, self._ratio), (self._ratio,)
+        distance = loss.distance
+        are_cosines = is_one_product(distance) and distance.normalize_embeddings and distance.p == 2
+        may_overflow = not are_cosines or 4 * loss.alpha > math.log(torch.finfo(self.like.dtype).max)
+        self.row_options, self.grad_options = (self._base, self._ratio), (self._ratio, may_overflow)
 
     @classmethod
     def supports(cls, loss: Any, reductions: Sequence[Reduction]) -> bool:

@@ -222,13 +222,16 @@ def multi_similarity_rows(matrix: Tensor, keys: Keys, base: float, ratio: float)
     return *_maximum_and_softmax(negatives), *_maximum_and_softmax(exponents)
 
 
-def multi_similarity_grad(matrix: Tensor, keys: Keys, ratio: float, of_negatives: Term, of_positives: Term) -> Tensor:
+def multi_similarity_grad(
+    matrix: Tensor, keys: Keys, ratio: float, may_overflow: bool, of_negatives: Term, of_positives: Term
+) -> Tensor:
     """Return the softmax of the negatives, and minus that of the positives.
 
     Args:
         matrix: (T, C).
         keys: Pairs of the tile.
         ratio: Factor of the positives' exponents.
+        may_overflow: Whether the exponential of a pair that is no positive may be infinite. It is multiplied by 0.
         of_negatives: Offsets of the negatives' softmax.
         of_positives: Those of the positives times ``ratio``, relative to the base.
     """
@@ -236,6 +239,8 @@ def multi_similarity_grad(matrix: Tensor, keys: Keys, ratio: float, of_negatives
     negatives, entries = masks.split(matrix, _lowest(matrix))
     grad = softmax_grad(negatives, of_negatives)
     positives = softmax_grad(entries, _in_band(masks, of_positives), ratio)
+    if may_overflow:
+        positives.clamp_max_(torch.finfo(matrix.dtype).max)
     return masks.subtract_at_positives_(grad, positives)
 
 

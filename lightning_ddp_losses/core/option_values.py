@@ -1,0 +1,233 @@
+"""The values of options, read such that changes can be seen: copies of plain values and containers, tensors by their count of writes.
+
+What cannot be read (an open file, an object of a library) is ``UNREAD``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import functools
+import hashlib
+import numbers
+import sys
+import sysconfig
+import types
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_ddp_losses.core import compat, inputs
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, range, slice)
+"""Types of values that cannot change in place."""
+
+_PLAIN_TYPES = frozenset(PLAIN)
+_MOST_ITEMS = 1_000  # in a value: a longer container is data
+_DEEPEST = 4  # containers and objects inside each other
+# numbers of a process, by name: not compared, wherever they are
+_OF_PROCESSES = frozenset(
+    {"rank", "local_rank", "global_rank", "node_rank", "world_rank", "process_index", "gpu", "gpu_id", "device_id"}
+)
+_PACKAGE = __name__.partition(".")[0]
+_INSTALLED = tuple(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
+
+
+def hash_of(data: bytes) -> str:
+    """Return a short hash."""
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def is_of_process(name: object) -> bool:
+    """Return whether a name says that its value is one of this process."""
+    return isinstance(name, str) and name.strip("_") in _OF_PROCESSES
+
+
+def can_be_hashed(tensor: Tensor | None) -> bool:
+    """Return whether the content of a tensor can be read as bytes."""
+    if tensor is None or is_lazy(tensor) or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
+
+
+class Name(str):
+    """A name, which is shown without quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class Shape(tuple):  # type: ignore[type-arg]
+    """The shape of a parameter."""
+
+    __slots__ = ()
+
+
+class _Unread:
+    """Stands for a value that cannot be read, or that is not compared."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+    def __reduce__(self) -> str:
+        return "UNREAD"
+
+
+UNREAD = _Unread()
+
+
+class _Copied:
+    """Stands in a copy for what the original was compared by. A tensor or container of the copy is the same if its content is.
+
+    Args:
+        text: Hash of the content. None: it had changed since it was read.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+
+    def __eq__(self, other: object) -> bool:
+        return self._text is not None and repr(other) == self._text
+
+    def __repr__(self) -> str:
+        return self._text or "..."
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Copied, (self._text,)
+
+
+class Written:
+    """A tensor, array or long container that is compared by identity, and by its count of writes or its length.
+
+    Its text is a hash of its content.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("_value", "_version")
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self._version = 0
+        if not isinstance(value, Tensor):
+            self._version = len(value)
+        elif not value.is_inference():
+            self._version = compat.tensor_version(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Written):
+            return NotImplemented
+        return self._value is other._value and self._version == other._version
+
+    def __repr__(self) -> str:
+        if hasattr(self._value, "tobytes"):
+            return f"#{hash_of(self._value.tobytes())}"
+        if not isinstance(self._value, Tensor):
+            items = [item if isinstance(item, PLAIN) else type(item).__qualname__ for item in self._value]
+            return f"#{hash_of(repr(items).encode())}"
+        data = self._value.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1)
+        return f"#{hash_of(data.view(torch.uint8).numpy().tobytes())}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        is_as_read = self == Written(self._value)
+        return _Copied, (repr(self) if is_as_read else None,)
+
+
+def read_value(value: Any) -> Any:
+    """Return a copy of a value whose changes can be seen, or ``UNREAD``."""
+    if type(value) in _PLAIN_TYPES:
+        return value
+    try:
+        return _Reader().read(value, 0)
+    except Exception:  # an object of the user's may refuse to be looked at
+        return UNREAD
+
+
+class _Reader:
+    """Reads a value and, inside it, at most ``_MOST_ITEMS`` others."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_ITEMS
+
+    def read(self, value: Any, depth: int) -> Any:
+        """Return a copy of a value that lies so many values deep."""
+        if isinstance(value, (*PLAIN, numbers.Number)):
+            return value
+        if isinstance(value, (enum.Enum, type, torch.device)):
+            # the number of a device is where a rank computes
+            return Name(value.type if isinstance(value, torch.device) else getattr(value, "__qualname__", value))
+        if depth == _DEEPEST or isinstance(value, (nn.Parameter, nn.Module)):
+            return UNREAD
+        if isinstance(value, Tensor):
+            return Written(value) if can_be_hashed(value) else UNREAD
+        if inputs.is_array(value):
+            return Written(value) if value.ndim else value.item()
+        return self._read_parts(value, depth + 1)
+
+    def _read_parts(self, value: Any, depth: int) -> Any:
+        if isinstance(value, (list, tuple, set, frozenset, dict)):
+            return self._read_container(value, depth)
+        if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial)):
+            return self._read_function(value, depth)
+        if hasattr(value, "__dict__") and _only_holds_values(type(value)):  # type: ignore[arg-type]
+            return Name(type(value).__name__), self._read_container(vars(value), depth)
+        return UNREAD
+
+    def _read_container(self, container: Any, depth: int) -> Any:
+        if len(container) > self._left:
+            return Written(container) if len(container) > _MOST_ITEMS else UNREAD
+        self._left -= len(container)
+        if isinstance(container, dict):
+            compared = {key: item for key, item in container.items() if not is_of_process(key)}
+            keys = [key if isinstance(key, PLAIN) else type(key).__qualname__ for key in compared]
+            return dict(zip(keys, [self.read(item, depth) for item in compared.values()], strict=True))
+        items = [self.read(item, depth) for item in container]
+        if isinstance(container, (set, frozenset)):
+            return sorted(items, key=repr)
+        return tuple(items) if isinstance(container, tuple) else items
+
+    def _read_function(self, function: Any, depth: int) -> Any:
+        """Return what a function carries: its defaults, variables around it, names and numbers in its code, but no tensors."""
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        if isinstance(function, partial):
+            return [self.read(part, depth) for part in (function.func, function.args, function.keywords)]
+        name = Name(getattr(function, "__qualname__", ""))
+        if not isinstance(function, types.FunctionType) or not is_of_program(function.__module__ or ""):
+            return name
+        code, carried = function.__code__, [function.__defaults__, function.__kwdefaults__]
+        for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                if not is_of_process(variable):
+                    carried.append(cell.cell_contents)
+        constants = [constant for constant in code.co_consts if isinstance(constant, (bool, int, float))]
+        return [
+            name,
+            code.co_names,
+            constants,
+            *(self.read(part, depth) for part in carried if not inputs.is_array(part)),
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _only_holds_values(cls: Any) -> bool:
+    """Return whether objects of a class have attributes and do nothing with them, as a configuration. Others may be meters or logs."""
+    if issubclass(cls, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    bases = [base for base in cls.__mro__ if base is not object]
+    names = [name for base in bases for name in vars(base) if callable(vars(base)[name])]
+    return all(is_of_program(base.__module__) for base in bases) and all(name.startswith("__") for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_of_program(module: str) -> bool:
+    """Return whether a Python module is part of the user's program. Objects of libraries may hold paths, times or caches."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:  # a notebook is a program without a file
+        return module == "__main__"
+    return module.partition(".")[0] != _PACKAGE and not file.startswith(_INSTALLED)
