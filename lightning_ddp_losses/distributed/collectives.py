@@ -379,11 +379,9 @@ def _own_slices(world_size: int, places: Sequence[Place], shapes: Sequence[torch
     for (index, start, rows), shape in zip(places, shapes, strict=True):
         grad = grads[index]
         if grad is not None and start is not None:
-            found.append(grad.narrow(0, start, rows) * world_size)
-        elif grad is not None:
-            found.append((grad * world_size).reshape(shape))
-        else:
-            found.append(None)
+            grad = grad.narrow(0, start, rows)
+        # with the shape of what was sent: otherwise autograd would sum it to that shape
+        found.append(None if grad is None else (grad * world_size).reshape(shape))
     return tuple(found)
 
 

@@ -252,11 +252,15 @@ class Operand(NamedTuple):
             # a gradient along the row changes its length only. A row that is too short for a length is only multiplied
             along = dots * (lengths > SMALLEST_LENGTH)
             target = out if out.dtype == sums.dtype else None
-            if self.rows.dtype == torch.bfloat16:
+            is_divided = self.rows.dtype == torch.bfloat16
+            if is_divided:
                 along.div_(lengths).div_(lengths)
-            else:
-                factor = (lengths.reciprocal() if factor is None else factor / lengths).unsqueeze(1)
             found = torch.addcmul(sums, self.rows, along.unsqueeze(1), value=-1, out=target)
+            if not is_divided:
+                if factor is None:
+                    found.div_(lengths.unsqueeze(1))
+                else:
+                    factor = (factor / lengths).unsqueeze(1)
         if factor is not None:
             torch.mul(found, factor, out=out)
         elif found.data_ptr() != out.data_ptr():

@@ -137,7 +137,7 @@ class ShardedSoftmax(NamedTuple):
 
     def target_logits(
         self, rows: Tensor, weight: Tensor, targets: LocalTargets, *, with_slope: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Compute the logits (G,) of the targets on this rank, with their margin. 0 where another rank has the class.
 
         Args:
@@ -147,8 +147,8 @@ class ShardedSoftmax(NamedTuple):
             with_slope: There will be a backward.
 
         Returns:
-            The logits. The derivative (n,) of PML's margin by the cosine of each target on this rank, if that is all that tells a target
-            from other logits: its gradient then goes their way.
+            The logits. The targets' cosines (n,) and, with its graph, PML's margin of them, if that is all that tells a target from other
+            logits: its gradient then goes their way.
         """
         if targets.are_none:
             return rows.new_zeros(len(rows)), None
@@ -159,9 +159,7 @@ class ShardedSoftmax(NamedTuple):
         cosines = head.cosines(own_rows, picked).detach().requires_grad_()
         with own_graph():
             margins = head.with_margin(cosines)
-        # each margin depends on its own cosine only
-        (slopes,) = torch.autograd.grad(margins, cosines, torch.ones_like(margins))
-        return targets.spread(margins.detach() * head.scale), slopes
+        return targets.spread(margins.detach() * head.scale), (cosines, margins)
 
 
 class _Cosines:
@@ -281,9 +279,9 @@ class _SoftmaxFunction(torch.autograd.Function):
         head, classes = call.head, call.classes
         targets = classes.local_targets(listed=head.collects_angles)
         # 1. the target's logit where its class is here, 0 elsewhere: a sum over ranks will know it
-        ctx.slopes = None
+        ctx.slope = None
         if head.has_margin:
-            target, ctx.slopes = call.target_logits(rows, weight, targets, with_slope=has_backward)
+            target, ctx.slope = call.target_logits(rows, weight, targets, with_slope=has_backward)
         else:
             target = rows.new_zeros(len(rows))
         # 2. maximum and sum of exponentials over this rank's classes, chunk by chunk
@@ -345,8 +343,11 @@ class _SoftmaxFunction(torch.autograd.Function):
         *_, wants_rows, wants_weight = ctx.needs_input_grad
         # 1. the targets' own part, through their margin: the probability less 1
         at_targets = grad_target = None
-        if ctx.slopes is not None:
-            at_targets = targets.spread(targets.of(torch.expm1(-losses)) * ctx.slopes)
+        if ctx.slope is not None:
+            # a second backward may ask again
+            cosines, margins = ctx.slope
+            own_share = targets.of(torch.expm1(-losses))
+            at_targets = targets.spread(torch.autograd.grad(margins, cosines, own_share, retain_graph=True)[0])
         elif head.has_margin:
             at_targets = torch.zeros_like(lse)
             if not targets.are_none:
