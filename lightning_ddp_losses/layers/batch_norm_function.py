@@ -17,7 +17,7 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import BackwardExchange, forbid_second_derivative
+from lightning_ddp_losses.distributed.messages import Agreement
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import gather_stacked, sum_over_ranks, travels_on_device
 from lightning_ddp_losses.errors import InputError
@@ -69,8 +70,7 @@ class Scope:
         return next(ranks for ranks in self.subgroups if ranks.start <= rank < ranks.stop)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of one layer, the same on every rank.
 
     Attributes:
@@ -87,8 +87,7 @@ class Call:
         return f"{self.title} call {self.number}"
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """Statistics of each channel over all ranks, equal on every rank, bit for bit.
 
     Attributes:
@@ -125,14 +124,10 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
     # this rank's rows
     scope, channels = call.scope, x.shape[1]
     count = x.numel() // max(1, channels)
-    moments = torch.cat(_local_moments(x, count))
-    needs_gradient = x.requires_grad and torch.is_grad_enabled()
-    must_match = {
-        "channels": channels,
-        "dtype": f"{str(x.dtype).removeprefix('torch.')} {x.device.type}",
-        "gradients": torch.is_grad_enabled(),
-        "settings": settings,
-    }
+    moments = _local_moments(x, count)
+    has_gradients = torch.is_grad_enabled()
+    needs_gradient = x.requires_grad and has_gradients
+    must_match = _must_match(channels, x.dtype, x.device.type, has_gradients, settings)
 
     # the next call of a plan: no handshake
     planned, offer = None, NO_OFFER
@@ -153,9 +148,9 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
     # a copy from an accelerator would wait for it. Moments of one subgroup are not sent to all
     is_inline = x.device.type == "cpu" and scope.subgroup_size is None
     if is_inline:
-        payload += moments.cpu().numpy().tobytes()
+        payload += moments.numpy().tobytes()
     operation = str(call)
-    payloads = handshake.all_gather(operation, must_match, payload, group=scope.handshake_group)
+    payloads = handshake.all_gather(Agreement(operation, must_match), {}, payload, group=scope.handshake_group)
     counts, all_need, offers = zip(*map(_HEAD.unpack_from, payloads), strict=True)
     in_backward = any(all_need)
     if planned is not None and plan is not None:
@@ -171,6 +166,15 @@ def gather_statistics(call: Call, x: Tensor, settings: str, plan: ForwardPlan | 
         table = gather_stacked(moments, scope.group)
     exchange = BackwardExchange(operation, scope.handshake_group) if in_backward else None
     return _merge_moments(counts[scope.own_subgroup], table, x, exchange)
+
+
+@functools.lru_cache(maxsize=256)
+def _must_match(
+    channels: int, dtype: torch.dtype, device_type: str, has_gradients: bool, settings: str
+) -> dict[str, object]:
+    """Return the values that must be equal on all ranks, by name: the same in all calls of this kind."""
+    name = str(dtype).removeprefix("torch.")
+    return {"channels": channels, "dtype": f"{name} {device_type}", "gradients": has_gradients, "settings": settings}
 
 
 def refuse_earlier_calls(plan: ForwardPlan, scope: Scope, *, of_all: bool = False) -> None:
@@ -214,17 +218,17 @@ def _refuse_one_value(call: str, size: tuple[int, ...], counts: Sequence[int], *
     )
 
 
-def _local_moments(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return mean and M2 of each channel of this rank's rows, at least float32."""
-    zeros = x.new_zeros(x.shape[1], dtype=_wide(x.dtype))
+def _local_moments(x: Tensor, count: int) -> Tensor:
+    """Return mean and M2 of each channel of this rank's rows, (2 C,), at least float32."""
+    averages = x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
     if count == 0:
-        return zeros, zeros
+        return averages.view(-1)
     if x.device.type in _LIMITED_DEVICES:
-        var, mean = torch.var_mean(x.detach().to(zeros.dtype), [0, *range(2, x.ndim)], correction=0)
+        var, mean = torch.var_mean(x.detach().to(averages.dtype), [0, *range(2, x.ndim)], correction=0)
     else:
         # the running averages that it also computes are not used, but their dtype makes it accumulate in that dtype
-        mean, var = torch.batch_norm_update_stats(x.detach(), zeros.clone(), zeros.clone(), 0.0)
-    return mean, var * count
+        mean, var = torch.batch_norm_update_stats(x.detach(), averages[0], averages[1], 0.0)
+    return torch.cat([mean, var * count])
 
 
 def _merge_moments(
@@ -234,18 +238,18 @@ def _merge_moments(
     dtype = table.dtype
     table = table.cpu() if table.device.type in _LIMITED_DEVICES else table
     means, squares = table.reshape(len(counts), 2, -1).double().unbind(1)
-    # (W, 1). Filling is not a transfer, and a non-blocking transfer does not wait for an accelerator
+    # (W, 1), or the number of all ranks. A non-blocking transfer does not wait for an accelerator
+    rows: Any = counts[0]
     if isinstance(counts, Tensor):
         rows = counts.to(table.device).double()[:, None]
-    elif len(set(counts)) == 1:
-        rows = table.new_full((len(counts), 1), counts[0], dtype=torch.float64)
-    else:
+    elif len(set(counts)) > 1:
         rows = torch.tensor(counts, dtype=torch.float64)[:, None].to(table.device, non_blocking=True)
     total: Any = sum(counts)
-    mean = (rows * means).sum(0) / _at_least_one(total)
+    divisor = _at_least_one(total)
+    mean = (rows * means).sum(0) / divisor
     squared = (squares + rows * (means - mean).square()).sum(0)
-    biased, unbiased = squared / _at_least_one(total), squared / _at_least_one(total - 1)
-    mean, biased, unbiased = (t.to(dtype).to(x.device) for t in (mean, biased, unbiased))
+    merged = torch.stack([mean, squared / divisor, squared / _at_least_one(total - 1)]).to(dtype)
+    mean, biased, unbiased = merged.to(x.device).unbind()
     return Statistics(total, mean, biased, unbiased, in_backward)
 
 
@@ -298,19 +302,21 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: S
     """Return weight (x - mean) / sqrt(var + eps) + bias, in one pass over the activations."""
     if x.numel() == 0:
         return torch.empty_like(x)
-    wide = _wide(x.dtype)
-    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
+    wide = statistics.mean.dtype
+    weight = None if weight is None else weight.to(wide)
+    bias = None if bias is None else bias.to(wide)
     return torch.native_batch_norm(x, weight, bias, statistics.mean, statistics.var, False, 0.0, eps)[0]
 
 
 def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of the input, the weight and the bias."""
-    statistics, wide = ctx.statistics, _wide(x.dtype)
+    statistics, wide = ctx.statistics, ctx.statistics.mean.dtype
     if x.is_contiguous() and not grad.is_contiguous():  # an expanded gradient is slow to read
         grad = grad.contiguous()
 
     # weight and bias: this rank's share
-    own_dyx, own_dy = _local_sums(grad, x, statistics, ctx.eps)
+    inverse_std = (statistics.var + ctx.eps).rsqrt()
+    own_dyx, own_dy = _local_sums(grad, x, statistics, inverse_std, ctx.eps)
     grad_weight = grad_bias = None
     if weight is not None and ctx.needs_input_grad[1]:
         grad_weight = own_dyx.to(weight.dtype)
@@ -329,19 +335,20 @@ def _gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor | None) -> tupl
     else:
         statistics.in_backward.open()
         sums = sum_over_ranks(own_sums, scope.group)
-    dyx, dy = (sums / _at_least_one(statistics.total)).chunk(2)
     if not ctx.needs_input_grad[0]:
         return None, grad_weight, grad_bias
-    scale = (statistics.var + ctx.eps).rsqrt()
-    if weight is not None:
-        scale = scale * weight.to(wide)
-    grad_input = _affine(x.to(wide), -scale * dyx, -scale * dy, statistics, ctx.eps)
+    scale = inverse_std if weight is None else inverse_std * weight.to(wide)
+    means = sums.view(2, -1) / -_at_least_one(statistics.total)
+    dyx, dy = (means * scale).unbind()
+    grad_input = _affine(x.to(wide), dyx, dy, statistics, ctx.eps)
     grad_input.addcmul_(grad.to(wide), scale.view(-1, *[1] * (x.ndim - 2)))
     return grad_input.to(x.dtype), grad_weight, grad_bias
 
 
-def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> tuple[Tensor, Tensor]:
-    """Return sum(dy x^) and sum(dy) of this rank's rows."""
+def _local_sums(
+    grad: Tensor, x: Tensor, statistics: Statistics, inverse_std: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return sum(dy x^) and sum(dy) of this rank's rows, with 1 / sqrt(v + eps) of each channel in ``inverse_std``."""
     if x.numel() == 0:
         return torch.zeros_like(statistics.mean), torch.zeros_like(statistics.mean)
     ones = torch.ones_like(statistics.mean)
@@ -349,10 +356,6 @@ def _local_sums(grad: Tensor, x: Tensor, statistics: Statistics, eps: float) -> 
     # the running statistics, CUDA from the saved ones, which it requires.
     mean, var = statistics.mean, statistics.var
     _, dyx, dy = torch.ops.aten.native_batch_norm_backward(
-        grad, x, ones, mean, var, mean, (var + eps).rsqrt(), False, eps, [False, True, True]
+        grad, x, ones, mean, var, mean, inverse_std, False, eps, [False, True, True]
     )
     return dyx, dy
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -374,8 +374,11 @@ class SyncedForward(MethodPatch):
             return functional.batch_norm(*plain)
         # running averages, equal on every rank, then the rows. Without any they stay
         share = momentum * (statistics.total > 0)
-        _update_average_(running_mean, statistics.mean, share)
-        _update_average_(running_var, statistics.unbiased, share)
+        if isinstance(share, Tensor):
+            share = share.to(statistics.mean.dtype)
+        with torch.no_grad():
+            _update_average_(running_mean, statistics.mean, share)
+            _update_average_(running_var, statistics.unbiased, share)
         return normalise(call, input, statistics, weight, bias, eps)
 
 
@@ -397,9 +400,12 @@ class _ReplacedBatchNorm(TorchFunctionMode):
 
 
 def _update_average_(running: Tensor | None, value: Tensor, share: float | Tensor) -> None:
-    if running is not None:
-        with torch.no_grad():
-            running.copy_((1 - share) * running.to(value.dtype) + share * value)
+    if running is None:
+        return
+    if running.dtype == value.dtype:
+        running.lerp_(value, share)
+    else:
+        running.copy_(running.to(value.dtype).lerp(value, share))
 
 
 # ---------------------------------------------------------------------- before backward
