@@ -10,7 +10,7 @@ import pytest
 from lightning_ddp_losses import errors
 from lightning_ddp_losses.distributed import messages
 from lightning_ddp_losses.errors import DDPLossError, PeerError, error_class, format_error, register_error
-from lightning_ddp_losses.metrics.exchange import _refuse_other_items
+from lightning_ddp_losses.metrics.buffer_plan import _refuse_other_items
 from lightning_ddp_losses.strategies.loss_forward import refuse_other_upstream_grads
 
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, DDPLossError)]

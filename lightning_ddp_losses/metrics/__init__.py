@@ -8,7 +8,8 @@ into L on every rank.
 
 * ``metric``: ``DifferentiableMetric`` and its forward, alone or with other metrics in one exchange.
 * ``states``: the handling of a metric's states, and the table of metrics that need the rows of all ranks.
-* ``exchange``: the states of all ranks in one exchange: packets, the plan of the buffer, ranks that hold different states.
+* ``exchange``: the states of all ranks in one exchange: packets, and what is decided once about them.
+* ``buffer_plan``: the place of each rank's tensors in one buffer, and ranks that hold different states.
 * ``composites``: compositions, wrappers and collections.
 * ``conversion``: ``differentiable`` and ``synced``, the metrics that the latter makes, and the table of metrics without a gradient.
 

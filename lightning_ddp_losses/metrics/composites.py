@@ -22,6 +22,7 @@ from torchmetrics.wrappers.transformations import MetricInputTransformer
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.metrics.exchange import exchange, plans_of
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
@@ -52,8 +53,11 @@ class Members:
         waiting = [leaf for leaf in self._leaves() if leaf._waits]
         # decided before asking which members have peers: some groups may have one rank only
         waiting = [leaf for leaf in waiting if leaf._has_peers] if len(waiting) > 1 else []
-        packets = [leaf.packet() for leaf in waiting]
-        exchanged = exchange(f"{self._title()}, compute", packets, plans_of(self))
+        exchanged: list[list[Any]] = []
+        if waiting:
+            title = f"{self._title()}, compute"
+            with handshake.raising_on_all_ranks(title, group=waiting[0].process_group):
+                exchanged = exchange(title, [leaf.packet() for leaf in waiting], plans_of(self))
         for leaf, values in zip(waiting, exchanged, strict=True):
             leaf._cache = detached(leaf._states())
             leaf._receive(values)
@@ -89,8 +93,10 @@ class Composite(Members):
 
     @property
     def process_group(self) -> Any:
-        """The group of the first member. Members of other groups have separate exchanges."""
-        return next((leaf.process_group for leaf in self._leaves()), None)
+        """The group of the first member that has peers. Members of other groups have separate exchanges."""
+        leaves = self._leaves()
+        with_peers = [leaf for leaf in leaves if leaf._has_peers]
+        return next((leaf.process_group for leaf in (*with_peers, *leaves)), None)
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
@@ -290,11 +296,11 @@ class DifferentiableCollection(Composite):
 
     def _members(self) -> list[Any]:
         assert isinstance(self, MetricCollection)
-        # members of a compute group get the states of its first member
-        return [member for _, member in self.items(keep_base=True, copy_state=False)]
+        return list(nn.ModuleDict.values(self))
 
     def _arguments(self, members: list[Any], /, *args: Any, **kwargs: Any) -> list[Arguments]:
         assert isinstance(self, MetricCollection)
+        self.items(keep_base=True, copy_state=False)  # members of a compute group get the states of its first member
         for name, member in nn.ModuleDict.items(self):
             if not isinstance(member, (DifferentiableMetric, Composite)):
                 raise ConfigurationError(

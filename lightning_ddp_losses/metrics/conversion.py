@@ -29,10 +29,9 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.configuration import Configuration
-from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
-from lightning_ddp_losses.metrics.exchange import Packet, exchange, plans_of
+from lightning_ddp_losses.metrics.exchange import Packet
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, check_on_step
 from lightning_ddp_losses.metrics.states import ExchangingMetric, Gather, States, is_correlation, torchmetrics_names
 
@@ -207,7 +206,7 @@ class SyncedMetric(ExchangingMetric):
                 if reduce is dim_zero_mean:
                     is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
                     found[index] = found[index]._replace(weight=float(not is_default))
-        return Packet(found, self.process_group, self._configuration.read(self))
+        return Packet(found, self.process_group, self._configuration.read(self), self.sync_on_compute)
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None
@@ -215,10 +214,7 @@ class SyncedMetric(ExchangingMetric):
         if dist_sync_fn not in (None, gather_all_tensors):  # the user's gather
             super()._sync_dist(dist_sync_fn, process_group=process_group)
             return
-        group, title = process_group or self.process_group, self._title("compute")
-        with handshake.raising_on_all_ranks(title, group=group):
-            packet = self.packet()
-        self._receive(*exchange(title, [packet._replace(group=group)], plans_of(self)))
+        self._exchange_states(self._title("compute"), process_group or self.process_group)
 
     def _receive(self, values: Sequence[Any]) -> States:
         reduced = super()._receive(values)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,9 @@ from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.utilities.exceptions import TorchMetricsUserError
 
-from lightning_ddp_losses.core import autograd_graph, inputs, precision
+from lightning_ddp_losses.core import autograd_graph, compat, inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.core.signature import Plans, modes_of_torch
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import current_window, name_value, remember_global_value
 from lightning_ddp_losses.distributed.messages import Instance
@@ -153,16 +153,17 @@ class DifferentiableMetric(MetricStates):
         def wrapped(*args: Any, **kwargs: Any) -> None:
             if self._record.in_forward:
                 plain(*args, **kwargs)
-            else:
-                run(self, self._title("update"), self._update_own, args, kwargs)
+                return
+            with in_full_precision(self, self._title("update"), args, kwargs) as (cast_args, cast_kwargs, tensors):
+                self._update_own(cast_args, cast_kwargs, tensors.parameters)
 
         return eager_recursive(wrapped)
 
-    def _update_own(self, *args: Any, **kwargs: Any) -> None:
+    def _update_own(self, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         """Add a batch to the accumulated states, with a graph only if it is kept."""
         record = self._record
         given = inputs.tensors_in((args, kwargs))
-        self._prepare(given)
+        self._prepare(given, parameters)
         if record.gather == "inputs" and self._has_peers:
             packet = self._packet(_input_states(self, args, kwargs))
             (rows_of_all,) = exchange(self._title("update"), [packet], plans_of(self))
@@ -176,7 +177,7 @@ class DifferentiableMetric(MetricStates):
         finally:
             self._enable_grad, record.in_forward = False, False
         record.seen = self._seen_after(record.seen, rows, is_skipped, self._states())
-        if is_skipped and record.keep_graph:
+        if rows == 0 and record.keep_graph:  # some metrics leave out an update without rows by themselves
             record.inputs_without_rows += [tensor for tensor in given if tensor.requires_grad]
         if not record.keep_graph:  # items of a list bring their own graph
             self._assign(detached(self._states()))
@@ -187,12 +188,18 @@ class DifferentiableMetric(MetricStates):
 
         @functools.wraps(compute)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._record.in_forward or self._computed is not None:
+            has_value = self._computed is not None
+            if self._record.in_forward or has_value:
                 return plain(*args, **kwargs)
             is_shared = self._has_peers and self._to_sync
             dtype = precision.compute_dtype(inputs.tensors_in(self._states()))
-            with precision.full_precision(dtype, [self.device.type]):
-                value = plain(*args, **kwargs)
+            try:
+                with precision.full_precision(dtype, [self.device.type]):
+                    value = plain(*args, **kwargs)
+            except Exception:
+                if self._is_synced:  # the states of all ranks: this rank's come back, as after a value
+                    self.unsync()
+                raise
             if self._record.keep_graph:
                 # the graph ends here: accumulated states go on without it
                 self._assign(detached(self._states()))
@@ -221,7 +228,7 @@ class DifferentiableMetric(MetricStates):
         group = process_group or self.process_group
         if process_groups.world_size(group) == 1 or self._record.gather == "inputs":
             return  # every rank has them already
-        self._receive(*exchange(self._title("compute"), [self.packet()._replace(group=group)], plans_of(self)))
+        self._exchange_states(self._title("compute"), group)
 
     def reset(self) -> None:
         """Go back to the defaults."""
@@ -260,7 +267,8 @@ class DifferentiableMetric(MetricStates):
     def _packet(self, states: Sequence[State]) -> Packet:
         record = self._record
         configuration = record.configuration.read(self)
-        return Packet(states, self.process_group, configuration, record.upstream_grads.take(), self._instance)
+        upstream_grads = record.upstream_grads.take()
+        return Packet(states, self.process_group, configuration, self.sync_on_compute, upstream_grads, self._instance)
 
     def _may_skip(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether an update has no rows while other ranks may have some."""
@@ -301,10 +309,14 @@ class ForwardCall:
         self._rows, self._is_skipped = 0, False
         self._has_peers = False
 
-    def begin(self) -> None:
-        """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs."""
+    def begin(self, parameters: Sequence[Tensor]) -> None:
+        """Update on this batch alone. A metric that looks at the whole batch updates after the exchange of its inputs.
+
+        Args:
+            parameters: Parameters of all metrics of the call.
+        """
         metric = self.metric
-        metric._prepare(self._given)
+        metric._prepare(self._given, parameters)
         self._has_peers = metric._has_peers
         if self._has_peers and metric._record.gather == "inputs":
             self.packet = metric._packet(_input_states(metric, self._args, self._kwargs))
@@ -329,7 +341,8 @@ class ForwardCall:
         metric._clear()
         metric._enable_grad = grad_enabled
         self._is_skipped = not metric._update_rows(args, kwargs, may_skip=may_skip)
-        self._batch = metric._states()
+        if self._accumulated is None:
+            self._batch = metric._states()
 
     def finish(self, exchanged: Sequence[Any]) -> None:
         """Compute the value of the global batch, and add the batch to the accumulated states.
@@ -338,25 +351,26 @@ class ForwardCall:
             exchanged: Tensors of the packet from all ranks. Empty without a packet.
         """
         metric = self.metric
-        try:
-            # the rows or the states of all ranks, with this rank's graph
-            if self.packet is not None and metric._record.gather == "inputs":
-                self._args, self._kwargs = _with_rows(exchanged, self._args, self._kwargs)
-                self._update()
-            elif self.packet is not None:
-                reduced = metric._receive(exchanged)
-                if metric.sync_on_compute:  # a rank's share of the rows may change from step to step
-                    self._batch |= {name: reduced[name] for name in metric._means()}
-            # the value of the global batch
-            metric._assign({"_to_sync": False, "_should_unsync": False})
-            value = metric.compute()
-            if self._wants_gradient:
-                value = self._count_in_window(value)
-            self._accumulate()
-        finally:
-            self.end()
+        record = metric._record
+        # the rows or the states of all ranks, with this rank's graph
+        if self.packet is not None and record.gather == "inputs":
+            self._args, self._kwargs = _with_rows(exchanged, self._args, self._kwargs)
+            self._update()
+        elif self.packet is not None:
+            reduced = metric._receive(exchanged)
+            # a rank's share of the rows may change from step to step
+            if metric.sync_on_compute and self._accumulated is None:
+                for name in metric._means():
+                    self._batch[name] = reduced[name]
+        # the value of the global batch
+        metric._assign({"_to_sync": False, "_should_unsync": False})
+        value = metric.compute()
+        if self._wants_gradient:
+            value = self._count_in_window(value)
+        self._accumulate()
+        self.end()
         # its gradient
-        expects_gradient = metric._record.expects_gradient
+        expects_gradient = record.expects_gradient
         if self._wants_gradient and self._rows == 0 and expects_gradient:  # takes part in backward, like its peers
             value = self._with_zero_grad(value)
         tensors = inputs.tensors_in(value)
@@ -373,7 +387,7 @@ class ForwardCall:
         if self._has_peers:
             for tensor in tensors:
                 remember_global_value(tensor)
-            value = metric._record.upstream_grads.watch(value, group=metric.process_group)
+            value = record.upstream_grads.watch(value, group=metric.process_group)
         self.value = value
 
     def _accumulate(self) -> None:
@@ -425,50 +439,82 @@ def run_forward(owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str,
         args: Arguments of the forward.
         kwargs: Keyword arguments of the forward.
     """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        calls = owner._forward_calls(args, kwargs)
-        for together in _rounds(calls):
-            with contextlib.ExitStack() as stack:  # every metric gets its states back, also if another one fails
-                for call in together:
-                    stack.callback(call.end)
-                    call.begin()
-                packets = [call.packet for call in together if call.packet is not None]
+    with in_full_precision(owner, title, args, kwargs) as (cast_args, cast_kwargs, tensors):
+        forwards = owner._forward_calls(cast_args, cast_kwargs)
+        for together in _rounds(forwards):
+            try:
+                for forward in together:
+                    forward.begin(tensors.parameters)
+                packets = [forward.packet for forward in together if forward.packet is not None]
                 exchanged = iter(exchange(title, packets, plans_of(owner)))
-                for call in together:
-                    call.finish(next(exchanged) if call.packet is not None else ())
-        return owner._value_of(iter(calls))
-
-    return run(owner, title, forward, args, kwargs)
-
-
-def _rounds(calls: Sequence[ForwardCall]) -> Iterable[list[ForwardCall]]:
-    """Return the calls that run together: a metric that several members share takes one call in each round."""
-    seen: Counter[int] = Counter()
-    rounds: dict[int, list[ForwardCall]] = defaultdict(list)
-    for call in calls:
-        rounds[seen[id(call.metric)]].append(call)
-        seen[id(call.metric)] += 1
-    return rounds.values()
+                for forward in together:
+                    forward.finish(next(exchanged) if forward.packet is not None else ())
+            finally:  # every metric gets its states back, also if another one fails
+                for forward in together:
+                    forward.end()
+        value = owner._value_of(iter(forwards))
+        trainable = [parameter for parameter in tensors.parameters if parameter.requires_grad]
+        if trainable and torch.is_grad_enabled():
+            value = autograd_graph.attach_zero_grad(value, trainable, tensors.given)
+    return value
 
 
-def run(owner: Any, title: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a function of a metric in full precision. An error on one rank is raised on all.
+def _rounds(forwards: Sequence[ForwardCall]) -> list[Collection[ForwardCall]]:
+    """Return the forwards that run together: a metric that several members share takes one in each round."""
+    rounds: list[dict[int, ForwardCall]] = []
+    for forward in forwards:
+        key = id(forward.metric)
+        free = next((of_round for of_round in rounds if key not in of_round), None)
+        if free is None:
+            free = {}
+            rounds.append(free)
+        free[key] = forward
+    return [of_round.values() for of_round in rounds]
+
+
+@contextlib.contextmanager
+def in_full_precision(
+    owner: Any, title: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], precision.CallTensors]]:
+    """Compute in full precision inside the block, on the arguments that it gets. An error on one rank is raised on all.
 
     Args:
         owner: The metric, composition or collection. Its parameters and inputs fix the precision.
         title: Name of the operation, for messages.
-        function: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Arguments of the call.
+        kwargs: Keyword arguments of the call.
     """
     try:
         inputs.refuse_capture(title)
-        return autograd_graph.run_full_precision(owner, function, args, kwargs)
+        tensors = precision.CallTensors.of(owner, args, kwargs)
+        plan = _precision_plan(owner, tensors)
+        if plan.is_full:
+            yield args, kwargs, tensors
+            return
+        args, kwargs = precision.cast_floating((args, kwargs), plan.dtype)
+        with (
+            precision.full_precision(plan.dtype, plan.device_types),
+            precision.cast_module(owner, plan.dtype),
+        ):
+            yield args, kwargs, tensors
     except Exception as error:  # what all ranks raise alike passes through
         if not owner._has_peers:
             raise
         handshake.raise_on_all_ranks(error, title, group=owner.process_group)
+
+
+def _precision_plan(owner: Any, tensors: precision.CallTensors) -> autograd_graph.FullPrecisionPlan:
+    """Return how a call computes. It is decided once for each combination of dtypes, devices and modes of torch."""
+    weights = [*tensors.parameters, *compat.all_slots(tensors.modules, "buffers")]
+    of_weights = [None if weight is None else weight.dtype for weight in weights]
+    of_given = [(tensor.dtype, tensor.device.type) for tensor in tensors.given]
+    signature = (*of_weights, *of_given, *modes_of_torch())
+    plans: Plans[autograd_graph.FullPrecisionPlan] = vars(owner).setdefault("_precision_plans", Plans())
+    plan = plans.get(signature)
+    if plan is None:
+        plan = autograd_graph.FullPrecisionPlan.of(tensors.modules, tensors.parameters, tensors.given)
+        plans.add(signature, plan)
+    return plan
 
 
 def _input_states(metric: DifferentiableMetric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[State]:

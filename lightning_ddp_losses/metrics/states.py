@@ -20,10 +20,12 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
+from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import expect
-from lightning_ddp_losses.metrics.exchange import Kind, Packet, State
+from lightning_ddp_losses.metrics.buffer_plan import Kind
+from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, plans_of
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -31,6 +33,10 @@ States = dict[str, Any]
 _KNOWN_SYNC = ("torchmetrics.", "lightning_ddp_losses")
 # modules with classes that do not extend `reset`
 _PLAIN_RESET = ("torchmetrics.metric", "lightning_ddp_losses", "torch.", "abc", "builtins")
+
+
+# types of values that torch.nn.Module does not register
+_PLAIN_TYPES = frozenset({Tensor, list, int, bool, type(None)})
 
 
 class Seen(NamedTuple):
@@ -101,7 +107,9 @@ class ExchangingMetric(Metric):
             split: States that are sent in several tensors.
         """
         found = []
-        reductions: dict[str, Any] = dict(self._reductions)  # functions, also if add_state was given a name
+        title = type(self).__name__
+        device = self.device
+        reductions: dict[str, Any] = self._reductions  # functions, also if add_state was given a name
         for name, reduce in reductions.items():
             value = getattr(self, name)
             kind: Kind = "stack" if isinstance(value, Tensor) else "list"
@@ -109,9 +117,14 @@ class ExchangingMetric(Metric):
                 kind = "rows"
                 value = (split or {}).get(name, value)
             reduction = getattr(reduce, "__qualname__", "none")
-            title = f"{type(self).__name__}.{name}"
-            found.append(State(title, kind, reduction, untouched, value, self.device, reduce, float(rows)))
+            found.append(State(f"{title}.{name}", kind, reduction, untouched, value, device, reduce, float(rows)))
         return found
+
+    def _exchange_states(self, title: str, group: Group) -> None:
+        """Replace the states by those of all ranks. Communication: one handshake, or one more collective."""
+        with handshake.raising_on_all_ranks(title, group=group):
+            (values,) = exchange(title, [self.packet()._replace(group=group)], plans_of(self))
+        self._receive(values)
 
     def _receive(self, values: Sequence[Any]) -> States:
         """Replace this rank's states by those of all ranks, in the order of the packet."""
@@ -171,6 +184,13 @@ class MetricStates(ExchangingMetric):
 
     # ------------------------------------------------------------------ take and put
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute. A new value of a known one passes torch.nn.Module, which takes ten times as long."""
+        if name in self.__dict__ and type(value) in _PLAIN_TYPES:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def _clear(self) -> None:
         """Reset without emptying the lists, which members of a collection may share."""
         self._assign({name: [] for name, default in self._defaults.items() if isinstance(default, list)})
@@ -183,27 +203,37 @@ class MetricStates(ExchangingMetric):
                 fresh[name] = default.detach().clone()
         self._assign(fresh)
 
-    def _prepare(self, given: list[Tensor]) -> None:
-        """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32."""
-        record, parameters = self._record, precision.parameters_of(self)
-        states = {}
-        for name in self._defaults:
+    def _prepare(self, given: list[Tensor], parameters: Sequence[Tensor]) -> None:
+        """Refuse rows on another device, note the configuration, and widen states to the inputs' dtype, at least float32.
+
+        Args:
+            given: Tensors among the arguments.
+            parameters: Parameters of all metrics of the call, this one among them.
+        """
+        if parameters:
+            parameters = precision.parameters_of(self)
+        devices = {tensor.device for tensor in (*parameters, *given)}
+        dtype = precision.compute_dtype([*parameters, *given])
+        others: dict[str, Tensor] = {}  # defaults in another dtype
+        for name, default in self._defaults.items():
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                states[name] = value
-        if len({tensor.device for tensor in (*given, *parameters, *states.values())}) > 1:
+                devices.add(value.device)
+            if isinstance(default, Tensor) and default.dtype != dtype:
+                others[name] = default
+        if len(devices) > 1:
             arguments = {f"tensor {place} of the call": tensor for place, tensor in enumerate(given)}
+            states = {name: value for name, value in self._states().items() if isinstance(value, Tensor)}
             inputs.check_devices(f"metric {type(self).__name__}", arguments, parameters, states=states)
-        if not record.configuration.is_read:
-            record.configuration.read(self)
-        dtype = precision.compute_dtype([*parameters, *given])
-        for name, default in self._defaults.items():
-            if isinstance(default, Tensor) and default.dtype != dtype and default.is_floating_point():
-                wide = torch.promote_types(dtype, default.dtype)
-                if wide != default.dtype:
-                    self._defaults[name] = default.to(wide)
-                    setattr(self, name, getattr(self, name).to(wide))
-                    self._dtype = wide
+        configuration = self._record.configuration
+        if not configuration.is_read:
+            configuration.read(self)
+        for name, default in others.items():
+            wide = torch.promote_types(dtype, default.dtype)
+            if default.is_floating_point() and wide != default.dtype:
+                self._defaults[name] = default.to(wide)
+                setattr(self, name, getattr(self, name).to(wide))
+                self._dtype = wide
 
     # ------------------------------------------------------------------ send and receive
 
@@ -265,14 +295,13 @@ class MetricStates(ExchangingMetric):
     def _states_after(self, states: States, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_skip: bool) -> States:
         """Return the states after one more update, for a metric with states that do not add up."""
         self._enable_grad = False
-        before = dict(states)
+        before = {}
         for name, value in states.items():
             # update may change them in place
             before[name] = value.clone() if isinstance(value, Tensor) else list(value)
         self._assign(before)
-        known = {id(tensor) for tensor in inputs.tensors_in(before)}
         self._update_rows(args, kwargs, may_skip=may_skip)
-        return inputs.map_tensors(lambda t: t if id(t) in known else t.detach(), self._states())  # type: ignore[no-any-return]
+        return detached(self._states())
 
     # ------------------------------------------------------------------ graphs and copies
 
@@ -302,7 +331,7 @@ class _Bare(Metric):
         """Return nothing."""
 
 
-_OF_TORCHMETRICS = frozenset(vars(_Bare())) | {"_record", "_instance", "_plans"}
+_OF_TORCHMETRICS = frozenset(vars(_Bare())) | {"_record", "_instance", "_plans", "_precision_plans"}
 """Attributes of a metric that hold no graph between calls: torchmetrics' own and this package's."""
 
 
@@ -315,7 +344,14 @@ def _has_plain_reset(cls: type) -> bool:
 
 def detached(states: States) -> States:
     """Return the states without their graph, in the same memory."""
-    return inputs.map_tensors(Tensor.detach, states)  # type: ignore[no-any-return]
+    found = {}
+    for name, value in states.items():
+        found[name] = value.detach() if isinstance(value, Tensor) else inputs.map_tensors(_without_graph, value)
+    return found
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 # ---------------------------------------------------------------------- correlations
@@ -347,8 +383,9 @@ def _widen_scales_(states: States) -> None:
         distances = (means - (shares * means).sum(1, keepdim=True)).abs()
         # a rank without rows has no mean
         distances = distances * (rows > 0)
-        scales = torch.stack([states["max_abs_dev_x"], states["max_abs_dev_y"]])
-        states["max_abs_dev_x"], states["max_abs_dev_y"] = torch.maximum(scales, distances)
+        distances_x, distances_y = distances.unbind()
+        states["max_abs_dev_x"] = torch.maximum(states["max_abs_dev_x"], distances_x)
+        states["max_abs_dev_y"] = torch.maximum(states["max_abs_dev_y"], distances_y)
 
 
 # ---------------------------------------------------------------------- metrics that look at the whole batch

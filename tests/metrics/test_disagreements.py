@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 from torchmetrics.wrappers import MultitaskWrapper
 
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable
+from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, synced
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
@@ -204,3 +206,93 @@ def test_an_error_of_torchmetrics_on_one_rank_reaches_the_others(pool: RankPool)
     for error in pool.errors(2, one_fails):
         assert "same shape" in error.message
         assert not error.timed_out
+
+
+# ---------------------------------------------------------------------- sync_on_compute, changed after the first call
+
+
+def pairs_of(seed: int) -> tuple[Tensor, Tensor]:
+    return rows(4, seed)[:, 0].clone().requires_grad_(), rows(4, seed + 1)[:, 0].clone()
+
+
+def made(kind: str) -> Any:
+    if kind == "synced":
+        return synced(tm.MeanSquaredError())
+    if kind == "collection":
+        return differentiable(tm.MetricCollection([tm.MeanSquaredError(), tm.PearsonCorrCoef()]))
+    return differentiable(tm.MeanSquaredError())
+
+
+def switch_off(metric: Any) -> None:
+    member = metric["MeanSquaredError"] if isinstance(metric, tm.MetricCollection) else metric
+    member.sync_on_compute = False
+
+
+@pytest.mark.parametrize(
+    ("kind", "next_call"),
+    [
+        ("one", "forward"),
+        ("one", "compute"),
+        ("collection", "forward"),
+        ("collection", "compute"),
+        ("synced", "compute"),
+    ],
+)
+@each_rank(2)
+def test_a_sync_that_one_rank_switches_off_is_an_error_on_all_ranks(kind: str, next_call: str) -> None:
+    metric, rank = made(kind), dist.get_rank()
+    # a forward of a synced metric does not exchange
+    first = metric.update if kind == "synced" else metric
+    first(*pairs_of(rank))
+    if rank == 1:
+        switch_off(metric)
+    with pytest.raises(RankMismatchError, match=r"sync_on_compute[\s\S]*rank 1: sync_on_compute=.*False"):
+        metric(*pairs_of(rank)) if next_call == "forward" else metric.compute()
+
+
+@each_rank(2)
+def test_a_sync_that_one_rank_has_left_out_is_an_error_where_ranks_meet_next() -> None:
+    metric, rank = synced(tm.MeanSquaredError()), dist.get_rank()
+    for _ in range(2):
+        metric(*pairs_of(rank))
+        if rank == 1:
+            metric.sync_on_compute = False
+    # rank 1 computes a value of its own rows, and goes on
+    meets = metric.compute if rank == 0 else partial(all_gather_with_grad, rows(4))
+    if rank == 1:
+        metric.compute()
+    with pytest.raises(RankMismatchError, match="metric MeanSquaredError, compute"):
+        meets()
+
+
+@pytest.mark.parametrize("kind", ["one", "collection", "synced"])
+@each_rank(2)
+def test_a_sync_that_all_ranks_switch_off_is_followed(kind: str) -> None:
+    metric, rank = made(kind), dist.get_rank()
+    metric(*pairs_of(rank))
+    switch_off(metric)
+    metric(*pairs_of(rank))
+    value = metric.compute()
+    value = value["MeanSquaredError"] if kind == "collection" else value
+    preds, target = pairs_of(rank)
+    expected = (preds - target).square().mean().detach()
+    assert float(value.detach()) == pytest.approx(float(expected), rel=1e-6 if kind == "synced" else 1e-9)
+
+
+# ---------------------------------------------------------------------- a member alone in its group
+
+
+def fails_beside_a_member_without_peers() -> None:
+    rank = dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    members = {"a": tm.MeanSquaredError(process_group=alone[rank]), "b": tm.MeanAbsoluteError()}
+    metric = differentiable(tm.MetricCollection(members, compute_groups=False))
+    preds, target = pairs_of(rank)
+    metric(preds, target if rank == 0 else target[:2])
+
+
+def test_an_error_reaches_the_peers_of_any_member(pool: RankPool) -> None:
+    """The first member has none."""
+    errors = pool.errors(2, fails_beside_a_member_without_peers)
+    assert [error.type for error in errors] == ["PeerError", "RuntimeError"]
+    assert "same shape" in errors[0].message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -175,3 +176,30 @@ def test_a_metric_is_synced_once() -> None:
         metric.sync()
     with pytest.raises(TorchMetricsUserError, match="unsync"):
         metric(steps()[0])
+
+
+@each_rank(2)
+def test_a_rank_whose_updates_have_no_rows_takes_part_in_backward() -> None:
+    """``MeanMetric`` leaves out an update without rows by itself."""
+    metric = differentiable(tm.MeanMetric(), keep_graph=True).double()
+    rows = torch.full((dist.get_rank(),), 3.0, dtype=torch.float64, requires_grad=True)
+    metric.update(rows)
+    value = metric.compute()
+    value.backward()
+    assert value.item() == 3.0
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [2.0] * dist.get_rank()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@each_rank()
+def test_a_compute_that_fails_leaves_the_states_of_this_rank(world_size: int) -> None:
+    metric = differentiable(tm.CosineSimilarity(reduction="mean")).double()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # compute before update
+        with pytest.raises(ValueError, match="No samples"):
+            metric.compute()
+    rows = torch.eye(2, dtype=torch.float64)[[dist.get_rank() % 2]]
+    metric.update(rows, rows)
+    assert metric.compute().item() == pytest.approx(1.0)
+    assert metric(rows, rows).item() == pytest.approx(1.0)
