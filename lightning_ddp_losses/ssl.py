@@ -27,6 +27,7 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
+from lightning_ddp_losses.distributed.messages import with_name
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
 from lightning_ddp_losses.errors import InputError, expect, expect_count
@@ -51,7 +52,9 @@ _TILE_BYTES = 64 << 20
 
 @eager_recursive
 @torch.no_grad()
-def sinkhorn(logits: Tensor, *, temperature: float, iterations: int = 3, group: Group = None) -> Tensor:
+def sinkhorn(
+    logits: Tensor, *, temperature: float, iterations: int = 3, name: str | None = None, group: Group = None
+) -> Tensor:
     """Assign rows to prototypes so that all prototypes get the same weight over the rows of all ranks.
 
     Equivalent to: Sinkhorn-Knopp on ``exp(logits / temperature)`` of the rows of all ranks in one process. It is computed with
@@ -61,6 +64,7 @@ def sinkhorn(logits: Tensor, *, temperature: float, iterations: int = 3, group: 
         logits: (B, K), floating and finite. Half precision is computed in float32.
         temperature: Positive number that divides the logits.
         iterations: Number of normalisations of both prototypes and rows.
+        name: Name that is equal on all ranks (``moments``).
         group: Process group. None: the world.
 
     Returns:
@@ -83,11 +87,12 @@ def sinkhorn(logits: Tensor, *, temperature: float, iterations: int = 3, group: 
         tensor([[1., 0.],
                 [0., 1.]])
     """
-    with handshake.raising_on_all_ranks("sinkhorn", group=group):
+    title = with_name("sinkhorn", name)
+    with handshake.raising_on_all_ranks(title, group=group):
         expect_positive("sinkhorn: temperature", temperature)
         expect_count("sinkhorn: iterations", iterations)
     options = {"temperature": temperature, "iterations": iterations}
-    (rows,), _ = meet("sinkhorn", {"logits": logits}, options, group)
+    (rows,), _ = meet(title, {"logits": logits}, options, group)
     scaled = rows / temperature
     # any number that is not finite becomes one that no sum loses
     scaled = scaled.nan_to_num(torch.nan, torch.nan, torch.nan)
@@ -125,6 +130,7 @@ class Center(WithProcessGroup, nn.Module):
     Args:
         dim: D, number of outputs.
         momentum: Share of the former centre that ``update`` keeps, from 0 to 1.
+        name: Name in messages. Ranks compare which of several centres they update, by name or by the order in which they were made.
         group: Process group. None: the world.
 
     Attributes:
@@ -140,12 +146,12 @@ class Center(WithProcessGroup, nn.Module):
 
     center: Tensor
 
-    def __init__(self, dim: int, momentum: float = 0.9, *, group: Group = None) -> None:
+    def __init__(self, dim: int, momentum: float = 0.9, *, name: str | None = None, group: Group = None) -> None:
         super().__init__()
         expect_count("Center: dim", dim)
         expect(0 <= momentum <= 1, "Center: momentum", expected="a number from 0 to 1", got=momentum)
         self.momentum = momentum
-        self._group = group
+        self.set_group(group, "Center", name)
         self.register_buffer("center", torch.zeros(dim))
 
     @eager_recursive
@@ -160,11 +166,10 @@ class Center(WithProcessGroup, nn.Module):
 
         Raises:
             InputError: on every rank, for outputs that are not (B, D), and if no rank has rows.
-            RankMismatchError: on every rank, for another D, dtype or momentum.
+            RankMismatchError: on every rank, for another D, dtype or momentum, and for another centre.
         """
-        (rows,), counts = meet(
-            "Center", {"outputs": outputs}, {"momentum": self.momentum}, self._group, features=len(self.center)
-        )
+        must_match = {"momentum": self.momentum, "which": self._instance}
+        (rows,), counts = meet("Center", {"outputs": outputs}, must_match, self._group, features=len(self.center))
         mean = sum_with_grad(rows.sum(0), self._group) / sum(counts)
         self.center.lerp_(mean.to(self.center.dtype), 1 - self.momentum)
 
@@ -183,7 +188,7 @@ class Center(WithProcessGroup, nn.Module):
 
 
 @eager_recursive
-def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = None) -> Tensor:
+def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, name: str | None = None, group: Group = None) -> Tensor:
     """Compute the KoLeo loss: minus the mean logarithm of each row's distance to its nearest neighbour over all ranks.
 
     Equivalent to: ``lightly.loss.KoLeoLoss()`` in one process on the rows of all ranks.
@@ -193,6 +198,7 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
         groups: Number of equal parts of this rank's rows, one behind the other, such as the crops of its images. A row is compared with
             the same part on all ranks. The loss is the mean over all rows (DINOv2 adds the losses of its crops).
         eps: Added to the distances.
+        name: Name that is equal on all ranks (``moments``).
         group: Process group. None: the world.
 
     Returns:
@@ -217,26 +223,27 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, group: Group = No
         >>> import torch
         >>> loss = koleo(torch.randn(8, 3))
     """
-    with handshake.raising_on_all_ranks("koleo", group=group):
+    title = with_name("koleo", name)
+    with handshake.raising_on_all_ranks(title, group=group):
         expect_count("koleo: groups", groups)
     must_match = {"groups": groups, "eps": eps}
-    (own,), counts = meet("koleo", {"rows": rows}, must_match, group, parts=groups, at_least=2 * groups)
+    (own,), counts = meet(title, {"rows": rows}, must_match, group, parts=groups, at_least=2 * groups)
     with precision.without_autocast([rows.device.type]):
         own = functional.normalize(own, dim=1, eps=eps)
-        everywhere = _gather(own, counts, group)
+        everywhere = _gather(title, own, counts, group)
         # the nearest neighbour of each row in its part
         nearest = _nearest_rows(own, everywhere, counts, groups, group)
         distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
         total = -(distances + eps).log().sum()
-    return global_mean(total, len(rows), name="koleo", group=group)
+    return global_mean(total, len(rows), name="koleo" if name is None else f"koleo {name}", group=group)
 
 
-def _gather(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+def _gather(title: str, rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     """Return the rows of all ranks. Their gradients are summed over ranks."""
     if process_groups.world_size(group) == 1:
         return rows
     sizes = list(counts)
-    return gather_with_grad("koleo", [all_gather_rows(rows, sizes, group)], [rows], [sizes], "sum", group)[0]
+    return gather_with_grad(title, [all_gather_rows(rows, sizes, group)], [rows], [sizes], "sum", group)[0]
 
 
 @torch.no_grad()

@@ -111,6 +111,11 @@ class Instance:
         return Instance, (self.kind, self.name)
 
 
+def with_name(operation: str, name: str | None) -> str:
+    """Return an operation with the name that the user gave this call of it. None: there is none."""
+    return operation if name is None else f"{operation} `{name}`"
+
+
 class Meetings:
     """Remembers which instances of the ranks have met, as all ranks have seen it."""
 

@@ -35,7 +35,7 @@ from lightning_ddp_losses.distributed.global_values import (
     micro_batch_to_match,
     remember_global_value,
 )
-from lightning_ddp_losses.distributed.messages import Agreement
+from lightning_ddp_losses.distributed.messages import Agreement, with_name
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError
 
@@ -62,13 +62,15 @@ class Moments(NamedTuple):
 
 
 @eager_recursive
-def moments(rows: Tensor, *, group: Group = None) -> Moments:
+def moments(rows: Tensor, *, name: str | None = None, group: Group = None) -> Moments:
     """Compute mean and covariance of features over the rows of all ranks.
 
     Equivalent to: ``rows.mean(0), torch.cov(rows.T)`` in one process on the rows of all ranks.
 
     Args:
         rows: (B, D), floating. Half precision is computed in float32.
+        name: Name that is equal on all ranks. Ranks that make several calls in a different order get an error if the calls have names.
+            Calls without names that have equal shapes and options cannot be told apart.
         group: Process group. None: the world.
 
     Returns:
@@ -90,7 +92,7 @@ def moments(rows: Tensor, *, group: Group = None) -> Moments:
         >>> covariance.shape, num_rows
         (torch.Size([3, 3]), 3)
     """
-    (rows,), count, watch = _meet("moments", {"rows": rows}, {}, group)
+    (rows,), count, watch = _meet(with_name("moments", name), {"rows": rows}, {}, group)
     with precision.without_autocast([rows.device.type]):
         mean, centred = _centre(rows, count, group)
         covariance = sum_with_grad(centred.T @ centred, group) / (count - 1)
@@ -99,7 +101,9 @@ def moments(rows: Tensor, *, group: Group = None) -> Moments:
 
 
 @eager_recursive
-def cross_correlation(first: Tensor, second: Tensor, *, eps: float = 1e-5, group: Group = None) -> Tensor:
+def cross_correlation(
+    first: Tensor, second: Tensor, *, eps: float = 1e-5, name: str | None = None, group: Group = None
+) -> Tensor:
     """Correlate the features of two views over the rows of all ranks.
 
     Equivalent to: ``batch_norm(first).T @ batch_norm(second) / G`` in one process on the rows of all ranks.
@@ -108,6 +112,7 @@ def cross_correlation(first: Tensor, second: Tensor, *, eps: float = 1e-5, group
         first: (B, D), floating. Row i of both is the same sample.
         second: (B, D).
         eps: Added to the variances, as ``batch_norm`` does.
+        name: Name that is equal on all ranks (``moments``).
         group: Process group. None: the world.
 
     Returns:
@@ -129,13 +134,19 @@ def cross_correlation(first: Tensor, second: Tensor, *, eps: float = 1e-5, group
         >>> cross_correlation(view, view).diagonal().round()
         tensor([1., 1., 1.])
     """
-    correlation, watch = _cross_correlation("cross_correlation", first, second, eps, {}, group)
+    correlation, watch = _cross_correlation(with_name("cross_correlation", name), first, second, eps, {}, group)
     return watch.watch(correlation, group=group)  # type: ignore[no-any-return]
 
 
 @eager_recursive
 def barlow_twins(
-    first: Tensor, second: Tensor, *, lambd: float = 5e-3, eps: float = 1e-5, group: Group = None
+    first: Tensor,
+    second: Tensor,
+    *,
+    lambd: float = 5e-3,
+    eps: float = 1e-5,
+    name: str | None = None,
+    group: Group = None,
 ) -> Tensor:
     """Compute the Barlow Twins loss ``sum_i (c_ii - 1)^2 + lambd * sum_ij c_ij^2`` (i != j) over the rows of all ranks.
 
@@ -146,6 +157,7 @@ def barlow_twins(
         second: (B, D), projections of the other view, row by row of the same samples.
         lambd: Weight of the redundancy term.
         eps: Added to the variances.
+        name: Name that is equal on all ranks (``moments``).
         group: Process group. None: the world.
 
     Returns:
@@ -168,7 +180,8 @@ def barlow_twins(
         >>> import torch
         >>> loss = barlow_twins(torch.randn(8, 3), torch.randn(8, 3))
     """
-    correlation, watch = _cross_correlation("barlow_twins", first, second, eps, {"lambd": lambd}, group)
+    title = with_name("barlow_twins", name)
+    correlation, watch = _cross_correlation(title, first, second, eps, {"lambd": lambd}, group)
     diagonal = correlation.diagonal()
     invariance = (diagonal - 1).square().sum()
     redundancy = (correlation - diagonal.diag()).square().sum()
@@ -184,6 +197,7 @@ def vicreg(
     variance: float = 25.0,
     covariance: float = 1.0,
     eps: float = 1e-4,
+    name: str | None = None,
     group: Group = None,
 ) -> Tensor:
     """Compute the VICReg loss over the rows of all ranks.
@@ -200,6 +214,7 @@ def vicreg(
         variance: Weight of the variance term.
         covariance: Weight of the covariance term.
         eps: Added to the variances.
+        name: Name that is equal on all ranks (``moments``).
         group: Process group. None: the world.
 
     Returns:
@@ -223,7 +238,7 @@ def vicreg(
         >>> loss = vicreg(torch.randn(8, 3), torch.randn(8, 3))
     """
     options = {"weights": (invariance, variance, covariance), "eps": eps}
-    views, count, watch = _meet("vicreg", {"first": first, "second": second}, options, group)
+    views, count, watch = _meet(with_name("vicreg", name), {"first": first, "second": second}, options, group)
     features = first.shape[1]
     with precision.without_autocast([first.device.type]):
         _, centred = _centre(torch.cat(views, 1), count, group)

@@ -57,7 +57,7 @@ from lightning_ddp_losses.distributed.global_values import (
     micro_batch_to_match,
     remember_global_value,
 )
-from lightning_ddp_losses.distributed.messages import Agreement
+from lightning_ddp_losses.distributed.messages import Agreement, with_name
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import travels_on_device
 from lightning_ddp_losses.distributed.window_parts import WindowPart, note_parts
@@ -527,7 +527,8 @@ def global_mean(
         count: This rank's part of the divisor: a number or 0-dim tensor, or one of as many elements as
             ``total``, without gradient. 0 if there are no rows. Whole numbers are exact up to 2**53.
         empty: Value of a mean that is empty on all ranks. Its gradient is zero.
-        name: Name in messages, and for ``expect_counts`` of an accumulation window. Several calls in one micro-batch need it there.
+        name: Name in messages, and for ``expect_counts`` of an accumulation window. Several calls in one micro-batch need it there. Ranks
+            that make several calls in a different order get an error if the calls have names. Without names they cannot be told apart.
         group: Process group. None is the world.
         mesh: Dimensions of a device mesh over which rows differ, in place of ``group``: ``mesh["dp", "cp"]``.
         copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
@@ -560,7 +561,7 @@ def global_mean(
         >>> global_mean(errors.sum(), len(errors)).item()
         2.0
     """
-    title = "global_mean" if name is None else f"global_mean `{name}`"
+    title = with_name("global_mean", name)
     # 1. the sums of this rank
     try:
         if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group

@@ -29,6 +29,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.configuration import Configuration
+from lightning_ddp_losses.distributed.messages import Instance
 from lightning_ddp_losses.errors import ConfigurationError, expect, expect_option
 from lightning_ddp_losses.metrics.composites import COMPOSITES, Classwise, Composite, Members, Windowed
 from lightning_ddp_losses.metrics.exchange import Packet
@@ -140,7 +141,8 @@ def synced(metric: M) -> M:
 
     Raises:
         ConfigurationError: for a state that is only stacked (a tensor with ``dist_reduce_fx=None``), unless the metric is known to join it.
-        RankMismatchError: on every rank, for states or metrics that differ, naming them.
+        RankMismatchError: on every rank, for states or metrics that differ, naming them, and for several metrics of one class that ranks
+            compute in another order.
 
     Example:
         >>> import torch
@@ -171,6 +173,7 @@ class SyncedMetric(ExchangingMetric):
     """
 
     _configuration: Configuration
+    _instance: Instance
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -182,6 +185,7 @@ class SyncedMetric(ExchangingMetric):
         self._refuse_states()
         self._configuration = Configuration()
         self._configuration.read(self)
+        self._instance = Instance(self._title())
 
     def _refuse_states(self) -> None:
         """Refuse tensors that are only stacked (``compute`` of NormalizedRootMeanSquaredError fails on them, torchmetrics 1.9)."""
@@ -206,7 +210,8 @@ class SyncedMetric(ExchangingMetric):
                 if reduce is dim_zero_mean:
                     is_default = torch.equal(getattr(self, name), self._defaults[name])  # type: ignore[arg-type]
                     found[index] = found[index]._replace(weight=float(not is_default))
-        return Packet(found, self.process_group, self._configuration.read(self), self.sync_on_compute)
+        configuration = self._configuration.read(self)
+        return Packet(found, self.process_group, configuration, self.sync_on_compute, instance=self._instance)
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] | None = gather_all_tensors, process_group: Any | None = None

@@ -18,7 +18,7 @@ from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, s
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
 from tests.metrics.kinds import Ours
-from tests.refusals import refusals
+from tests.refusals import assert_same_error, refusals
 
 
 def rows(n: int, seed: int = 0, width: int = 3) -> Tensor:
@@ -277,6 +277,37 @@ def test_a_sync_that_all_ranks_switch_off_is_followed(kind: str) -> None:
     preds, target = pairs_of(rank)
     expected = (preds - target).square().mean().detach()
     assert float(value.detach()) == pytest.approx(float(expected), rel=1e-6 if kind == "synced" else 1e-9)
+
+
+# ---------------------------------------------------------------------- which of several
+
+
+def computed_in_another_order(kind: str) -> None:
+    make = synced if kind.startswith("synced") else differentiable
+    metrics = [make(tm.MeanSquaredError()) for _ in range(2)]
+    if kind.endswith("copies"):
+        metrics = [metrics[0].clone() for _ in range(2)]
+    for metric in metrics:
+        metric.update(*pairs_of(dist.get_rank()))
+    for metric in metrics if dist.get_rank() == 0 else reversed(metrics):
+        metric.compute()
+
+
+@pytest.mark.parametrize("kind", ["synced", "synced copies", "differentiable", "differentiable copies"])
+def test_metrics_that_one_rank_computes_in_another_order_are_an_error(pool: RankPool, kind: str) -> None:
+    errors = pool.errors(2, computed_in_another_order, kind)
+    assert_same_error(errors, "metric MeanSquaredError, compute", kind="RankMismatchError")
+
+
+@each_rank(2)
+def test_a_metric_that_one_rank_has_made_more_of_meets_its_peer() -> None:
+    """A rank that logs may make metrics of its own."""
+    if dist.get_rank() == 0:
+        synced(tm.MeanSquaredError())
+    for _ in range(2):
+        metric = synced(tm.MeanSquaredError())
+        metric.update(*pairs_of(dist.get_rank()))
+        metric.compute()
 
 
 # ---------------------------------------------------------------------- a member alone in its group

@@ -252,6 +252,20 @@ def _weighed(factor: float) -> None:
         (ssl.vicreg(rows, 2 * rows) * factor).backward()
 
 
+def _two_centres(name: str | None) -> None:
+    """Update two centres, in another order on rank 1."""
+    names = [name and f"{name} {place}" for place in range(2)]
+    centres = [ssl.Center(3, name=each) for each in names]
+    for centre in centres if dist.get_rank() == 0 else reversed(centres):
+        centre.update(_rows(4, 3))
+
+
+def _named(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Call a function by two names, in another order on rank 1."""
+    for name in ("student", "teacher") if dist.get_rank() == 0 else ("teacher", "student"):
+        function(*args, name=name, **options)
+
+
 sinkhorn = partial(ssl.sinkhorn, temperature=1.0)
 MISMATCH, CONFIGURATION = "RankMismatchError", "ConfigurationError"
 REFUSED: dict[str, tuple[Callable[[int], Any], str, str]] = {
@@ -278,9 +292,32 @@ REFUSED: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "parts": (lambda rank: ssl.koleo(_rows(4 + rank, 3), groups=2), "a multiple of 2 rows", "InputError"),
     "weights": (lambda rank: ssl.vicreg(_rows(4, 3), _rows(4, 3), covariance=rank), "weights", MISMATCH),
     "outputs": (lambda rank: ssl.Center(3).update(_rows(4, 2)), "features of outputs", "InputError"),
+    "two centres": (lambda rank: _two_centres(None), "Center", MISMATCH),
+    "two centres with names": (lambda rank: _two_centres("of crops"), ("of crops 0", "of crops 1"), MISMATCH),
+    "named sinkhorn": (lambda rank: _named(sinkhorn, _rows(4, 3)), "sinkhorn `teacher`", MISMATCH),
+    "named koleo": (lambda rank: _named(ssl.koleo, _rows(4, 3)), "koleo `teacher`", MISMATCH),
+    "named moments": (lambda rank: _named(ssl.moments, _rows(4, 3)), "moments `teacher`", MISMATCH),
+    "named vicreg": (lambda rank: _named(ssl.vicreg, _rows(4, 3), _rows(4, 3)), "vicreg `teacher`", MISMATCH),
+    "named barlow_twins": (
+        lambda rank: _named(ssl.barlow_twins, _rows(4, 3), _rows(4, 3)),
+        "barlow_twins `teacher`",
+        MISMATCH,
+    ),
+    "named cross_correlation": (
+        lambda rank: _named(ssl.cross_correlation, _rows(4, 3), _rows(4, 3)),
+        "cross_correlation `teacher`",
+        MISMATCH,
+    ),
     "other coefficients": (lambda rank: _weighed(1 + rank), "coefficient of the last backward", MISMATCH),
 }
 test_refusals_on_all_ranks = refusals(__name__, "REFUSED")
+
+
+@each_rank(2)
+def test_a_name_changes_no_value() -> None:
+    rows = own_rows(views(), [5, 11])
+    assert ssl.koleo(rows[0], name="crops").item() == ssl.koleo(rows[0]).item()
+    assert ssl.vicreg(*rows, name="crops").item() == ssl.vicreg(*rows).item()
 
 
 @pytest.mark.parametrize("name", CASES)
