@@ -193,13 +193,8 @@ class DifferentiableMetric(MetricStates):
                 return plain(*args, **kwargs)
             is_shared = self._has_peers and self._to_sync
             dtype = precision.compute_dtype(inputs.tensors_in(self._states()))
-            try:
-                with precision.full_precision(dtype, [self.device.type]):
-                    value = plain(*args, **kwargs)
-            except Exception:
-                if self._is_synced:  # the states of all ranks: this rank's come back, as after a value
-                    self.unsync()
-                raise
+            with precision.full_precision(dtype, [self.device.type]):
+                value = plain(*args, **kwargs)
             if self._record.keep_graph:
                 # the graph ends here: accumulated states go on without it
                 self._assign(detached(self._states()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,12 +19,12 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.configuration import Configuration
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.errors import expect
+from lightning_ddp_losses.errors import expect, listed
 from lightning_ddp_losses.metrics.buffer_plan import Kind
 from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, plans_of
 
@@ -76,6 +77,32 @@ class MetricRecord:
     seen: Seen = field(default_factory=Seen)
     in_forward: bool = False
     inputs_without_rows: list[Tensor] = field(default_factory=list)
+
+
+class _Before(NamedTuple):
+    """A state before ``compute``.
+
+    Attributes:
+        value: The state. Of a list, its items.
+        version: Number of writes to a tensor. 0 if it does not count them.
+    """
+
+    value: Any
+    version: int = 0
+
+    @classmethod
+    def of(cls, state: Any) -> _Before:
+        """Return what is compared of a state."""
+        if not isinstance(state, Tensor):
+            return cls(list(state))
+        return cls(state, 0 if state.is_inference() else compat.tensor_version(state))
+
+    def is_same(self, state: Any) -> bool:
+        """Return whether the state is the same object, and was not written to."""
+        now = _Before.of(state)
+        if isinstance(self.value, Tensor):
+            return self.value is now.value and self.version == now.version
+        return len(self.value) == len(now.value) and all(map(operator.is_, self.value, now.value))
 
 
 class Progress(NamedTuple):
@@ -167,6 +194,37 @@ class ExchangingMetric(Metric):
         got = f"that of {override}, whose exchange is not known here"
         fix = "Declare the states with add_state and a reduction."
         expect(override is None, f"{what}: _sync_dist", expected="torchmetrics' own", got=got, fix=fix)
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compute)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not (self._is_synced and self._to_sync and self._should_unsync):
+                return compute(*args, **kwargs)
+            before = {name: _Before.of(getattr(self, name)) for name in self._defaults}
+            try:
+                value = compute(*args, **kwargs)
+                self._refuse_written(before)
+            except Exception:
+                self.unsync()  # this rank's states come back, as after a value
+                raise
+            return value
+
+        return super()._wrap_compute(checked)
+
+    def _refuse_written(self, before: Mapping[str, _Before]) -> None:
+        """Refuse states that ``compute`` has written to while they were those of all ranks, as this rank's replace them after it.
+
+        Raises:
+            ConfigurationError: naming the state.
+        """
+        written = [name for name, state in before.items() if not state.is_same(getattr(self, name))]
+        expect(
+            not written,
+            f"{self._title('compute')}: {listed([f'state `{name}`' for name in written])}",
+            expected="states that only update changes",
+            got="a value that compute has set, which is lost: after compute each rank has the states of its own updates again",
+            fix="Keep it in an attribute that is no state (self.last = ...), or return it.",
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self.process_group)] = self.process_group  # a group of processes has no copy

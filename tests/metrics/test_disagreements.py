@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics.wrappers import MultitaskWrapper
 
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
-from lightning_ddp_losses.errors import RankMismatchError
+from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, synced
 from lightning_ddp_losses.testing import RankPool
 from tests.each_rank import each_rank
@@ -308,6 +308,47 @@ def test_a_metric_that_one_rank_has_made_more_of_meets_its_peer() -> None:
         metric = synced(tm.MeanSquaredError())
         metric.update(*pairs_of(dist.get_rank()))
         metric.compute()
+
+
+# ---------------------------------------------------------------------- states that compute writes to
+
+
+class KeptTotal(tm.Metric):
+    """A metric of one's own whose ``compute`` writes to a state."""
+
+    full_state_update = False
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("last", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total = self.total + values.sum()
+
+    def compute(self) -> Tensor:
+        if self.in_place:
+            self.last += self.total.detach()
+        else:
+            self.last = self.total
+        return self.total
+
+
+def total_that_is_kept(kind: str, in_place: bool) -> None:
+    metric = (synced if kind == "synced" else differentiable)(KeptTotal(in_place=in_place))
+    metric.update(torch.ones(3, requires_grad=True))
+    with pytest.raises(ConfigurationError, match=r"compute: state `last`[\s\S]*an attribute that is no state"):
+        metric.compute()
+    # the states are this rank's again
+    assert not metric._is_synced
+    assert metric.total.item() == 3.0
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("kind", ["synced", "differentiable"])
+def test_a_compute_that_writes_to_a_state_is_refused(pool: RankPool, kind: str, in_place: bool) -> None:
+    pool.run(2, total_that_is_kept, kind, in_place)
 
 
 # ---------------------------------------------------------------------- a member alone in its group
