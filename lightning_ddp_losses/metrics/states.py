@@ -198,7 +198,7 @@ class ExchangingMetric(Metric):
     def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compute)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if not (self._is_synced and self._to_sync and self._should_unsync):
+            if not (self._is_synced and self._to_sync):
                 return compute(*args, **kwargs)
             before = {name: _Before.of(getattr(self, name)) for name in self._defaults}
             try:
