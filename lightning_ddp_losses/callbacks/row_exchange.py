@@ -339,6 +339,7 @@ class RowExchange:
                 expected="the same call on every rank",
                 ranks=waits,
                 fix=f"The other ranks have come to {place}. {advice}",
+                page="F45",
             )
             handshake.raise_on_all_ranks(error, place)
 

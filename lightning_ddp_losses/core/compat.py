@@ -658,7 +658,7 @@ def frame_of_thread(identity: int) -> FrameType | None:
     return sys._current_frames().get(identity)
 
 
-def logged_value(frame: FrameType) -> tuple[str, str] | None:
+def name_and_hook_of_log(frame: FrameType) -> tuple[str, str] | None:
     """Return the name of a logged value and the hook that logged it, if this frame reduces one at the end of an epoch."""
     code = frame.f_code
     if code.co_name != "compute" or not code.co_filename.endswith(os.path.join("logger_connector", "result.py")):

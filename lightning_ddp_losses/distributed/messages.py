@@ -447,14 +447,13 @@ def _missed_call(operations: Sequence[str], headers: Sequence[Header]) -> RankMi
     advice: dict[str, None] = {}
     entries = []
     for rank, header in enumerate(headers):
-        operation = operations[rank]
-        entry = _one_line(header.lines)
-        if header.origin == NAMED:
-            call = ProgramCall(entry, header.payload.decode(errors="replace"))
-            ranks_of.setdefault(operation, []).append(str(rank))
-            advice[call.advice] = None
-            entry = str(call)
-        entries.append(entry)
+        if header.origin != NAMED:
+            entries.append(_one_line(header.lines))
+            continue
+        call = ProgramCall(operations[rank], header.payload.decode(errors="replace"))
+        entries.append(str(call))
+        ranks_of.setdefault(call.operation, []).append(str(rank))
+        advice[call.advice] = None
     got = [f"{operation} on rank {listed(ranks, 8)} only" for operation, ranks in ranks_of.items()]
     return RankMismatchError(
         "ranks met at different places of the program",
@@ -463,6 +462,7 @@ def _missed_call(operations: Sequence[str], headers: Sequence[Header]) -> RankMi
         ranks=entries,
         fix=" ".join(advice),
         collective=True,
+        page="F45",
     )
 
 

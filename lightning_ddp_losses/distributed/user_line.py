@@ -69,12 +69,12 @@ def call_on_stack(frame: FrameType | None) -> ProgramCall | None:
 
 def logged_value(frames: list[FrameType]) -> ProgramCall | None:
     """Return the call of ``self.log`` whose value is reduced in these frames, at the end of an epoch. None if there is none."""
-    logged = next(filter(None, map(compat.logged_value, frames)), None)
+    logged = next(filter(None, map(compat.name_and_hook_of_log, frames)), None)
     if logged is None:
         return None
     name, hook = logged
     owners: list[Any] = next(filter(None, map(compat.hook_owners, frames)), [])
-    lines = [_line_with_name(type(owner), name, hook) for owner in owners]
+    lines = [_line_with_name(type(owner), name, hook) for owner in owners]  # type: ignore[arg-type]  # a class can be hashed
     line = next(filter(None, lines), f"hook {hook}")
     return ProgramCall(f"self.log({name!r}, sync_dist=True)", line)
 

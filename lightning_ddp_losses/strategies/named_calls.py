@@ -35,7 +35,7 @@ def meet_to_save() -> None:
     frames = [*callers(inspect.currentframe())]
     is_saving = any(map(compat.is_saving_frame, frames))
     if is_saving and not any(map(compat.is_signal_frame, frames)):
-        _meet("trainer.save_checkpoint")
+        _meet_in("trainer.save_checkpoint")
 
 
 def meet_to_reduce(tensor: Tensor, reduce_op: object) -> None:
@@ -43,27 +43,27 @@ def meet_to_reduce(tensor: Tensor, reduce_op: object) -> None:
     must_match = {**_layout(tensor), "reduce_op": reduce_op}
     logged = logged_value([*callers(inspect.currentframe())])
     if logged is None:
-        _meet("strategy.reduce", must_match)
+        _meet_in("strategy.reduce", must_match)
     else:
         handshake.meet_by_name(logged, must_match)
 
 
 def meet_to_gather(tensor: Tensor) -> None:
     """Meet before tensors of one shape are gathered."""
-    _meet("strategy.all_gather", _layout(tensor))
+    _meet_in("strategy.all_gather", _layout(tensor))
 
 
 def meet_to_broadcast(source: int) -> None:
     """Meet before one rank's object is sent to all."""
-    _meet("strategy.broadcast", {"src": source})
+    _meet_in("strategy.broadcast", {"src": source})
 
 
 def meet_at_barrier() -> None:
     """Meet at a barrier."""
-    _meet("strategy.barrier")
+    _meet_in("strategy.barrier")
 
 
-def _meet(operation: str, must_match: dict[str, object] | None = None) -> None:
+def _meet_in(operation: str, must_match: dict[str, object] | None = None) -> None:
     handshake.meet_by_name(ProgramCall(operation, users_line(inspect.currentframe())), must_match or {})
 
 
