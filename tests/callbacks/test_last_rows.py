@@ -22,7 +22,7 @@ from lightning_ddp_losses.callbacks.last_rows import add_to_error_
 from lightning_ddp_losses.distributed import liveness
 from lightning_ddp_losses.testing import RankFailure, RankPool
 from tests.callbacks import data_cases, training_cases
-from tests.callbacks.harness import BATCHES, Case, Outcome, Subject, run, slices
+from tests.callbacks.harness import Case, Outcome, Subject, run, slices
 from tests.lightning_ranks import make_trainer
 
 USERS = "the user's own"
@@ -244,7 +244,3 @@ def test_lines_are_added_to_any_error(name: str) -> None:
         assert str(error) == plain
         assert error.args == make().args
         assert error.__notes__ == ["found", "not judged"]
-
-
-def test_each_batch_of_a_case_is_there() -> None:
-    assert BATCHES > CRASH
