@@ -146,6 +146,9 @@ class DDPChecks(CheckCallback, Settings):
     Raises:
         DDPLossError: on every rank, for findings with the action ``raise``. They are in its ``findings``.
         ConfigurationError: on every rank, when ranks run different checks.
+        Any other error: if a step fails on some rank, what the step before left to be judged comes first in the text of the error that
+            leaves, and stands in its ``findings``. Ranks that do not come within 10 s are named: "the last step was not judged". (Of an
+            error that makes its text of other attributes, as ``OSError``, the findings are notes.)
 
     Example:
         >>> from lightning.pytorch import Trainer

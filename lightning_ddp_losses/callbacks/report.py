@@ -26,7 +26,7 @@ from rich.table import Table
 
 from lightning_ddp_losses.callbacks.findings import FAILED, Finding, group_by_cause
 from lightning_ddp_losses.distributed import process_groups
-from lightning_ddp_losses.distributed.collective_trace import package_of
+from lightning_ddp_losses.distributed.user_line import package_of
 from lightning_ddp_losses.errors import DDPLossError, expect
 
 FILE_NAME = "ddp_checks.jsonl"

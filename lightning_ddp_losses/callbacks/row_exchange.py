@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import struct
 import time
 from array import array
@@ -36,7 +35,8 @@ from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
-from lightning_ddp_losses.errors import DDPLossError, InputError
+from lightning_ddp_losses.distributed.store_exchange import StoreExchange
+from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
 
 Measured: TypeAlias = "Tensor | list[int] | list[float]"
 """One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
@@ -57,6 +57,7 @@ _TENSORS = {torch.int64: b"Tq", torch.float64: b"Td", torch.uint8: b"TB"}
 _DTYPES = {kind: dtype for dtype, kind in _TENSORS.items()}
 _LISTS = {b"Lq": "a list of ints", b"Ld": "a list of floats"}
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
+_LOOK_SECONDS = 1.0  # between looks at what peers wait in
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
 _MAX_TENSORS = 8  # differences that are measured at one exchange
 T = TypeVar("T")
@@ -271,6 +272,7 @@ class RowExchange:
     Attributes:
         report: As given.
         watch: As given.
+        after_error: Exchange through the store, which replaces the handshakes once this rank has an error. None before.
     """
 
     def __init__(
@@ -282,8 +284,9 @@ class RowExchange:
         stop_check: Callable[[Check], None],
     ) -> None:
         self.watch, self.report = watch, report
+        self.after_error: StoreExchange | None = None
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
-        # by the id of a check and the stage: rows that still wait for an exchange, and the step of the last row measured
+        # by the id of a check and the stage: rows that have not been judged, and the step of the last row measured
         self._waiting: dict[tuple[int, CheckStage], bytes | Callable[[], Measured]] = {}
         self._steps: dict[tuple[int, CheckStage], int] = {}
         self._local: dict[tuple[int, CheckStage], list[Finding]] = {}  # findings of this rank alone
@@ -293,21 +296,22 @@ class RowExchange:
 
     # ------------------------------------------------------------------ transport
 
-    def gather_rows(
-        self, place: str, row: bytes, must_match: Mapping[str, object] | None = None, *, max_seconds: float = math.inf
-    ) -> list[bytes]:
+    def gather_rows(self, place: str, row: bytes, must_match: Mapping[str, object] | None = None) -> list[bytes]:
         """Return the rows of all ranks, in rank order.
 
         Raises:
             RankMismatchError: on every rank, when ranks are at different places, or ``must_match`` differs.
-            TimeoutError: when the peers have not come after ``max_seconds``.
+            TimeoutError: after an error, when peers have not come in time.
 
-        Communication: one gather. One more when a row outgrew the agreed size. None in a world of one.
+        Communication: one gather. One more when a row outgrew the agreed size. None in a world of one. After an error the store is used.
         """
+        if self.after_error is not None:
+            self.after_error.post(row)
+            return self.after_error.collect()
         # one handshake: ranks at different places get the same error in it
         pending = handshake.start(place, must_match or {}, row, channel="checks")
         # busy wait first, then sleep. Leave when a peer has failed, because it will not come
-        began, awake = time.perf_counter(), awake_seconds()
+        began, awake, looked = time.perf_counter(), awake_seconds(), 0.0
         while not pending.is_completed():
             waited = time.perf_counter() - began
             if waited < awake:
@@ -315,10 +319,29 @@ class RowExchange:
                 continue
             if self.watch is not None:
                 self.watch.check_peers()
-            if waited > max_seconds:
-                raise TimeoutError(place)
+            if waited > looked + _LOOK_SECONDS:
+                looked = waited
+                self._refuse_missed_call(pending, place)
             time.sleep(min(max(waited / 20, _FIRST_NAP_SECONDS), _NAP_SECONDS))
         return pending.finish()
+
+    def _refuse_missed_call(self, pending: handshake.PendingHandshake, place: str) -> None:
+        """Refuse to wait for ranks that wait for this one, in a call of the program or of a loss that this rank does not make.
+
+        Raises:
+            RankMismatchError: on every rank.
+        """
+        waits = {} if self.watch is None else self.watch.waits_of_peers(handshake.number_sent())
+        if waits and not pending.is_completed():
+            advice = " ".join(dict.fromkeys(call.advice for call in waits.values()))
+            error = RankMismatchError(
+                "ranks wait for each other at different places of the program",
+                expected="the same call on every rank",
+                ranks=waits,
+                fix=f"The other ranks have come to {place}. {advice}",
+                page="F45",
+            )
+            handshake.raise_on_all_ranks(error, place)
 
     def gather_json(self, place: str, value: object) -> list[Any]:
         """Return a plain value of each rank, in rank order. Communicates as ``gather_rows``."""
@@ -329,7 +352,7 @@ class RowExchange:
 
         Communication: one gather, and two for each 8 MiB of the tensor.
         """
-        if process_groups.world_size() == 1:
+        if process_groups.world_size() == 1 or self.after_error is not None:
             return None
         # agree that every rank has a tensor of one shape and dtype
         description = b""
@@ -394,18 +417,27 @@ class RowExchange:
         return b"".join([self._pack_one(check, stage) for check in checks])
 
     def _pack_one(self, check: Check, stage: CheckStage) -> bytes:
-        row = self._waiting.pop((id(check), stage), _part(_NOTHING))
+        key = id(check), stage
+        row = self._waiting.get(key, _part(_NOTHING))
         try:
-            part = row if isinstance(row, bytes) else encode(row(), check.title, self._local[id(check), stage])
+            part = row if isinstance(row, bytes) else encode(row(), check.title, self._local[key])
         except Exception as error:
             self.note_failure(check, "measure", error)
         if id(check) in self._failures:
-            return _part(_FAILED, self._failures.pop(id(check)).encode())
+            part = _part(_FAILED, self._failures.pop(id(check)).encode())
+        if not part.startswith(_NOTHING):
+            self._waiting[key] = part  # until it is judged: an error of a peer may end the exchange
         return part
 
-    def exchange(
-        self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "", max_seconds: float = math.inf
-    ) -> None:
+    def has_waiting(self, checks: Sequence[Check], stage: CheckStage) -> bool:
+        """Return whether rows of a stage have not been judged."""
+        return any((id(check), stage) in self._waiting for check in checks)
+
+    def steps_of(self, checks: Sequence[Check], stage: CheckStage) -> list[int]:
+        """Return the step of the last row of each check. -1 for a check without a row."""
+        return [self._steps.get((id(check), stage), -1) for check in checks]
+
+    def exchange(self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "") -> None:
         """Exchange the rows of these checks that wait since a stage, and judge them.
 
         Args:
@@ -413,7 +445,6 @@ class RowExchange:
             stage: Stage of the rows.
             step: Optimizer steps so far.
             place: Place of the exchange, if it differs from the stage.
-            max_seconds: Limit of the wait for the peers.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
@@ -422,7 +453,7 @@ class RowExchange:
         """
         if checks:
             place = place or stage.value
-            rows = self.gather_rows(place, self.pack(checks, stage), {"step": step}, max_seconds=max_seconds)
+            rows = self.gather_rows(place, self.pack(checks, stage), {"step": step})
             self.judge(checks, stage, rows, step, place=place)
 
     def judge(
@@ -434,6 +465,8 @@ class RowExchange:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
         found: list[tuple[Check, Finding]] = []
+        for check in checks:
+            self._waiting.pop((id(check), stage), None)
         # each check has its own table: one row a rank, all of the same step
         for check, (table, hashes) in zip(checks, decode_tables(rows, len(checks)), strict=True):
             if isinstance(table, dict):

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
+from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
 from lightning_ddp_losses.callbacks.row_exchange import Check, RowExchange, placed
@@ -41,10 +40,9 @@ from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError
 
 _ERROR_TIMEOUT = timedelta(seconds=2)
-_WAIT_SECONDS = 10.0  # for peers that have the same error
+_WAIT_SECONDS = 10.0  # for peers that end with an error too
 _THE_END = "the end"
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
-_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -236,6 +234,7 @@ class CheckRunner(Callback):
         self._see_loss(loss)
         if self.synchronising and not self.rows_in_strategy_handshake:
             self.run_stage(CheckStage.BEFORE_BACKWARD)
+            self._enter(f"backward of step {self.step}")
 
     def _see_loss(self, loss: Tensor | None) -> None:
         self.batch.backwards += 1
@@ -349,34 +348,31 @@ class CheckRunner(Callback):
     def fail(self, exception: BaseException) -> None:
         """Report to the peers that this rank's fit ends with an exception, or raise the error of the peer that failed first.
 
+        Rows that wait are judged before. Their findings come first in the text of the error and stand in its ``findings``.
+
         Raises:
             PeerError: instead of the exception, if a peer's failure caused it.
         """
-        # the step before may have caused an error that every rank has: a NaN in a gradient leads to one in an embedding
-        if self.steps and handshake.has_reached_all(exception) and not getattr(exception, "findings", ()):
-            self._add_last_step(exception)
+        last_rows = None
+        if isinstance(exception, Exception):
+            checks = self._running(CheckStage.AFTER_STEP)
+            last_rows = LastRows(self.row_exchange, checks, _WAIT_SECONDS)
         # another rank's failure broke this rank's collective
         watch = self.row_exchange.watch
         peer_error = None if watch is None else watch.report_failure(exception)
+        if watch is not None and last_rows is not None:
+            watch.clean_up()  # else the process would end while it waits for rows of its peers
+        is_informed = peer_error is not None or not hasattr(self.trainer.strategy, "attach_payload")
+        if isinstance(exception, Exception) and not is_informed:
+            # peers that wait in a handshake of the strategy get it there. Those that know of it already open no other
+            with contextlib.suppress(Exception):
+                handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
+        if last_rows is not None:
+            last_rows.judge_before_(peer_error or exception, self.step)
         if peer_error is not None:
             with contextlib.suppress(Exception):  # Lightning stops its clean-up where a hook raises
                 compat.teardown_trainer(self.trainer)
             raise peer_error from exception
-        if hasattr(self.trainer.strategy, "attach_payload") and isinstance(exception, Exception):
-            # peers that wait in a handshake of the strategy get it there. Those that know of it already open no other
-            with contextlib.suppress(Exception):
-                handshake.raise_on_all_ranks(exception, "training", timeout=_ERROR_TIMEOUT)
-
-    def _add_last_step(self, exception: BaseException) -> None:
-        """Judge the step before an error that all ranks raise. Findings become a note of the error."""
-        try:
-            self._judge_last_step("an error on all ranks", max_seconds=_WAIT_SECONDS)
-        except DDPLossError as fault:
-            if fault.findings:
-                # Python 3.10 knows no ``add_note``
-                vars(exception)["__notes__"] = [*getattr(exception, "__notes__", ()), str(fault)]
-        except Exception as error:
-            _log.debug("The step before the error was not judged: %s", error)
 
     def close(self) -> None:
         """Remove all hooks and drop the shared objects."""
@@ -420,7 +416,7 @@ class CheckRunner(Callback):
             self.row_exchange.measure(due, stage, self.step)
             self.row_exchange.exchange(now, stage, self.step)
 
-    def _judge_last_step(self, place: str, *, max_seconds: float = math.inf) -> None:
+    def _judge_last_step(self, place: str) -> None:
         """Judge the rows of a step that wait until their check is due again.
 
         Raises:
@@ -430,7 +426,7 @@ class CheckRunner(Callback):
         """
         with self.own_time:
             stage = CheckStage.AFTER_STEP
-            self.row_exchange.exchange(self._running(stage), stage, self.step, place=place, max_seconds=max_seconds)
+            self.row_exchange.exchange(self._running(stage), stage, self.step, place=place)
 
     def _due(self, stage: CheckStage) -> list[Check]:
         """Return the checks that run now. The same on every rank."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import chain
 from operator import attrgetter, methodcaller
+from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
@@ -649,6 +651,43 @@ def logged_results(loop: Any) -> Any:
 def is_reduced(result: Any) -> bool:
     """Return whether an epoch's value of a logged result has been computed. Lightning then has reduced the number of rows in place."""
     return result._computed is not None
+
+
+def frame_of_thread(identity: int) -> FrameType | None:
+    """Return where a thread of this process is. ``threading`` does not say."""
+    return sys._current_frames().get(identity)
+
+
+def name_and_hook_of_log(frame: FrameType) -> tuple[str, str] | None:
+    """Return the name of a logged value and the hook that logged it, if this frame reduces one at the end of an epoch."""
+    code = frame.f_code
+    if code.co_name != "compute" or not code.co_filename.endswith(os.path.join("logger_connector", "result.py")):
+        return None
+    metadata = frame.f_locals["self"].meta
+    return metadata.name, metadata.fx
+
+
+def is_saving_frame(frame: FrameType) -> bool:
+    """Return whether this is the frame of ``Trainer.save_checkpoint``."""
+    code = frame.f_code
+    return code.co_name == "save_checkpoint" and code.co_filename.endswith(os.path.join("trainer", "trainer.py"))
+
+
+def is_strategy_frame(frame: FrameType) -> bool:
+    """Return whether this is the frame of a method of one of Lightning's strategies."""
+    return os.path.join("pytorch", "strategies", "") in frame.f_code.co_filename
+
+
+def hook_owners(frame: FrameType) -> list[Any]:
+    """Return the module and the callbacks of the trainer that runs a frame. Empty if the frame is not of one of its loops."""
+    trainer = getattr(frame.f_locals.get("self"), "trainer", None)
+    module = getattr(trainer, "lightning_module", None)
+    return [] if trainer is None or module is None else [module, *trainer.callbacks]
+
+
+def is_signal_frame(frame: FrameType) -> bool:
+    """Return whether this is the frame of Lightning's handler of SLURM's signal, which a rank may enter at any place."""
+    return frame.f_code.co_name == "_slurm_sigusr_handler_fn"
 
 
 def epoch_name(results: Any, result: Any) -> str:

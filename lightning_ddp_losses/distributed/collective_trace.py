@@ -9,12 +9,8 @@ A stop-gradient is no fault: ``keys.detach()`` may be gathered on purpose. ``Cut
 
 from __future__ import annotations
 
-import linecache
-import os
-import sysconfig
 import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,8 +19,9 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed.user_line import package_of, shown_line
 
-_OURS = Path(__file__).parents[1]
+_OURS = __name__.partition(".")[0]
 _PASS_ON = (
     "torch",
     "lightning",
@@ -33,7 +30,7 @@ _PASS_ON = (
     "python",
 )  # they call torch.distributed for others
 # gathers of these packages have their own gradient, or their own fault (F24, F27)
-_KNOWN = (_OURS.name, "torchmetrics", "pytorch_metric_learning")
+_KNOWN = (_OURS, "torchmetrics", "pytorch_metric_learning")
 
 
 class _Mark(NamedTuple):
@@ -171,8 +168,7 @@ def _users_line() -> str:
         if package in _KNOWN and not found:
             return ""
         if not found or not package:
-            text = linecache.getline(path, number, frame.f_globals).strip()
-            found = f"{os.path.basename(path)}:{number}, in {frame.f_code.co_name}: {text}"
+            found = shown_line(frame, number)
         if not package:
             break
     return found
@@ -181,14 +177,3 @@ def _users_line() -> str:
 def _drops_gradient(frame: FrameType) -> bool:
     """Return whether this is Lightning's gather without ``sync_grads``: it calls torch's, which has a backward, under ``no_grad``."""
     return frame.f_code.co_name == "_all_gather_ddp_if_available" and not frame.f_locals["sync_grads"]
-
-
-def package_of(path: str) -> str:
-    """Return the name of the library that a file belongs to. Empty for the user's own code."""
-    if Path(path).is_relative_to(_OURS):
-        return _OURS.name
-    parts = Path(path).parts
-    for folder in {"site-packages", "dist-packages"}.intersection(parts):
-        return parts[parts.index(folder) + 1]
-    is_python = path.startswith("<frozen") or Path(path).is_relative_to(sysconfig.get_path("stdlib"))
-    return "python" if is_python else ""

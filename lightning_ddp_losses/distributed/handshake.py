@@ -29,6 +29,7 @@ from lightning_ddp_losses.distributed.messages import (
     CALL,
     FAILURE,
     HEADER_BYTES,
+    NAMED,
     OF_USER,
     OURS,
     TEXT_BYTES,
@@ -46,6 +47,7 @@ from lightning_ddp_losses.distributed.messages import (
 )
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import start_gather, wait
+from lightning_ddp_losses.distributed.user_line import ProgramCall
 from lightning_ddp_losses.errors import DDPLossError, PeerError
 
 ChannelName: TypeAlias = Literal["handshakes", "checks"]
@@ -60,6 +62,7 @@ PEER_TIMEOUT = timedelta(seconds=60)
 # inline payloads, of a rank and over all ranks: so many bytes cost less than a separate gather
 _INLINE_BYTES, _INLINE_BYTES_OF_ALL = 8 << 10, 256 << 10
 _LARGEST_HANDSHAKE = 64 << 10
+_LINE_CHARACTERS = 200  # of a call of the program
 _WINDOW = 64  # handshakes without a longer one, after which the channel forgets the longest
 
 
@@ -70,6 +73,11 @@ def inline_capacity(group: Group = None) -> int:
 
 def _largest_inline(world_size: int) -> int:
     return max(_INLINE_BYTES, _INLINE_BYTES_OF_ALL // world_size)
+
+
+def number_sent() -> int:
+    """Return how many handshakes this rank has sent in the world's group of losses and layers. It has at least two ranks."""
+    return Channel.of(None, "handshakes").sent
 
 
 def number_opened() -> int:
@@ -133,6 +141,29 @@ def all_gather_json(what: str, must_match: Mapping[str, object], own: object, *,
     return [json.loads(payload) for payload in payloads]
 
 
+def meet_by_name(call: ProgramCall, must_match: Mapping[str, object]) -> None:
+    """Meet all ranks of the world at a call of the user's program, before anything is sent that only some ranks may wait for.
+
+    Args:
+        call: The call, with the line of this rank.
+        must_match: Values that must be equal on every rank, by name.
+
+    Raises:
+        RankMismatchError: on every rank, with the ranks that made the call, their lines, and where the other ranks are.
+        PeerError: if a rank does not come.
+
+    Communication: one gather of a handshake. None in a world of one. ``number_opened`` does not count it.
+    """
+    if process_groups.world_size() == 1:
+        return
+    channel = Channel.of(None, "handshakes")
+    text, digest = Agreement(call.operation).of_call(must_match)
+    line = call.line[:_LINE_CHARACTERS].encode()  # a payload, as ranks may make one call on different lines
+    pending = PendingHandshake(CALL, text, digest, line, channel, handshake_bytes=None, origin=NAMED)
+    pending.finish()
+    channel.opened -= 1
+
+
 def start(
     what: str | Agreement,
     must_match: Mapping[str, object],
@@ -174,17 +205,20 @@ class Channel:
     Attributes:
         group: One of our groups.
         groups: All of our groups over the same ranks.
+        is_of_losses: Whether it carries the handshakes of losses and layers, over all ranks of the world.
         handshake_bytes: The size of the next handshake.
         pending: The one that was sent and not received yet.
-        opened: Number of handshakes so far. It is equal on all ranks while they agree.
+        opened: Number of handshakes of losses and layers so far. It is equal on all ranks while they agree.
+        sent: Number of all handshakes so far.
         meetings: Losses of the ranks that have met in them.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: process_groups.ProcessGroups) -> None:
         self.group, self.groups = group, groups
+        self.is_of_losses = group is groups.handshakes and len(groups.ranks) == process_groups.world_size()
         self.handshake_bytes = HANDSHAKE_BYTES
         self.pending: PendingHandshake | None = None
-        self.opened = 0
+        self.opened = self.sent = 0
         self.meetings = Meetings()
         self._largest = max(_LARGEST_HANDSHAKE, _largest_inline(len(groups.ranks)))
         self._seen, self._longest = 0, 0
@@ -226,7 +260,7 @@ class PendingHandshake:
         channel: Channel that carries it.
         handshake_bytes: Its size. None: the channel's.
         timeout: Time to wait for a handshake that is still pending on the channel. None: the group's.
-        origin: ``OURS`` or ``OF_USER``.
+        origin: ``OURS``, ``OF_USER`` or ``NAMED``.
         instance: Identity of the calling loss. None: there is one of its kind.
     """
 
@@ -246,6 +280,7 @@ class PendingHandshake:
         if instance is not None and instance.label:  # which is in the text
             instance = None
         self._text, self._payload, self._channel, self._instance = text, payload, channel, instance
+        self._origin = origin
         self._received: ReceivedMessages | None = None
         self._error: DDPLossError | None = None  # who asks again gets the same one
         # 1. the peers' messages in the handshake before say how long this one is
@@ -265,6 +300,8 @@ class PendingHandshake:
         self._messages, self._work = start_gather(torch.frombuffer(own, dtype=torch.uint8), group=channel.group)
         channel.pending = self
         channel.opened += 1
+        channel.sent += 1
+        self.number = channel.sent
 
     def is_completed(self) -> bool:
         """Return whether ``finish`` would not wait. (It may wait for a payload that did not fit.)"""
@@ -296,7 +333,10 @@ class PendingHandshake:
         if self._channel.pending is not self:
             return
         self._channel.pending = None
+        watch = liveness.current_watch
         try:
+            if watch is not None and self._channel.is_of_losses:
+                watch.waits_in = self
             wait(self._work, timeout)
             received = ReceivedMessages(self._messages.numpy())
             if not received.are_in_full:
@@ -310,6 +350,16 @@ class PendingHandshake:
         except RuntimeError as error:  # gloo's own: a time-out, or a connection that was closed
             self._error = self._missing_peers(error)
             raise self._error from error
+        finally:
+            if watch is not None:
+                watch.waits_in = None
+
+    @property
+    def call(self) -> ProgramCall:
+        """The operation, with the user's line if it is a call of the program."""
+        operation = self._text.decode(errors="replace").partition("\n")[0]
+        line = self._payload.decode(errors="replace") if self._origin == NAMED else ""
+        return ProgramCall(operation, line)
 
     def headers(self) -> list[Header]:
         """Return the headers that were received, in rank order."""
@@ -317,13 +367,15 @@ class PendingHandshake:
         return self._received.headers()
 
     def _missing_peers(self, error: RuntimeError) -> PeerError:
-        operation = self._text.decode(errors="replace").split("\n", 1)[0]
-        return liveness.lost_peer_error(error, operation) or PeerError(
-            f"rank {self._channel.group.rank()} waited in {operation}",
+        call = self.call
+        fix = "a rank left out what the others did (a branch on rank or on local data)."
+        if self._origin == NAMED:
+            fix = f"a rank did not make this call. {call.advice}"
+        return liveness.lost_peer_error(error, str(call)) or PeerError(
+            f"rank {self._channel.group.rank()} waited in {call}",
             expected="every rank to come to a loss, metric, layer or backward of this package",
             got=f"no answer from some rank ({str(error).splitlines()[0]})",
-            fix="Look at the ranks' output for the first error; where there is none, a rank left out what the others did (a branch on rank "
-            "or on local data).",
+            fix=f"Look at the ranks' output for the first error; where there is none, {fix}",
         )
 
     def _receive_rest(self, headers: list[Header], timeout: timedelta | None) -> list[Header]:

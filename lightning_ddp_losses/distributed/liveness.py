@@ -30,12 +30,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.user_line import ProgramCall, call_on_stack
 from lightning_ddp_losses.errors import DDPLossError, PeerError, format_error, listed
 
 SILENCE_SECONDS = 3.0  # after which a rank without an entry is called silent
@@ -75,6 +76,20 @@ class ReportedFailure(NamedTuple):
         return f"rank {self.rank} failed, last seen at {self.place}:\n{self.text}"
 
 
+class Waiting(Protocol):
+    """A handshake in which a main thread waits.
+
+    Attributes:
+        number: Its number among those that this rank has sent.
+    """
+
+    number: int
+
+    @property
+    def call(self) -> ProgramCall:
+        """The operation, with the user's line if it is a call of the program."""
+
+
 class Watch:
     """Reports this rank's failure to its peers, and theirs to this rank, for one run.
 
@@ -85,6 +100,9 @@ class Watch:
 
     Attributes:
         store: The same.
+        waits_in: Handshake of the losses in which the main thread waits. None: it does not.
+        rank: The same.
+        world_size: The same.
         stall_seconds: A rank is reported if its main thread stays at one place for longer. None: no rank is.
         is_over: True once it has been stopped.
     """
@@ -92,7 +110,10 @@ class Watch:
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.store = store
         self.stall_seconds: float | None = None
-        self._rank, self._world_size = rank, world_size
+        self.waits_in: Waiting | None = None
+        self._waited_in: Waiting | None = None  # when the listening thread looked before
+        self._main_thread = threading.get_ident()
+        self.rank, self.world_size = rank, world_size
         self._place, self._reported_stall = ("start", time.monotonic()), ("", 0.0)
         self._peer_failure: ReportedFailure | None = None
         self._over, self._ended = threading.Event(), threading.Event()
@@ -149,20 +170,20 @@ class Watch:
             is_own: True for a failure of this rank, which the others name. False for that of a peer.
             patience: Seconds to wait until all ranks have read it.
         """
-        if self._rank == 0:  # the store may go with this process
+        if self.rank == 0:  # the store may go with this process
             patience = max(patience, _HEARD_SECONDS)
         within(patience + SILENCE_SECONDS, lambda: self._report(text, is_own, patience))
 
     def _report(self, text: str, is_own: bool, patience: float) -> None:
-        self.store.set(f"here/{self._rank}", "")
-        self.store.set(f"heard/{self._rank}", "")
+        self.store.set(f"here/{self.rank}", "")
+        self.store.set(f"heard/{self.rank}", "")
         is_first = False
         for key in ("failure", "over") if is_own else ("over",):
             if self.store.add(f"{key}/count", 1) == 1:  # the first to fail is the one to name
-                self.store.set(key, json.dumps(ReportedFailure(self._rank, self._place[0], text[:4000])))
+                self.store.set(key, json.dumps(ReportedFailure(self.rank, self._place[0], text[:4000])))
                 is_first = True
-        end, heard = time.monotonic() + patience, [f"heard/{rank}" for rank in range(self._world_size)]
-        while (is_first or self._rank == 0) and time.monotonic() < end and not self.store.check(heard):
+        end, heard = time.monotonic() + patience, [f"heard/{rank}" for rank in range(self.world_size)]
+        while (is_first or self.rank == 0) and time.monotonic() < end and not self.store.check(heard):
             time.sleep(_POLL_SECONDS)
 
     def clean_up(self) -> None:
@@ -181,10 +202,12 @@ class Watch:
             try:
                 over = self.read("over")
                 self._read_failure()
-                if over is None or over.rank == self._rank:
+                self._publish_wait()
+                if over is None or over.rank == self.rank:
                     self._report_stall()
                     continue
-                self.store.set(f"heard/{self._rank}", "")
+                self.store.set(f"heard/{self.rank}", "")
+                self.store.set(f"place/{self.rank}", self._place[0])
                 grace, reason = GRACE_SECONDS, str(self._peer_failure or over)
             except Exception:  # rank 0, or its agent, has gone, and the store with it
                 grace, reason = STORE_GRACE_SECONDS, "the store of the world has gone, with rank 0 or its agent"
@@ -197,20 +220,47 @@ class Watch:
         """Return the first ``failure``, or the first end (``over``) with or without one. None if there is none yet."""
         return ReportedFailure(*json.loads(self.store.get(key))) if self.store.check([key]) else None
 
+    def place_of(self, rank: int) -> str:
+        """Return where a rank's main thread was when its listening thread learned of an end or saw a stall. Empty if that is unknown."""
+        key = f"place/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
     def _read_failure(self) -> None:
         """Learn of a peer's failure, and acknowledge it."""
         failure = self._peer_failure or self.read("failure")
-        if failure is not None and failure.rank != self._rank:
+        if failure is not None and failure.rank != self.rank:
             # the failed rank goes on at once, and may close its connections: the reason for that is known before
             self._peer_failure = failure
-            self.store.set(f"heard/{self._rank}", "")
+            self.store.set(f"heard/{self.rank}", "")
 
     def _end_process(self, reason: str) -> None:
         """End a process if its main thread stands somewhere although the run is over, and show where."""
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=2, all_threads=True)
-        print(f"rank {self._rank} stops, after it waited as shown above: {reason}", file=sys.stderr, flush=True)
+        print(f"rank {self.rank} stops, after it waited as shown above: {reason}", file=sys.stderr, flush=True)
         os._exit(1)
+
+    def _publish_wait(self) -> None:
+        """Publish the handshake in which this rank waits for longer."""
+        waits_in, before = self.waits_in, self._waited_in
+        self._waited_in = waits_in
+        if waits_in is not None and waits_in is before:
+            self.store.set(f"wait/{self.rank}", json.dumps([waits_in.number, *waits_in.call]))
+
+    def waits_of_peers(self, after: int) -> dict[int, ProgramCall]:
+        """Return by rank the handshakes in which peers wait, among those after so many that this rank has sent.
+
+        Args:
+            after: Number of handshakes of losses that this rank has sent.
+        """
+        waits: dict[int, ProgramCall] = {}
+        for rank in range(self.world_size):
+            if rank == self.rank or not self.store.check([f"wait/{rank}"]):
+                continue
+            number, operation, line = json.loads(self.store.get(f"wait/{rank}"))
+            if number > after:
+                waits[rank] = ProgramCall(operation, line)
+        return waits
 
     def _report_stall(self) -> None:
         """Publish where this rank stands still. Rank 0 logs where all ranks are, once for each stall."""
@@ -218,13 +268,18 @@ class Watch:
         seconds = time.monotonic() - since
         if self.stall_seconds is None or seconds < self.stall_seconds / 2 or place == "end":
             return
-        self.store.set(f"place/{self._rank}", f"{place}, for {seconds:.0f} s")
-        if self._rank != 0 or seconds < self.stall_seconds or self._reported_stall == (place, since):
+        shown = f"{place}, for {seconds:.0f} s"
+        call = call_on_stack(compat.frame_of_thread(self._main_thread))
+        if call is not None:
+            shown = f"{shown}, in {call}"
+        self.store.set(f"place/{self.rank}", shown)
+        if self.rank != 0 or seconds < self.stall_seconds or self._reported_stall == (place, since):
             return
         self._reported_stall = place, since
-        keys = [f"place/{rank}" for rank in range(self._world_size)]
-        ranks = [self.store.get(key).decode() if self.store.check([key]) else "somewhere else" for key in keys]
+        ranks = [self.place_of(rank) or "somewhere else" for rank in range(self.world_size)]
         fix = "A rank that is behind the others is slow (data, disk), or runs a collective that they do not."
+        if call is not None:
+            fix = f"{fix} {call.advice}"
         _log.warning(format_error(f"no progress for {seconds:.0f} s", ranks=ranks, fix=fix))
 
 
@@ -359,6 +414,8 @@ def _has_or_have(ranks: list[int]) -> str:
 # ---------------------------------------------------------------------- the world and the run of this process
 
 _world: World | None = None
+current_watch: Watch | None = None
+"""Watch of the fit whose checks run in this process. None: there is none."""
 
 
 def begin_world(store: Store, rank: int, processes: Sequence[ProcessInfo]) -> None:
@@ -380,6 +437,7 @@ def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
         world_size: W.
         stall_seconds: Limit of a stall, as in ``Watch``.
     """
+    global current_watch  # noqa: PLW0603 - one fit at a time
     if _world is not None:
         _world.new_run()
         watch = _world.watch
@@ -388,6 +446,7 @@ def watch_run(rank: int, world_size: int, stall_seconds: float) -> Watch | None:
     else:
         return None
     watch.stall_seconds = stall_seconds
+    current_watch = watch
     return watch
 
 
@@ -431,6 +490,8 @@ def end_run() -> None:
 
 def release(watch: Watch) -> None:
     """Stop a watch of ``watch_run``, unless it is that of a world which our strategy has started: it stops it after its teardown."""
+    global current_watch  # noqa: PLW0603 - as above
+    current_watch = None
     if _world is None or watch is not _world.watch:
         watch.stop()
 

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_ddp_losses.distributed.user_line import ProgramCall
 from lightning_ddp_losses.errors import (
     DDPLossError,
     InputError,
@@ -37,14 +38,15 @@ from lightning_ddp_losses.errors import (
     RankMismatchError,
     error_class,
     format_error,
+    listed,
 )
 
 VERSION = 2
 CALL, FAILURE = 0, 1
 """Kinds: a rank that calls an operation, and one that failed by itself."""
 
-OURS, OF_USER = 0, 0x5AFE
-"""Origin of a payload. A payload of the user's program may have any length."""
+OURS, OF_USER, NAMED = 0, 0x5AFE, 0x11E
+"""Origin of a payload. A payload of the user's program may have any length. ``NAMED``: it is the line of a call of the program."""
 
 TEXT_BYTES = 448
 """Largest part of the text that is sent with the header. Ranks that disagree gather the rest."""
@@ -404,6 +406,9 @@ def mismatch_error(headers: Sequence[Header]) -> DDPLossError:
     reports = {rank: _Report.read(header.payload) for rank, header in enumerate(headers) if header.kind == FAILURE}
     if reports:
         return _peer_error(reports, len(headers))
+    operations = [header.lines[0] for header in headers]
+    if len(set(operations)) > 1 and any(header.origin == NAMED for header in headers):
+        return _missed_call(operations, headers)
     return _different_calls([header.lines for header in headers])
 
 
@@ -434,6 +439,31 @@ def _peer_error(reports: Mapping[int, _Report], world_size: int) -> DDPLossError
     for name, part in first.parts.items():
         setattr(error, name, part)
     return error
+
+
+def _missed_call(operations: Sequence[str], headers: Sequence[Header]) -> RankMismatchError:
+    """Return the error for a named call that some ranks make, while others are at another place of the program."""
+    ranks_of: dict[str, list[str]] = {}
+    advice: dict[str, None] = {}
+    entries = []
+    for rank, header in enumerate(headers):
+        if header.origin != NAMED:
+            entries.append(_one_line(header.lines))
+            continue
+        call = ProgramCall(operations[rank], header.payload.decode(errors="replace"))
+        entries.append(str(call))
+        ranks_of.setdefault(call.operation, []).append(str(rank))
+        advice[call.advice] = None
+    got = [f"{operation} on rank {listed(ranks, 8)} only" for operation, ranks in ranks_of.items()]
+    return RankMismatchError(
+        "ranks met at different places of the program",
+        expected="the same call on every rank",
+        got=", ".join(got),
+        ranks=entries,
+        fix=" ".join(advice),
+        collective=True,
+        page="F45",
+    )
 
 
 def _different_calls(texts: Sequence[list[str]]) -> RankMismatchError:

@@ -202,6 +202,11 @@ def world_size(group: Group = None) -> int:
     return world.size() if group is None else dist.get_world_size(group)
 
 
+def is_world(group: Group) -> bool:
+    """Return whether a group is that of all processes."""
+    return group is None or group is dist.group.WORLD
+
+
 def _refuse_foreign_group(group: Group) -> None:
     """Refuse a group that ``torch.distributed`` has not made, as torchft's: its ranks are unknown, and its size may change.
 

@@ -80,8 +80,9 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
     Communication: per synchronising backward, next to the model's DDP: one handshake (``check_calls``), one all-reduce for all small
         gradients of losses together (on the CPU few bytes travel in the handshake), one for each gradient over 1 MiB. None in a step of
         validation, test, predict. One handshake when an evaluation loader is set up, and one after the last batch of an evaluation. For
-        ``uneven``: one handshake at the start of a training epoch. One per fetch if a training loader has no length. One handshake more
-        for each checkpoint that is saved, two for one that is loaded.
+        ``uneven``: one handshake at the start of a training epoch. One per fetch if a training loader has no length. Three handshakes more
+        for each checkpoint that is saved, two for one that is loaded. One before each ``barrier``, ``broadcast``, ``reduce`` and
+        ``all_gather`` of the strategy over all ranks (``self.log(..., sync_dist=True)``).
 
     Raises:
         ConfigurationError: options or names that cannot work.
@@ -93,6 +94,8 @@ class DDPLossStrategy(LossHooks, DDPStrategy):
             another loss.
         DDPLossError: on every rank, for a checkpoint that one rank could not write. Former ones stay as they were.
         PeerError: on every rank that is left, naming a rank that failed, was killed, or stands still.
+        RankMismatchError: on every rank, if only some make a call of Lightning's that all ranks must make (``trainer.save_checkpoint``
+            or ``self.log(..., sync_dist=True)`` inside ``if trainer.is_global_zero``), with the user's line.
         RankMismatchError: on every rank, before anything is reduced, for a global loss or metric that ranks weigh differently (on an
             accelerator: at the next call).
 

@@ -32,7 +32,7 @@ from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Co
 from lightning_ddp_losses.distributed.global_values import forget_late_notes
 from lightning_ddp_losses.distributed.shard import tags_kept
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
-from lightning_ddp_losses.strategies import checkpoint_files, shards
+from lightning_ddp_losses.strategies import checkpoint_files, named_calls, shards
 from lightning_ddp_losses.strategies.checkpoint_files import BLOCKS, METADATA, is_folder
 from lightning_ddp_losses.strategies.ddp_setup import start_strategy_world
 from lightning_ddp_losses.strategies.fit_part import HostStrategy
@@ -291,11 +291,16 @@ class LossHooks(HostStrategy):
         Returns:
             The reduced tensor, equal on every rank of the group.
 
-        Communication: one barrier and one all-reduce. None on the way out after an error.
+        Raises:
+            RankMismatchError: on every rank, if some rank does not come, or reduces another logged value.
+
+        Communication: one handshake, one barrier and one all-reduce. None on the way out after an error.
         """
         if self._losses.is_alone:
             return tensor
         self._losses.advice.global_already(tensor)
+        if isinstance(tensor, Tensor) and self._meets_by_name(group):
+            named_calls.meet_to_reduce(tensor, reduce_op)
         if self._losses.parts and _is_mean_of_integers(tensor, reduce_op):
             tensor = tensor.double()  # a copy; exact up to 2**53
         reduce_as_lightning = super().reduce  # type: ignore[safe-super]  # of the strategy behind this class
@@ -331,6 +336,8 @@ class LossHooks(HostStrategy):
         """Return the module's state: for a file whole on rank 0, for a folder each rank's own. Every rank comes here."""
         losses = self._losses
         refuse_alone(losses)
+        if not losses.is_alone and self._meets_by_name():
+            named_calls.meet_to_save()
         losses.sharding.setup_shards()
         return self._own_state() if self._writes_folder else losses.sharding.whole_state(self._own_state())
 
@@ -442,18 +449,34 @@ class LossHooks(HostStrategy):
         """The parameters of the module and of adopted losses, by name."""
         return self._losses.adoption.parameters_with_adopted(self._losses.module)
 
-    # ------------------------------------------------------------------ after an error: of what Lightning does together, this rank's part
+    # ------------------------------------------------------------------ what ranks do together. After an error this rank's part
+
+    def _meets_by_name(self, group: Any = None) -> bool:
+        """Return whether ranks meet before a call on a group."""
+        return bool(self._losses.parts) and named_calls.is_of_all_ranks(group)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks."""
-        if not self._losses.is_alone:
-            super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # of the strategy behind this class
+        """Wait for all ranks. An error on every rank if some rank does not come."""
+        if self._losses.is_alone:
+            return
+        if self._meets_by_name():
+            named_calls.meet_at_barrier()
+        super().barrier(*args, **kwargs)  # type: ignore[safe-super]  # of the strategy behind this class
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return one rank's object on all of them."""
+        """Return one rank's object on all of them. An error on every rank if some rank does not come."""
         if self._losses.is_alone:
             return obj
+        if self._meets_by_name():
+            named_calls.meet_to_broadcast(src)
         return super().broadcast(obj, src)  # type: ignore[safe-super]  # as above
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return the tensors of all ranks. An error on every rank if some rank does not come, or has another shape."""
+        if self._meets_by_name(group):
+            named_calls.meet_to_gather(tensor)
+        gathered: Tensor = super().all_gather(tensor, group, sync_grads)
+        return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return the ranks' joint decision."""

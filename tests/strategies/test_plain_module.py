@@ -178,9 +178,12 @@ def evaluate(strategy: Any, stage: str) -> tuple[list[str], list[float], dict[st
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluation_runs_one_handshake_of_ours_at_its_end(pool: RankPool, stage: str) -> None:
+    """Each barrier and broadcast of Lightning's opens with one more. A broadcast of an object sends its size and its bytes."""
     plain, ours = pool.run(2, evaluate, "ddp", stage), pool.run(2, evaluate, {}, stage)
     for (names, values, look), (our_names, our_values, our_look) in zip(plain, ours, strict=True):
-        assert Counter(our_names) - Counter(names) == {"alltoall_base_": 1}
+        named_calls = names.count("barrier") + names.count("broadcast_") // 2
+        assert named_calls
+        assert Counter(our_names) - Counter(names) == {"alltoall_base_": 1 + named_calls}, Counter(names)
         assert not Counter(names) - Counter(our_names)
         assert our_values == values
         assert len(values) == TASK.steps

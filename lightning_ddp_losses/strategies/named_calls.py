@@ -1,0 +1,71 @@
+"""Calls of a strategy that every rank must make, as meetings by name.
+
+``if trainer.is_global_zero: trainer.save_checkpoint(...)`` lets rank 0 wait for ranks that do something else, for ever. So ranks meet in a
+handshake before the strategy does what Lightning does. A rank at another place of the program meets it there, and every rank has the same
+error. It names the call, the ranks that made it, the user's line and what to do.
+
+| call | what ranks compare |
+|---|---|
+| ``trainer.save_checkpoint`` | nothing: it begins here, and ends in the strategy's own handshakes |
+| ``self.log(name, ..., sync_dist=True)``, ``strategy.reduce`` | its name if it was logged for an epoch, shape, dtype, reduction |
+| ``strategy.all_gather`` (``self.all_gather``) | shape and dtype |
+| ``strategy.broadcast`` | the sending rank |
+| ``strategy.barrier`` | nothing: ranks may wait on different lines, one of them before it does something and the others after |
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.user_line import ProgramCall, callers, logged_value, users_line
+
+
+def is_of_all_ranks(group: Any) -> bool:
+    """Return whether a call on a group is one of the whole world, which has several ranks."""
+    return process_groups.is_world(group) and process_groups.world_size() > 1
+
+
+def meet_to_save() -> None:
+    """Meet in ``trainer.save_checkpoint``, unless a signal saves, to which each rank comes from another place."""
+    frames = [*callers(inspect.currentframe())]
+    is_saving = any(map(compat.is_saving_frame, frames))
+    if is_saving and not any(map(compat.is_signal_frame, frames)):
+        _meet_in("trainer.save_checkpoint")
+
+
+def meet_to_reduce(tensor: Tensor, reduce_op: object) -> None:
+    """Meet before a value is reduced, with its name if it was logged for an epoch."""
+    must_match = {**_layout(tensor), "reduce_op": reduce_op}
+    logged = logged_value([*callers(inspect.currentframe())])
+    if logged is None:
+        _meet_in("strategy.reduce", must_match)
+    else:
+        handshake.meet_by_name(logged, must_match)
+
+
+def meet_to_gather(tensor: Tensor) -> None:
+    """Meet before tensors of one shape are gathered."""
+    _meet_in("strategy.all_gather", _layout(tensor))
+
+
+def meet_to_broadcast(source: int) -> None:
+    """Meet before one rank's object is sent to all."""
+    _meet_in("strategy.broadcast", {"src": source})
+
+
+def meet_at_barrier() -> None:
+    """Meet at a barrier."""
+    _meet_in("strategy.barrier")
+
+
+def _meet_in(operation: str, must_match: dict[str, object] | None = None) -> None:
+    handshake.meet_by_name(ProgramCall(operation, users_line(inspect.currentframe())), must_match or {})
+
+
+def _layout(tensor: Tensor) -> dict[str, object]:
+    return {"shape": tuple(tensor.shape), "dtype": tensor.dtype}

@@ -1,0 +1,261 @@
+"""A call of Lightning's on some ranks only: one error on every rank, which names the call, who made it, the user's line and what to do."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_ddp_losses import DDPChecks, GlobalBatchLoss
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
+from tests.lightning_ranks import make_trainer
+
+SAVE_ADVICE = "Call `trainer.save_checkpoint` on every rank; Lightning writes on rank 0."
+LOG_ADVICE = "Call `self.log(..., sync_dist=True)` on every rank."
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.loss = GlobalBatchLoss(nn.CrossEntropyLoss())
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        return self.loss(self.layer(batch), torch.zeros(len(batch), dtype=torch.long))
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.layer(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    @property
+    def is_first(self) -> bool:
+        return self.global_rank == 0
+
+
+class SavesAtTheEnd(Callback):
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+
+
+class LogsOnRankZero(Model):
+    def on_validation_epoch_end(self) -> None:
+        if self.is_first:
+            self.log("val_score", torch.tensor(1.0), sync_dist=True)
+
+
+class LogsOtherNames(Model):
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.log("even" if self.is_first else "odd", torch.tensor(1.0), sync_dist=True)
+
+
+class LogsInTheStep(Model):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.is_first:
+            self.log("norm", self.layer.weight.norm(), sync_dist=True)
+        return super().training_step(batch, index)
+
+
+class Gathers(Model):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.is_first:
+            self.all_gather(batch)
+        return super().training_step(batch, index)
+
+
+class GathersOtherShapes(Model):
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        self.all_gather(batch[: 1 + self.global_rank])
+        return super().training_step(batch, index)
+
+
+class AsksForTheFolder(Model):
+    def on_train_epoch_end(self) -> None:
+        if self.is_first:
+            _ = self.trainer.log_dir
+
+
+class Waits(Model):
+    def on_train_epoch_end(self) -> None:
+        if self.is_first:
+            self.trainer.strategy.barrier("mine")
+
+
+def rows() -> DataLoader:
+    """This rank's rows of 16."""
+    every = torch.randn(16, 4, generator=torch.Generator().manual_seed(5))
+    return DataLoader(every[dist.get_rank() :: dist.get_world_size()], batch_size=2)
+
+
+def fit(kind: type[Model], callbacks: list[type[Callback]], checks: bool, folder: str) -> Trainer:
+    given: list[Callback] = [callback() for callback in callbacks]
+    if checks:
+        given.insert(0, DDPChecks(summary=False, file=False))
+    trainer = make_trainer("ddp_losses", callbacks=given, default_root_dir=folder)
+    trainer.fit(kind(), rows(), rows())
+    return trainer
+
+
+# module, callbacks, what the error must say
+ALONE: dict[str, tuple[type[Model], list[type[Callback]], list[str]]] = {
+    "save_checkpoint in a hook": (
+        Model,
+        [SavesAtTheEnd],
+        ["trainer.save_checkpoint", "in on_train_end: trainer.save_checkpoint(Path(", SAVE_ADVICE],
+    ),
+    "log in validation": (
+        LogsOnRankZero,
+        [],
+        [
+            "self.log('val_score', sync_dist=True)",
+            'in on_validation_epoch_end: self.log("val_score", torch.tensor(1.0), sync_dist=True)',
+            LOG_ADVICE,
+        ],
+    ),
+    "log of other names": (LogsOtherNames, [], ["self.log('even', sync_dist=True)", "in validation_step:", LOG_ADVICE]),
+    "log in the step": (
+        LogsInTheStep,
+        [],
+        ["strategy.reduce", 'in training_step: self.log("norm", self.layer.weight.norm(), sync_dist=True)'],
+    ),
+    "all_gather": (Gathers, [], ["strategy.all_gather", "in training_step: self.all_gather(batch)"]),
+    "log_dir": (AsksForTheFolder, [], ["strategy.broadcast", "in on_train_epoch_end: _ = self.trainer.log_dir"]),
+    "barrier": (Waits, [], ["strategy.barrier", 'self.trainer.strategy.barrier("mine")', "Call it on every rank"]),
+}
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("name", ALONE)
+def test_a_call_on_rank_zero_is_an_error_on_every_rank(pool: RankPool, tmp_path: Path, name: str, checks: bool) -> None:
+    kind, callbacks, words = ALONE[name]
+    errors = pool.errors(2, fit, kind, callbacks, checks, str(tmp_path), fresh=True)
+    assert_errors(errors, *words, "at different places of the program", "rank 0: ", "test_named_calls.py:")
+    assert not any(error.timed_out for error in errors)
+
+
+def test_other_shapes_are_an_error_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
+    errors = pool.errors(2, fit, GathersOtherShapes, [], False, str(tmp_path), fresh=True)
+    assert_errors(errors, "strategy.all_gather: shape", "rank 0: shape=(1, 4)", "rank 1: shape=(2, 4)")
+
+
+def fit_and_save(checks: bool, folder: str) -> None:
+    trainer = fit(Model, [], checks, folder)
+    if trainer.is_global_zero:
+        trainer.save_checkpoint(Path(folder) / "after.ckpt")
+    trainer.strategy.barrier("all of us")
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_saving_after_the_fit_too(pool: RankPool, tmp_path: Path, checks: bool) -> None:
+    errors = pool.errors(2, fit_and_save, checks, str(tmp_path), fresh=True)
+    assert_errors(
+        errors, "trainer.save_checkpoint on rank 0 only", "in fit_and_save: trainer.save_checkpoint(", SAVE_ADVICE
+    )
+    assert_errors(errors, "rank 1: strategy.barrier, at test_named_calls.py", 'trainer.strategy.barrier("all of us")')
+
+
+# ---------------------------------------------------------------------- what ranks may do
+
+
+class FirstRankFirst(Model):
+    """Rank 0 does something before the others, which wait on another line."""
+
+    def on_train_start(self) -> None:
+        if not self.is_first:
+            self.trainer.strategy.barrier("download")
+        if self.is_first:
+            self.trainer.strategy.barrier("download done")
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if self.is_first:
+            self.log("norm", torch.tensor(2.0), sync_dist=True)
+        else:
+            self.log("norm", torch.tensor(4.0), sync_dist=True)
+        gathered = self.all_gather(torch.tensor(self.global_rank))
+        assert gathered.tolist() == [0, 1]
+        return super().training_step(batch, index)
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "epoch.ckpt")
+
+
+def fit_healthy(checks: bool, folder: str) -> float:
+    return float(fit(FirstRankFirst, [], checks, folder).callback_metrics["norm"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed.nn.functional.all_gather is deprecated")  # Lightning's own
+@pytest.mark.parametrize("checks", [False, True])
+def test_calls_on_different_lines_meet(pool: RankPool, tmp_path: Path, checks: bool) -> None:
+    assert pool.run(2, fit_healthy, checks, str(tmp_path)) == [3.0, 3.0]
+    assert (tmp_path / "epoch.ckpt").exists()
+
+
+# ---------------------------------------------------------------------- a report under plain DDP
+
+
+class Reported(logging.Handler):
+    """Ends the wait of the other rank once the report is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        if "trainer.save_checkpoint" in self.said[-1]:
+            store = compat.default_store()
+            assert store is not None
+            store.set("reported", "yes")
+
+
+class SavesAlone(Callback):
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        if trainer.is_global_zero:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+        else:
+            self.wait()
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+
+
+def wait_for_report() -> None:
+    store = compat.default_store()
+    assert store is not None
+    store.wait(["reported"])
+
+
+def fit_under_plain_ddp(folder: str) -> list[str]:
+    log = logging.getLogger("lightning_ddp_losses.distributed.liveness")
+    log.addHandler(handler := Reported())
+    checks = DDPChecks(summary=False, file=False, stall_seconds=2.0)
+    trainer = make_trainer("ddp", callbacks=[checks, SavesAlone(wait_for_report)], default_root_dir=folder)
+    try:
+        trainer.fit(Model(), rows(), rows())
+    finally:
+        log.removeHandler(handler)
+    return handler.said
+
+
+def test_a_report_under_plain_ddp_says_the_same(pool: RankPool, tmp_path: Path) -> None:
+    said = pool.run(2, fit_under_plain_ddp, str(tmp_path), fresh=True)
+    (report,) = [text for text in said[0] if "trainer.save_checkpoint" in text]
+    assert "no progress" in report
+    line = "in trainer.save_checkpoint, at test_named_calls.py:"
+    assert "rank 0: end of training" in report
+    assert line in report
+    assert "rank 1: " in report
+    assert SAVE_ADVICE in report
