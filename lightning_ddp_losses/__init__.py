@@ -94,7 +94,7 @@ from lightning_ddp_losses.losses import (
     SigLipLoss,
     global_mean,
 )
-from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, synced
+from lightning_ddp_losses.metrics import DifferentiableMetric, EmbeddingRetrieval, differentiable, synced
 from lightning_ddp_losses.microbatch import microbatched
 from lightning_ddp_losses.samplers import GlobalBatchSampler, gather_predictions
 from lightning_ddp_losses.strategies import (
@@ -122,6 +122,7 @@ __all__ = [
     "DDPLossStrategy",
     "DeviceCheck",
     "DifferentiableMetric",
+    "EmbeddingRetrieval",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",

@@ -24,6 +24,7 @@ PINNED = [
     "DDPLossStrategy",
     "DeviceCheck",
     "DifferentiableMetric",
+    "EmbeddingRetrieval",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "GlobalBatchSampler",

@@ -309,6 +309,7 @@ READERS
 
 * `ddp-losses explain losses`: every loss by its usual name, with the call and its cost
 * `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
+* `ddp-losses explain retrieval`: recall, MAP and MRR over the rows of all ranks
 * `ddp-losses explain parts`: a tour of what the package does, with code
 * `ddp-losses explain migrate`: recipes for those who come from another host or library
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example

@@ -1,7 +1,7 @@
 """Retrieval metrics of the whole held-out set, from rows that were embedded on several ranks, and the module that logs them.
 
-Averages of the ranks' own metrics are not the metrics of the whole set: each query would be searched for among one rank's rows
-only. So the rows are gathered once an epoch, put into the order of one process, and every rank computes the same numbers.
+The metrics are those of ``EmbeddingRetrieval``, for which rows stay on their ranks. The report also draws the embeddings and needs their
+spread, so the rows are gathered once an epoch and put into the order of one process.
 Legend: `G` rows of all ranks, `D` embedding size.
 """
 
@@ -14,20 +14,16 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
-from pytorch_metric_learning.distances import DotProductSimilarity
-from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
-from pytorch_metric_learning.utils.inference import CustomKNN
 from torch import Tensor
-from torch.nn.functional import normalize
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad, all_reduce_with_grad
 from lightning_ddp_losses.errors import InputError, expect, format_error
+from lightning_ddp_losses.metrics import EmbeddingRetrieval
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
 
-_NAMES = {"precision_at_1": "precision_at_1", "r_precision": "r_precision", "map_at_r": "mean_average_precision_at_r"}
-_QUERIES_AT_ONCE = 1024  # bounds the distances that are alive to this many times G
+_MEASURES = ("precision_at_1", "r_precision", "map_at_r")
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
     """Return the metrics of each row as a query among all others, by cosine similarity.
 
     Args:
-        embeddings: (G, ...), flattened and normalised here, in their own precision and at least float32.
+        embeddings: (G, ...), flattened here, compared in their own precision and at least float32.
         labels: (G,) integers.
 
     Returns:
@@ -112,27 +108,14 @@ def retrieval_metrics(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
 
     Source: Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2.
     """
-    rows = torch.flatten(embeddings.detach(), 1)
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    bad = int((~torch.isfinite(rows)).any(1).sum())
-    fix = "The training diverged, or the inputs hold NaN: lower the learning rate, or check the features."
-    got = f"{bad} rows of {len(rows)} with NaN or infinity"
-    expect(not bad, "embeddings of the held-out set", expected="finite numbers", got=got, fix=fix, error=InputError)
-    rows = normalize(rows)
-    search = CustomKNN(DotProductSimilarity(normalize_embeddings=False), batch_size=_QUERIES_AT_ONCE)
+    metric = EmbeddingRetrieval(_MEASURES, sync_on_compute=False)
+    metric.update(torch.flatten(embeddings.detach(), 1), labels)
+    return as_numbers(metric.compute())
 
-    def nearest(_query: Tensor, k: int, _reference: Tensor, same: bool) -> tuple[Tensor, Tensor]:
-        # the calculator hands over its float32 copies, but near ties must fall as they do in the embeddings' own precision
-        distances, indices = search(rows, k, rows, same)
-        return distances, indices
 
-    calculator = AccuracyCalculator(
-        include=tuple(_NAMES.values()), k="max_bin_count", device=rows.device, knn_func=nearest, kmeans_func=len
-    )
-    # it compares labels as float32 too, which holds small whole numbers only
-    classes = torch.unique(labels, return_inverse=True)[1]
-    found = calculator.get_accuracy(rows, classes)
-    return {name: float(found[theirs]) for name, theirs in _NAMES.items()}
+def as_numbers(values: dict[str, Tensor]) -> dict[str, float]:
+    """Return the values of retrieval metrics in the order of the report."""
+    return {name: float(values[name]) for name in _MEASURES}
 
 
 def effective_rank(rows: Tensor) -> float:
@@ -155,7 +138,7 @@ class HeldOutModule(LightningModule):
     """A module that embeds rows, and logs the metrics of the whole held-out set.
 
     Held-out batches are ``(x, labels)`` or ``(x, labels, indices)``. A subclass defines ``forward``, and may define ``held_out_loss``
-    and ``measure``. A result from before training is kept for the report, if the trainer's sanity check takes all batches.
+    and ``further_metrics``. A result from before training is kept for the report, if the trainer's sanity check takes all batches.
     """
 
     report_title = "Retrieval on the held-out set"
@@ -169,6 +152,7 @@ class HeldOutModule(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.rows = HeldOutRows()
+        self.retrieval = EmbeddingRetrieval(_MEASURES)
         self.held_out: HeldOut | None = None
         """The held-out set as last evaluated, on rank 0."""
         self.untrained: dict[str, float] = {}
@@ -179,12 +163,17 @@ class HeldOutModule(LightningModule):
         return None
 
     def measure(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return the metrics of all held-out rows."""
-        return retrieval_metrics(embeddings, labels)
+        """Return the metrics of rows that one process has all."""
+        return {**retrieval_metrics(embeddings, labels), **self.further_metrics(embeddings)}
+
+    def further_metrics(self, embeddings: Tensor) -> dict[str, float]:
+        """Return metrics of all held-out rows beside those of retrieval."""
+        return {}
 
     def on_validation_epoch_start(self) -> None:
         """Forget the last evaluation."""
         self.rows = HeldOutRows()
+        self.retrieval.reset()
 
     on_predict_epoch_start = on_validation_epoch_start
 
@@ -198,6 +187,7 @@ class HeldOutModule(LightningModule):
         embeddings = self(x)
         # of a global loss, every rank has the value and adds its share of the rows
         self.rows.add(embeddings, labels, *indices, loss=self.held_out_loss(embeddings, labels))
+        self.retrieval.update(torch.flatten(embeddings, 1), labels, *indices)
 
     test_step = validation_step
 
@@ -223,7 +213,9 @@ class HeldOutModule(LightningModule):
     def _evaluate(self, loss_name: str, prefix: str) -> None:
         held_out = self._gather()
         metrics = {} if held_out.loss is None else {loss_name: held_out.loss}
-        for name, value in self.measure(held_out.embeddings, held_out.labels).items():
+        found = {**as_numbers(self.retrieval.compute()), **self.further_metrics(held_out.embeddings)}
+        self.retrieval.reset()
+        for name, value in found.items():
             metrics[prefix + name] = value
         if self.trainer.sanity_checking:
             self.untrained = metrics

@@ -440,9 +440,9 @@ class SelfDistillationModule(HeldOutModule):
         embeddings: Tensor = encoder(x)
         return embeddings, head(embeddings)
 
-    def measure(self, embeddings: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return the metrics of all held-out rows, and how many directions they spread over."""
-        return {**super().measure(embeddings, labels), "effective_rank": effective_rank(embeddings)}
+    def further_metrics(self, embeddings: Tensor) -> dict[str, float]:
+        """Return how many directions all held-out rows spread over."""
+        return {"effective_rank": effective_rank(embeddings)}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make one optimizer for the student."""

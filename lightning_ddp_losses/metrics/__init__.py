@@ -12,6 +12,8 @@ into L on every rank.
 * ``buffer_plan``: the place of each rank's tensors in one buffer, and ranks that hold different states.
 * ``composites``: compositions, wrappers and collections.
 * ``conversion``: ``differentiable`` and ``synced``, the metrics that the latter makes, and the table of metrics without a gradient.
+* ``retrieval``: ``EmbeddingRetrieval``. It has no gradient, and its rows stay on their ranks. ``retrieval_value`` has the search,
+  ``nearest`` the nearest rows, ``retrieval_rows`` the plan of the rows of all ranks, ``retrieval_measures`` the definitions.
 
 A metric of torchmetrics that looks at the whole batch gets a line in ``states._WHOLE_BATCH``, a metric without gradient a line in
 ``conversion.WITHOUT_GRADIENT``, and a wrapper a class and a line in ``composites``. Each gets a row in ``tests/metrics/cases.py``.
@@ -19,5 +21,6 @@ A metric of torchmetrics that looks at the whole batch gets a line in ``states._
 
 from lightning_ddp_losses.metrics.conversion import differentiable, synced
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric
+from lightning_ddp_losses.metrics.retrieval import EmbeddingRetrieval
 
-__all__ = ["DifferentiableMetric", "differentiable", "synced"]
+__all__ = ["DifferentiableMetric", "EmbeddingRetrieval", "differentiable", "synced"]

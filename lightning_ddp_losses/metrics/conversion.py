@@ -14,6 +14,7 @@ import copy
 import copyreg
 import functools
 import inspect
+import warnings
 from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.metric import CompositionalMetric
+from torchmetrics.retrieval.base import RetrievalMetric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 from torchmetrics.utilities.distributed import gather_all_tensors
 from torchmetrics.wrappers import ClasswiseWrapper, Running
@@ -174,6 +176,7 @@ class SyncedMetric(ExchangingMetric):
 
     _configuration: Configuration
     _instance: Instance
+    _has_warned = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -222,7 +225,10 @@ class SyncedMetric(ExchangingMetric):
         self._exchange_states(self._title("compute"), process_group or self.process_group)
 
     def _receive(self, values: Sequence[Any]) -> States:
+        own = list(self.indexes) if isinstance(self, RetrievalMetric) else []
         reduced = super()._receive(values)
+        if own and not self._has_warned:
+            self._has_warned = _warn_of_shared_queries(self._title(), own, reduced["indexes"])
         for name, reduce in self._reductions.items():
             if reduce is dim_zero_cat and isinstance(reduced[name], list):  # no rank has rows
                 setattr(self, name, torch.tensor([], device=self.device, dtype=self.dtype))
@@ -231,6 +237,29 @@ class SyncedMetric(ExchangingMetric):
     @property
     def _waits(self) -> bool:
         return super()._waits and self.dist_sync_fn is None
+
+
+def _warn_of_shared_queries(title: str, own: list[Tensor], everyone: list[Tensor]) -> bool:
+    """Warn if rows of this rank's queries are on other ranks too. Return whether there are such.
+
+    Args:
+        title: Name of the metric.
+        own: Query number of each row of this rank, in pieces.
+        everyone: The same of all ranks.
+    """
+    numbers = torch.cat(own)
+    of_own_queries = torch.isin(torch.cat(everyone), numbers)
+    elsewhere = int(of_own_queries.sum()) - len(numbers)
+    if not elsewhere:
+        return False
+    warnings.warn(
+        f"{title}: {elsewhere} rows of this rank's queries are on other ranks (equal numbers in `indexes`). That is right if candidates "
+        "of a query are spread over ranks. If each rank has its own queries, number them apart: indexes + first_query_of_this_rank. "
+        "If each rank updates with all rows, update with its own only, or each row counts once for each rank. "
+        "More: ddp-losses explain retrieval",
+        stacklevel=2,
+    )
+    return True
 
 
 class SyncedTracker(Members):

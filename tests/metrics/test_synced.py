@@ -545,3 +545,31 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no metric": (lambda: synced(torch.nn.Linear(1, 1)), ("Linear", "metric")),
 }
 test_what_cannot_be_joined_is_refused_by_name = refusals_of_one_process(REFUSED, ConfigurationError)
+
+
+# ---------------------------------------------------------------------- query numbers
+
+
+def warned_of_queries(first_query: int, computes: int = 1, **options: Any) -> list[str]:
+    """What a retrieval metric says, with 3 queries on each rank that are numbered from ``first_query`` times the rank."""
+    metric = synced(retrieval.RetrievalMRR(compute_with_cache=False, **options))
+    indexes = torch.arange(3).repeat_interleave(2) + first_query * dist.get_rank()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(computes):
+            metric.update(torch.rand(6), torch.arange(6) % 2 == 0, indexes=indexes)
+            metric.compute()
+    return [str(warning.message) for warning in caught if "on other ranks" in str(warning.message)]
+
+
+@each_rank(2)
+def test_query_numbers_that_ranks_share_are_said_once() -> None:
+    """Not if they are apart, and not of a rank whose value is its own."""
+    assert warned_of_queries(3) == []
+    assert warned_of_queries(0, sync_on_compute=False) == []
+    (text,) = warned_of_queries(0, computes=2)
+    assert "RetrievalMRR" in text
+    assert "6 rows of this rank's queries are on other ranks" in text
+    assert "first_query_of_this_rank" in text
+    (text,) = warned_of_queries(2)
+    assert "2 rows of this rank's queries" in text

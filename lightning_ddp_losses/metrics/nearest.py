@@ -1,0 +1,302 @@
+"""The nearest rows of a gallery that is spread over the ranks, without a matrix of all distances.
+
+Each rank keeps its part of the gallery. A block of queries goes round the ranks, each adds its nearest rows, and what comes back is merged
+by distance, then number: the same rows in the same order as one process finds them. Alive are one tile of scores and, for each query of
+the block, as many rows as it asks for.
+
+In a tile, groups of ``_GROUP`` neighbouring columns are reduced to their largest score first. The k best columns are in the k best groups,
+so that a search among those is enough: one pass over the tile. Equal scores at the border of the k best are found exactly, in a slower
+pass over their row of the tile.
+
+Products of equal rows must be equal for this order, wherever the rows are in a tile. They are for float32 on a CPU if tiles have 16 rows
+and columns or multiples of that (torch 2.13 with MKL, measured), so tiles are filled up with zeros. Products of float64 may differ by the
+last bit.
+
+Legend: ``n`` queries, ``D`` embedding size, ``g`` rows of this rank's gallery, ``T`` columns of a tile, ``k`` rows to find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytorch_metric_learning.distances as pml_distances
+import torch
+from pytorch_metric_learning.distances import BaseDistance, CosineSimilarity, DotProductSimilarity, SNRDistance
+from torch import Tensor
+
+from lightning_ddp_losses.core import precision
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.metrics.retrieval_rows import ABSENT, places_in
+
+_GROUP = 32  # columns
+_ROW_STEP, _COLUMN_STEP = 16, 64  # tiles have multiples of these
+_HOST_BYTES, _DEVICE_BYTES = 16 << 20, 256 << 20  # of a tile
+_PAIR_BYTES = 32 << 20  # of differences of rows that a distance makes at a time
+_EXACT_BYTES = 8 << 20  # of counters in the pass over rows with equal scores
+_NAMES = ("CosineSimilarity", "DotProductSimilarity", "LpDistance", "SNRDistance")
+
+
+# ---------------------------------------------------------------------- scores
+
+
+class Scores:
+    """A distance as scores, of which larger ones are nearer.
+
+    Args:
+        distance: Name of a distance of pytorch-metric-learning, or an instance with its options.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+
+    def __init__(self, distance: str | BaseDistance) -> None:
+        if isinstance(distance, str) and distance in _NAMES:
+            distance = getattr(pml_distances, distance)()
+        if not isinstance(distance, BaseDistance):
+            raise ConfigurationError(
+                "EmbeddingRetrieval: distance",
+                expected=f"one of {', '.join(_NAMES)}, or an instance of a distance of pytorch-metric-learning",
+                got=repr(distance),
+            )
+        self.distance = distance
+        self._is_product = type(distance) in (CosineSimilarity, DotProductSimilarity) and distance.power == 1
+
+    def __str__(self) -> str:
+        of_distance = self.distance
+        options = (
+            f"normalize_embeddings={of_distance.normalize_embeddings}, p={of_distance.p}, power={of_distance.power}"
+        )
+        return f"{type(of_distance).__name__}({options})"
+
+    @property
+    def needs_variance(self) -> bool:
+        """Whether a row must have numbers that differ."""
+        return isinstance(self.distance, SNRDistance)
+
+    def prepared(self, rows: Tensor) -> Tensor:
+        """Return rows (n, D) as they are compared."""
+        prepared: Tensor = self.distance.maybe_normalize(rows)
+        return prepared
+
+    def write(self, queries: Tensor, columns: Tensor, out: Tensor) -> None:
+        """Write the scores of prepared queries (n, D) and columns (T, D) to ``out`` (n, T)."""
+        if self._is_product:
+            torch.mm(queries, columns.t(), out=out)
+            return
+        row_bytes = queries.numel() * queries.element_size()
+        step = max(_ROW_STEP, _PAIR_BYTES // max(row_bytes, 1))
+        for start in range(0, len(columns), step):
+            part = slice(start, start + step)
+            found = self.distance.compute_mat(queries, columns[part])
+            if self.distance.power != 1:
+                found = found**self.distance.power
+            out[:, part] = found if self.distance.is_inverted else -found
+
+
+# ---------------------------------------------------------------------- what is found
+
+
+class Nearest(NamedTuple):
+    """The nearest rows of some queries, in order: by score, then by number.
+
+    Attributes:
+        scores: (n, k). Minus infinity where there is no row.
+        numbers: (n, k) int64, of the rows in the gallery. ``ABSENT`` where there is none.
+    """
+
+    scores: Tensor
+    numbers: Tensor
+
+    def packed(self) -> Tensor:
+        """Return both in one tensor (n, 2 k) of integers, to be sent."""
+        integer = torch.int32 if self.scores.dtype == torch.float32 else torch.int64
+        return torch.cat([self.scores.view(integer), self.numbers.to(integer)], 1)
+
+    @classmethod
+    def unpacked(cls, packed: Tensor) -> Nearest:
+        """Return what ``packed`` was made of."""
+        scores, numbers = packed.chunk(2, 1)
+        floating = torch.float32 if packed.dtype == torch.int32 else torch.float64
+        return cls(scores.contiguous().view(floating), numbers.long())
+
+    def merged(self, other: Nearest) -> Nearest:
+        """Return as many nearest rows, out of these and others."""
+        k = self.scores.shape[1]
+        numbers, order = torch.cat([self.numbers, other.numbers], 1).sort(1)
+        scores = torch.cat([self.scores, other.scores], 1).gather(1, order)
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        return Nearest(scores[:, :k].contiguous(), numbers.gather(1, order[:, :k]))
+
+
+def merge_packed(first: Tensor, second: Tensor) -> Tensor:
+    """Merge two results of ``Nearest.packed``."""
+    return Nearest.unpacked(first).merged(Nearest.unpacked(second)).packed()
+
+
+class Queries(NamedTuple):
+    """A block of queries on the rank that it visits.
+
+    Attributes:
+        rows: (n, D), prepared.
+        own: (n,), number of the gallery's row that is the query itself. -1: there is none.
+        labels: (n,).
+    """
+
+    rows: Tensor
+    own: Tensor
+    labels: Tensor
+
+
+class GalleryPart:
+    """This rank's rows of the gallery.
+
+    Args:
+        scores: How rows are compared.
+        rows: (g, D), prepared, in the order of their numbers.
+        numbers: (g,), ascending.
+        labels: (g,).
+    """
+
+    def __init__(self, scores: Scores, rows: Tensor, numbers: Tensor, labels: Tensor) -> None:
+        self._scores = scores
+        self._rows = _filled_up(rows, _COLUMN_STEP)
+        self._numbers = numbers.new_full((len(self._rows),), ABSENT)
+        self._numbers[: len(rows)] = numbers
+        self._labels = labels.new_zeros(len(self._rows))
+        self._labels[: len(rows)] = labels
+        self._count = len(rows)
+        self._buffer = rows.new_empty(0)
+
+    def nearest(self, queries: Queries, k: int) -> Nearest:
+        """Return the k nearest rows of each query."""
+        n = len(queries.rows)
+        absent = self._numbers.new_full((n, k), ABSENT)
+        found = Nearest(self._rows.new_full((n, k), -torch.inf), absent)
+        for columns, scores in self._tiles(queries):
+            best, places = best_columns(scores, min(k, scores.shape[1]))
+            numbers = self._numbers[places + columns.start]
+            numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
+            found = found.merged(Nearest(best, numbers))
+        return found
+
+    def nearest_relevant(self, queries: Queries) -> Nearest:
+        """Return the nearest row of each query's label."""
+        n = len(queries.rows)
+        absent = self._numbers.new_full((n, 1), ABSENT)
+        found = Nearest(self._rows.new_full((n, 1), -torch.inf), absent)
+        for columns, scores in self._tiles(queries):
+            scores.masked_fill_(self._labels[columns] != queries.labels.unsqueeze(1), -torch.inf)
+            best, places = scores.max(1, keepdim=True)  # of equal ones the first
+            numbers = self._numbers[places + columns.start]
+            numbers = numbers.masked_fill(best == -torch.inf, ABSENT)
+            found = found.merged(Nearest(best, numbers))
+        return found
+
+    def count_nearer(self, queries: Queries, than: Nearest) -> Tensor:
+        """Return how many rows (n, 1) of other labels are nearer than one row of each query."""
+        found = torch.zeros_like(than.numbers)
+        for columns, scores in self._tiles(queries):
+            is_earlier = self._numbers[columns] < than.numbers
+            is_nearer = (scores > than.scores) | ((scores == than.scores) & is_earlier)
+            is_nearer &= self._labels[columns] != queries.labels.unsqueeze(1)
+            found += is_nearer.sum(1, keepdim=True)
+        return found
+
+    def _tiles(self, queries: Queries) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the scores (n, T) of one part of the gallery after the other, -inf for a query itself. A tile is valid until the next."""
+        n = len(queries.rows)
+        if n == 0 or self._count == 0:
+            return
+        rows = _filled_up(queries.rows, _ROW_STEP)
+        own = places_in(self._numbers, queries.own)
+        budget = _HOST_BYTES if rows.device.type == "cpu" else _DEVICE_BYTES
+        step = budget // (len(rows) * rows.element_size()) // _COLUMN_STEP * _COLUMN_STEP
+        step = min(max(step, _COLUMN_STEP), len(self._rows))
+        if self._buffer.numel() < len(rows) * step:
+            self._buffer = rows.new_empty(len(rows) * step)
+        for start in range(0, len(self._rows), step):
+            columns = self._rows[start : start + step]
+            scores = self._buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
+            self._scores.write(rows, columns, scores)
+            scores = scores[:n]
+            # a query whose own row is elsewhere writes the score of the first column over itself
+            is_here = (own >= start) & (own < start + len(columns))
+            place = torch.where(is_here, own - start, 0).unsqueeze(1)
+            score = torch.where(is_here.unsqueeze(1), -torch.inf, scores.gather(1, place))
+            scores.scatter_(1, place, score)
+            # columns that only fill the tile up
+            scores[:, max(self._count - start, 0) :] = -torch.inf
+            yield slice(start, start + len(columns)), scores
+
+
+def _filled_up(rows: Tensor, step: int) -> Tensor:
+    """Return rows (n, D) with rows of zeros after them, up to a multiple of ``step``."""
+    missing = -len(rows) % step
+    if not missing:
+        return rows
+    return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
+
+
+# ---------------------------------------------------------------------- the best columns of a tile
+
+
+def best_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest scores (n, k) of each row of (n, T), and their columns. Of equal scores the first columns are taken.
+
+    NaN counts as the largest.
+    """
+    n, width = scores.shape
+    candidates, columns, outside = scores, None, None
+    groups = width // _GROUP
+    if width % _GROUP == 0 and groups >= 2 * (k + 1):
+        # 1. the groups of columns with the largest scores, and the largest score outside of them
+        of_groups = scores.view(n, groups, _GROUP).amax(2).topk(k + 1, 1)
+        outside = of_groups.values[:, k]
+        chosen = of_groups.indices[:, :k].sort(1).values
+        columns = chosen.unsqueeze(2) * _GROUP + torch.arange(_GROUP, device=scores.device)
+        columns = columns.view(n, k * _GROUP)
+        candidates = scores.gather(1, columns)
+    # 2. the largest scores in them, and the next
+    more = min(k + 1, candidates.shape[1])
+    top = candidates.topk(more, 1)
+    last = top.values[:, k - 1]
+    places = top.indices[:, :k].sort(1).values
+    # 3. rows in which more columns are equal to the last one
+    is_tied = top.values[:, more - 1] == last if more > k else torch.zeros_like(last, dtype=torch.bool)
+    if outside is not None:
+        is_tied = is_tied | (outside == last)
+    is_tied = is_tied & (last > -torch.inf)
+    if columns is not None:
+        places = columns.gather(1, places)
+    tied = is_tied.nonzero().squeeze(1)
+    for rows in torch.split(tied, max(1, _EXACT_BYTES // (8 * width))):
+        places[rows] = _first_of_equal(scores[rows], last[rows].unsqueeze(1), k)
+    # 4. in order: columns ascend, and sorting keeps the order of equal scores
+    best, order = scores.gather(1, places).sort(dim=1, descending=True, stable=True)
+    return best, places.gather(1, order)
+
+
+def _first_of_equal(scores: Tensor, last: Tensor, k: int) -> Tensor:
+    """Return the columns (n, k), ascending, of scores above ``last`` (n, 1) and of the first that equal it."""
+    is_better = scores > last
+    is_equal = scores == last
+    missing = k - is_better.sum(1, keepdim=True)
+    is_chosen = is_better | (is_equal & (is_equal.cumsum(1) <= missing))
+    return is_chosen.nonzero()[:, 1].view(len(scores), k)
+
+
+@contextlib.contextmanager
+def in_full_precision(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Search without gradient, autocast and TF32 for the length of a block."""
+    before: Any = torch.get_float32_matmul_precision()
+    with torch.no_grad(), precision.full_precision(dtype, [device.type]):
+        if device.type == "cpu" or before == "highest":
+            yield
+            return
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
