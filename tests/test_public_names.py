@@ -46,6 +46,7 @@ PINNED = [
     "differentiable",
     "gather_predictions",
     "global_mean",
+    "global_randomness",
     "microbatched",
     "parity",
     "synced",
