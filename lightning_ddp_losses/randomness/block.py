@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.randomness.step import RandomStep, active_step
+from lightning_ddp_losses.randomness.step import RandomStep, active_step, rows_in
 
 
 @contextmanager
@@ -55,6 +55,7 @@ def global_randomness(rows: Any, *, row_dim: int = 0, group: Group = None) -> It
         ...     loss = torch.nn.functional.dropout(x, 0.5).sum()
     """
     if process_groups.world_size(group) == 1:
+        rows_in(rows, row_dim)
         yield
         return
     step = RandomStep(rows, row_dim=row_dim, group=group)

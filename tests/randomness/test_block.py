@@ -105,6 +105,8 @@ def test_a_world_of_one_enters_no_mode() -> None:
     with global_randomness(rows=3):
         assert not compat.is_in_dispatch_mode()
         assert type(torch.rand(3, 2).shape[0]) is int
+    with pytest.raises(ConfigurationError, match="global_randomness: rows"), global_randomness(rows=-1):
+        pass
 
 
 @each_rank(2)
