@@ -9,6 +9,7 @@ not say where they come from.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -167,6 +168,12 @@ class Propagation:
             return UNKNOWN
         outer, inner = kinds.pop()
         return RowPlace(dim, outer, inner)
+
+
+@functools.lru_cache(maxsize=8)
+def propagation_of(rows: int) -> Propagation:
+    """Return the rules for a number of rows. They depend on shapes only, so steps with as many rows share them."""
+    return Propagation(rows)
 
 
 # ---------------------------------------------------------------------- operators whose arguments are sizes

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_ddp_losses.randomness.places import OF_PARAMETER, UNKNOWN, Candidates, RowPlace
-from lightning_ddp_losses.randomness.propagation import Propagation
+from lightning_ddp_losses.randomness.propagation import propagation_of
 from lightning_ddp_losses.randomness.row_table import RowTable
 
 
@@ -30,7 +30,7 @@ class RowTracker:
         self.shapes_of_parameters: set[tuple[int, ...]] = set()
         self._takes_by_size = takes_by_size
         self._table = RowTable()
-        self._propagation = Propagation(rows)
+        self._propagation = propagation_of(rows)
 
     def mark(self, tensor: Tensor, candidates: Candidates) -> None:
         """Say where the rows of a tensor are."""
