@@ -38,7 +38,8 @@ Layout. Imports go down only (``tests/test_layers.py``):
 The manual is ``ddp-losses explain`` in a terminal, and HTML after ``nox -s docs``: a page for each fault, host, peer and kind of reader,
 and the numbers. Names below the top level are in ``lightning_ddp_losses.losses``, ``lightning_ddp_losses.collectives``,
 ``lightning_ddp_losses.sharding``, ``lightning_ddp_losses.errors``, ``lightning_ddp_losses.metrics``, ``lightning_ddp_losses.layers``,
-``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``,
+``lightning_ddp_losses.samplers``, ``lightning_ddp_losses.randomness``,
+``lightning_ddp_losses.strategies``, ``lightning_ddp_losses.ssl``, ``lightning_ddp_losses.callbacks``,
 ``lightning_ddp_losses.audit``, ``lightning_ddp_losses.testing`` and ``lightning_ddp_losses.cli``.
 
 ``collectives`` and ``sharding`` are documented import paths for what lies in ``distributed``.

@@ -225,6 +225,20 @@ def test_draws_that_cannot_be_those_of_one_process_are_refused_with_their_line(c
 
 
 @each_rank(2)
+def test_a_batch_with_its_rows_in_another_dimension() -> None:
+    x = batches([5])[0].transpose(0, 1).contiguous()
+    layer = make("encoder layer, time first").layer
+    for counts in ((3, 2), (4, 1)):
+        start = sum(counts[: dist.get_rank()])
+        own = x.narrow(1, start, counts[dist.get_rank()]).contiguous()
+        torch.manual_seed(0)
+        expected = layer(x).narrow(1, start, own.shape[1])
+        torch.manual_seed(0)
+        with global_randomness(rows={"sequences": own}, row_dim=1):
+            torch.testing.assert_close(layer(own), expected, rtol=1e-9, atol=1e-12)
+
+
+@each_rank(2)
 def test_rows_that_are_picked_from_the_data_inside_the_block() -> None:
     x = torch.ones(6, 4)
     torch.manual_seed(0)
