@@ -47,6 +47,7 @@ PINNED = [
     "differentiable",
     "gather_predictions",
     "global_mean",
+    "global_randomness",
     "microbatched",
     "parity",
     "synced",

@@ -36,6 +36,7 @@ PLACES = (
     f"{PACKAGE}.losses",
     f"{PACKAGE}.metrics",
     f"{PACKAGE}.layers",
+    f"{PACKAGE}.randomness",
     f"{PACKAGE}.samplers",
     f"{PACKAGE}.strategies",
     f"{PACKAGE}.ssl",
@@ -334,6 +335,9 @@ _MEANT = {
     ),
     **dict.fromkeys(("clip", "siglip"), ("ClipLoss", "SigLipLoss", "migrate open_clip")),
     **dict.fromkeys(("hang", "deadlock", "stuck", "freeze"), ("F32",)),
+    **dict.fromkeys(
+        ("dropout", "noise", "seed", "seeds", "gan", "diffusion", "droppath"), ("global_randomness", "F72")
+    ),
     "nan": ("F79",),
 }
 
