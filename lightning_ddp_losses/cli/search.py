@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import difflib
 import re
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
+
+from lightning_ddp_losses.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import sqlite3
 
 MOST = 3
 """Pages that are shown."""
@@ -66,14 +70,13 @@ class Index:
         pages: All pages.
 
     Raises:
-        sqlite3.OperationalError: Python's SQLite was built without FTS5.
+        ConfigurationError: Python was built without SQLite or without FTS5.
     """
 
     def __init__(self, pages: Sequence[Page]) -> None:
-        self._table = sqlite3.connect(":memory:")
-        columns = "topic UNINDEXED, title, words, summary, text"
-        self._table.execute(f"CREATE VIRTUAL TABLE pages USING fts5({columns}, tokenize='porter')")
+        self._table = _empty_table()
         self._table.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", pages)
+        self._topics = [each.topic for each in pages]
         self._vocabulary = sorted({word for each in pages for word in _words(" ".join(each[1:]))})
 
     def best(self, typed: str) -> list[str]:
@@ -83,8 +86,12 @@ class Index:
             typed: Words, as a user types them.
         """
         words = dict.fromkeys(word for word in _words(typed) if word not in _LITTLE.split())
-        known = [self._known(word) for word in words]
-        return self._matches([word for word in known if word])
+        known = [found for found in map(self._known, words) if found]
+        # a name with a slip of the pen
+        named = []
+        if len(known) == 1:
+            named = [topic for topic in self._topics if topic.lower() == known[0]]
+        return list(dict.fromkeys([*named, *self._matches(known)]))[:MOST]
 
     def _known(self, word: str) -> str:
         """Return a word that some page has: the word, or the most similar one. Empty: none is similar."""
@@ -103,6 +110,21 @@ class Index:
             f"SELECT topic FROM pages WHERE pages MATCH ? ORDER BY {rank} LIMIT {MOST}", (query,)
         )
         return [topic for (topic,) in found]
+
+
+def _empty_table() -> sqlite3.Connection:
+    """Return a table for pages. It is in memory."""
+    columns = "topic UNINDEXED, title, words, summary, text"
+    try:
+        import sqlite3
+
+        table = sqlite3.connect(":memory:")
+        table.execute(f"CREATE VIRTUAL TABLE pages USING fts5({columns}, tokenize='porter')")
+    except Exception as error:  # a Python without the module, or its library without the extension
+        fix = "Name a page: `ddp-losses explain` lists them, and `ddp-losses explain --all` the known faults."
+        expected = "Python with SQLite and its FTS5"
+        raise ConfigurationError("a search", expected=expected, got=str(error), fix=fix) from error
+    return table
 
 
 def _words(text: str) -> list[str]:

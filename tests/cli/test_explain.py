@@ -152,8 +152,8 @@ def test_sections_of_a_docstring() -> None:
         ("lovasz", "ddp-losses explain DifferentiableMetric"),
         ("clip", "ddp-losses explain ClipLoss"),
         ("loss is nan", "ddp-losses explain F79"),
-        ("hangs", "ddp-losses explain F32"),
-        ("teacher", "ddp-losses explain migrate lightly"),
+        ("hangs", "ddp-losses explain hang: "),
+        ("teacher", "ddp-losses explain migrate distillation"),
     ],
 )
 def test_an_unknown_topic_names_what_is_near(topic: str, near: str) -> None:
