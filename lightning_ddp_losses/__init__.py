@@ -18,6 +18,7 @@ Layout. Imports go down only (``tests/test_layers.py``):
 | folder | content |
 |---|---|
 | ``errors`` | the errors a user can cause. Each formats itself: what, expected, got, ranks, fix |
+| ``requirements`` | versions of what is installed, read before anything of it is imported |
 | ``core`` | knowledge of one rank: precision, autograd graph, inputs, modules and their patched methods, the reader of ``faults.yaml`` |
 | ``distributed`` | joint work of ranks: groups, the handshake before every collective, collectives, shards, fingerprints |
 | ``randomness`` | dropout, noise and other draws of W ranks that are those of one process |
@@ -59,6 +60,11 @@ From another package: ``losses.check_separable(loss)`` measures the modes that a
 losses of a class. A check is a subclass of ``RankCheck``, passed to ``DDPChecks``.
 """
 
+from lightning_ddp_losses import requirements as _requirements
+
+_requirements.refuse_unusable()
+
+# isort: split
 import lightning.pytorch as _lightning  # noqa: F401 - first: in the order in which our modules ask for it, it takes a tenth longer
 
 from lightning_ddp_losses.audit import AuditReport, assert_parity, audit, parity

@@ -20,6 +20,7 @@ REPORTING = TORCH | {"lightning", "rich", "matplotlib"}
 # from the ground up: what stands on one layer, and the packages that may be imported there (None: all)
 LAYERS: list[tuple[tuple[str, ...], set[str] | None]] = [
     (("errors",), set()),
+    (("requirements",), {"packaging"}),
     (("core",), TORCH | {"yaml"}),  # the table of faults is a file of YAML
     (("distributed", "collectives", "sharding"), TORCH),
     (("randomness",), TORCH),

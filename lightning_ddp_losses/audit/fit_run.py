@@ -41,7 +41,7 @@ from lightning_ddp_losses.distributed.shard import shard_of
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
 from lightning_ddp_losses.strategies import ModelParallelLossStrategy
-from lightning_ddp_losses.strategies.training_data import describe_reshuffle
+from lightning_ddp_losses.strategies.training_data import describe_reshuffle, foreign_loader
 
 
 class _ReplayData(LightningDataModule):
@@ -390,6 +390,7 @@ class FitRecorder(Recorder, Callback):
             sync_batchnorm=compat.syncs_batch_norm(trainer),
             repeated_rows=repeated_validation_rows(trainer) if self.validates else [],
             reshuffled=describe_reshuffle(trainer.train_dataloader, injecting=injecting) or "",
+            foreign_loader=foreign_loader(trainer),
         )
 
 

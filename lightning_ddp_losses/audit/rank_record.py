@@ -100,6 +100,7 @@ class ModuleInfo:
         optimizers: Class names.
         repeated_rows: Rows that each validation loader hands out twice, all ranks together.
         reshuffled: Finding and fix if Lightning shuffled a sampler that meant its order, else empty.
+        foreign_loader: Class of a training loader that is not a DataLoader, else empty.
     """
 
     owners: dict[str, str] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class ModuleInfo:
     optimizers: list[str] = field(default_factory=list)
     repeated_rows: list[int] = field(default_factory=list)
     reshuffled: str = ""
+    foreign_loader: str = ""
 
 
 @dataclass

@@ -38,7 +38,11 @@ def identical_batches(context: AuditContext) -> Iterator[Diagnosis]:
     """F67, F71: every rank draws the same rows."""
     columns = list(zip(*(record.batches for record in context.runs.user_run.records), strict=False))
     if columns and all(len({batch.digest for batch in column}) == 1 for column in columns):
-        yield context.diagnosis("F67", batches=len(columns))
+        loader = context.runs.user_run.records[0].module_info.foreign_loader
+        case = "loader_in_audit" if loader else "audit"
+        if not context.by_trainer:
+            case = "loop"
+        yield context.diagnosis("F67", case, batches=len(columns), loader=loader)
 
 
 def sampler_shuffled_apart(context: AuditContext) -> Iterator[Diagnosis]:

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -386,28 +386,44 @@ def joins_windows(strategy: Any) -> bool:
 
 # ---------------------------------------------------------------------- runs that failed
 
-HINTS: tuple[tuple[str, str], ...] = (
-    (r"[Ee]xpected to have finished reduction|were not used in producing the loss", "F38"),
-    (r"returning None in distributed training", "F35"),
-    (
-        r"SyncBatchNorm expected input tensor to be on",
-        "torch's SyncBatchNorm does not run on the CPU: take plugins=[lightning_ddp_losses.SyncBatchNorm()], or audit on GPUs "
-        "(trainer_kwargs=dict(accelerator='gpu')).",
+
+class Hint(NamedTuple):
+    """Describes what to do about an error that users of DDP meet.
+
+    Attributes:
+        pattern: Regular expression, searched for in the error and its traceback.
+        fix: A fault of the table, or a sentence.
+        page: Topic of ``ddp-losses explain``. Empty: the one of ``AuditError``.
+    """
+
+    pattern: str
+    fix: str
+    page: str = ""
+
+
+HINTS = (
+    Hint(r"[Ee]xpected to have finished reduction|were not used in producing the loss", "F38", "F38"),
+    Hint(r"returning None in distributed training", "F35", "F35"),
+    Hint(
+        r"SyncBatchNorm expected input tensor to be on|SyncBatchNorm layers only work with GPU",
+        "torch's SyncBatchNorm does not run on the CPU: take plugins=[lightning_ddp_losses.SyncBatchNorm()] in place of "
+        "sync_batchnorm=True, or audit on GPUs (trainer_kwargs=dict(accelerator='gpu')).",
+        "sync_batch_norm",
     ),
-    (
+    Hint(
         r"No CUDA|CUDA driver|not compiled with CUDA|NVIDIA driver|Torch not compiled with|CUDA in forked",
         "The model asks for a GPU and this process has none: use self.device in the module, or audit where there is one.",
     ),
-    (
+    Hint(
         r"must have the same dtype|expected scalar type|same dtype, but got",
         "A part of the loop stays in another dtype than its model: parity(dtype=None) leaves all as they are.",
     ),
-    (
+    Hint(
         r"Timed out|timed out|Connection (closed|reset)|took more than",
         "A rank waits for another: do all ranks run the same collectives, and have the same number of batches?",
     ),
 )
-"""Fixes of errors that users of DDP meet: a fault of the table, or a sentence."""
+"""The first one that fits is shown."""
 
 # texts of an error that follows from another rank's failure
 _FOLLOWS = re.compile(r"gloo|NCCL|Connection (closed|reset)|[Tt]imed out|[Tt]imeout")
@@ -422,15 +438,17 @@ def _error_of(failures: dict[tuple[Run, int], Failure]) -> Exception:
     # place, cause and fix
     where = f"rank {rank} of {run.ranks}" if run.ranks else "the one process"
     said = f"{failure.type}: {failure.message}" if failure.type else failure.message
-    hint = next((text for pattern, text in HINTS if re.search(pattern, f"{said}\n{failure.traceback}")), "")
-    if hint in FAULTS:
-        hint = f"{hint}: {FAULTS[hint].title}. {FAULTS[hint].fix} {errors.explained_by(hint)}"
+    seen = f"{said}\n{failure.traceback}"
+    hint = next((hint for hint in HINTS if re.search(hint.pattern, seen)), Hint("", ""))
+    fix = hint.fix
+    if fix in FAULTS:
+        fix = f"{fix}: {FAULTS[fix].title}. {FAULTS[fix].fix} {errors.explained_by(fix)}"
     what = f"audit, run `{run.name}` on {where}"
-    text = errors.format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=hint)
+    text = errors.format_error(what, expected=f"{run.steps} optimizer steps", got=said, fix=fix)
     stories = [failure.traceback]
     if failure.message.startswith("took more"):  # all that are silent: one of them hangs, the others wait for it
         stories = [f"rank {r} was here:\n{each.traceback}" for (_, r), each in failures.items()]
-    return errors.AuditError("\n\n".join([text, *stories]))
+    return errors.AuditError("\n\n".join([text, *stories]), page=hint.page)
 
 
 def _blame(item: tuple[tuple[Run, int], Failure]) -> tuple[bool, bool, int]:

@@ -133,7 +133,8 @@ class DDPChecks(CheckCallback, Settings):
         action: Action for a finding: one word for errors and warnings (``"warn"``), or one by severity. Default
             ``{"error": "raise", "warning": "warn", "note": "log"}``. Findings of one cause give one warning, with the most telling one
             first. In the others, ``follows`` names its fault.
-        file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a separate file.
+        file: Write each new finding to ``ddp_checks.jsonl`` in the run's folder (rank 0), each fit to a separate file. Without a logger the
+            folder is ``ddp_checks`` below the trainer's ``default_root_dir``.
         summary: Print a table at the end of the fit.
         log_figures: Send the measurements of the checks (collectives, rows, losses, memory) to the loggers too, not only the counts.
         stall_seconds: Report the place of every rank when a rank makes no progress for longer.

@@ -30,7 +30,7 @@ from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.losses.pml_registry import compares_rows
 from lightning_ddp_losses.samplers.evaluation import repeated_rows
 from lightning_ddp_losses.strategies.epoch_ends import batches_until_max_steps
-from lightning_ddp_losses.strategies.training_data import SameRows
+from lightning_ddp_losses.strategies.training_data import SameRows, foreign_loader
 
 KEY = "batch_check"
 """Key of a checkpoint that holds the record of the epoch."""
@@ -374,7 +374,9 @@ class BatchCheck(RankCheck, default=True):
         if ranks:
             fault = "F71" if any(row.distinct & 1 for row in rows) else "F67"
             whose = "all ranks" if len(ranks) == len(rows) else "some ranks"
-            same = Finding.of(fault, ranks=tuple(ranks), name="batches", whose=whose)
+            loader = foreign_loader(trainer)
+            case = "loader" if loader and fault == "F67" else "check"
+            same = Finding.of(fault, case, ranks=tuple(ranks), name="batches", whose=whose, loader=loader)
             step = max(row.read_step for row in rows)
             found.append(replace(same, step=step, moment=CheckStage.BEFORE_BACKWARD.value))
         orders = [row.order for row in rows]

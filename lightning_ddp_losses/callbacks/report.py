@@ -272,7 +272,7 @@ def run_folder(trainer: Trainer) -> Path | None:
     """Return the folder of this run, which holds its checkpoints. It is right on rank 0, which writes.
 
     ``log_dir`` is that folder only for loggers with a folder for each run. Others (Weights & Biases, MLflow) have one for all runs, and
-    ``ModelCheckpoint`` makes one by name and version below it.
+    ``ModelCheckpoint`` makes one by name and version below it. Without a logger it is the folder ``ddp_checks`` below Lightning's.
 
     Communication: one broadcast, Lightning's.
     """
@@ -280,8 +280,10 @@ def run_folder(trainer: Trainer) -> Path | None:
     if log_dir is None:
         return None
     folder = Path(log_dir)
+    if not trainer.loggers:  # Lightning's folder is then the current one, unless the user names another
+        return folder / "ddp_checks"
     # only rank 0's loggers are real ones
-    if trainer.loggers and process_groups.rank() == 0:
+    if process_groups.rank() == 0:
         logger = trainer.loggers[0]
         own = getattr(logger, "log_dir", None)
         if own is not None:

@@ -5,6 +5,7 @@
 * ``configs``: the configs that come with the package.
 * ``doctor``: versions, and a short training of two ranks.
 * ``manual``: pages of the manual, for ``explain`` and HTML. ``pages/`` holds the recipes for users of other libraries.
+* ``search``: pages by the words that people type. ``words.yaml`` has words for a page that it does not use.
 
 A separate script takes all that ``LightningCLI`` takes, with our defaults and the audit (``python cli.py audit --config my.yaml``)::
 

@@ -52,6 +52,7 @@ QUIET = (
     ".*does not have many workers which may be a bottleneck.*",  # arrays are read faster by the rank itself
     "The number of training batches .* is smaller than the logging interval",  # losses are logged once an epoch
     "The dirpath has changed from",  # each run has a folder of its own, also one that starts from a checkpoint
+    "Total length of `list` across ranks is zero",  # the user holds no rows out
     ".*`isinstance\\(treespec, LeafSpec\\)` is deprecated.*",  # lightning 2.6 on torch 2.13, and a user cannot change it
 )
 """Messages of warnings that the command line leaves out."""
@@ -182,7 +183,8 @@ class LossCLI(LightningCLI):
         if not isinstance(data, BatchedArrayDataModule):
             return
         auditing = self.subcommand == "audit"
-        data.check(devices_of(*self._audit_options()) if auditing else self.trainer.world_size)
+        ranks = devices_of(*self._audit_options()) if auditing else self.trainer.world_size
+        data.check(ranks, str(self.subcommand))
 
     def _audit_options(self) -> tuple[AuditOptions, dict[str, Any]]:
         """Return the audit's options, and the trainer's with all callbacks that a fit would have but our report."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -17,12 +16,11 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from packaging.requirements import Requirement
 from pytorch_metric_learning.losses import SupConLoss
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ddp_losses import __version__
+from lightning_ddp_losses import __version__, requirements
 from lightning_ddp_losses.audit import parity
 from lightning_ddp_losses.distributed.process_groups import connections
 from lightning_ddp_losses.losses import GlobalBatchLoss
@@ -65,17 +63,15 @@ def versions() -> Iterator[ReportLine]:
     """Yield the versions of this package, of Python and of each requirement. A requirement that is not met is a fault."""
     yield "ddp-losses", __version__, False
     yield "Python", f"{platform.python_version()}, {platform.platform()}", False
-    try:
-        requirements = importlib.metadata.requires("lightning-ddp-losses") or ()
-    except importlib.metadata.PackageNotFoundError:
+    rows = requirements.read()
+    if rows is None:
         yield "installed", f"no, read from {Path(__file__).parents[2]}: its requirements are not known", False
         return
-    for wanted in map(Requirement, requirements):
-        if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
-            version = next((found.version for found in importlib.metadata.distributions(name=wanted.name)), "")
-            is_met = bool(version) and wanted.specifier.contains(version, prereleases=True)
-            needs = "" if is_met else f", needs {wanted.specifier}"
-            yield wanted.name, (version or "missing") + needs, not is_met
+    for row in rows:
+        value = row.version or "missing"
+        if not row.is_met:
+            value += f", needs {row.needs}"
+        yield row.name, value, not row.is_met
 
 
 def machine() -> Iterator[ReportLine]:

@@ -1,8 +1,8 @@
 """The manual: its pages as Markdown, and ``ddp-losses explain TOPIC``, which shows them in the terminal.
 
 A topic is a known fault (``F24``), a symptom (``hang``), a kind of reader (``tokens``), a public name (``GlobalBatchLoss``), or a host or
-peer (``torchrun``, also ``migrate torchrun``). ``--all`` lists the faults by how they show. Any other word is searched for: similar names,
-and faults that mention it.
+peer (``torchrun``, also ``migrate torchrun``). ``--all`` lists the faults by how they show. Any other words are searched for (``search``),
+and the three pages that fit best are shown with a line each.
 
 One text of each page serves the terminal and the HTML manual (``nox -s docs``). Faults come from ``faults.yaml``, names from their
 docstrings, all other pages from Markdown files: ``pages/<peer>.md`` is a recipe, ``pages/readers`` has a page for each kind of reader,
@@ -13,7 +13,6 @@ and ``pages/about`` the rest. The first line of a file is its title. A line ``{f
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import inspect
 import re
@@ -24,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
+from lightning_ddp_losses.cli import search
 from lightning_ddp_losses.core.faults import FAULTS, SYMPTOMS, UNUSED
 
 PACKAGE = "lightning_ddp_losses"
@@ -295,7 +295,6 @@ def _with_code(text: str) -> str:
 # ---------------------------------------------------------------------- ddp-losses explain
 
 _WIDEST = 110  # characters, as longer lines are hard to read
-_MOST_MATCHES = 8
 _OVERVIEW = """# The manual
 
 ## What do you see?
@@ -310,7 +309,9 @@ READERS
 
 * `ddp-losses explain losses`: every loss by its usual name, with the call and its cost
 * `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
-* `ddp-losses explain retrieval`: recall, MAP and MRR over the rows of all ranks
+* `ddp-losses explain own_data`: train on a csv file or arrays of yours, without programming
+* `ddp-losses explain retrieval`: recall@k, MAP@R and kNN accuracy over all ranks
+* `ddp-losses explain testing`: parity as a test, in continuous integration
 * `ddp-losses explain parts`: a tour of what the package does, with code
 * `ddp-losses explain migrate`: recipes for those who come from another host or library
 * `ddp-losses explain GlobalBatchLoss`: a public name, with its arguments, what it sends and an example
@@ -322,25 +323,6 @@ READERS
 
 Any other words are searched for: `ddp-losses explain loss is nan`.
 """
-_LITTLE = re.compile("a|an|and|are|at|by|do|does|i|in|is|it|my|not|of|on|or|the|to|why|with")
-# words that no page uses, and the topics that serve them
-_OWN_FORMULA = ("GlobalBatchLoss", "DifferentiableMetric")
-_MEANT = {
-    **dict.fromkeys(("dice", "iou", "jaccard", "lovasz", "tversky", "segmentation"), _OWN_FORMULA),
-    **dict.fromkeys(("tokens", "masked"), ("global_mean", "migrate token_means")),
-    **dict.fromkeys(("moe", "experts", "router", "balancing"), ("global_mean", "migrate moe")),
-    **dict.fromkeys(("distillation", "teacher", "student"), ("global_mean", "migrate distillation")),
-    **dict.fromkeys(
-        ("barlow", "vicreg", "sinkhorn", "swav", "dino", "byol", "simclr", "moco", "ema"), ("migrate lightly",)
-    ),
-    **dict.fromkeys(("clip", "siglip"), ("ClipLoss", "SigLipLoss", "migrate open_clip")),
-    **dict.fromkeys(("hang", "deadlock", "stuck", "freeze"), ("F32",)),
-    **dict.fromkeys(
-        ("dropout", "noise", "seed", "seeds", "gan", "diffusion", "droppath"), ("global_randomness", "F72")
-    ),
-    "nan": ("F79",),
-}
-
 
 _TABLE = re.compile(r"(?:^\|.+\n)+", re.MULTILINE)
 
@@ -358,7 +340,7 @@ def _as_list(table: re.Match[str]) -> str:
 
 
 def run_explain(arguments: Sequence[str], console: Console | None = None) -> int:
-    """Show a page and return the exit status: 0, or 1 if there is no such page.
+    """Show a page, or the pages that fit the words best. Return the exit status: 1 if there is none.
 
     Args:
         arguments: Arguments after ``ddp-losses explain``.
@@ -375,7 +357,9 @@ def run_explain(arguments: Sequence[str], console: Console | None = None) -> int
     found = find_page(given.topic) if given.topic else overview()
     if given.all:
         found = fault_list()
-    page = found or not_found(" ".join(given.topic))
+    words = " ".join(given.topic)
+    found = found or search_page(words)
+    page = found or f"# No page for “{words}”\n\n{overview().partition(chr(10))[2]}"
     # on the terminal, no wider than can be read
     console = console or Console()
     console.print(Markdown(_TABLE.sub(_as_list, page)), width=min(console.width, _WIDEST))
@@ -426,42 +410,49 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def not_found(text: str) -> str:
-    """Return a page for words that are no topic: similar names, and faults, names and recipes that contain the words.
+def search_page(text: str) -> str | None:
+    """Return the list of the pages that fit words best, with a line for each. None: no page has any of the words.
 
     Args:
         text: The words, as the user typed them.
     """
-    values = {dotted.rpartition(".")[2]: value for dotted, value in public_names().items()}
-    of_files = {f"migrate {name}": page for name, page in recipes().items()} | readers()
-    topics = {topic.lower(): topic for topic in (*FAULTS, *values, *of_files)}
-    topics |= {name.removeprefix("migrate "): name for name in of_files}
-    # other words for it
-    words = _words(text)
-    meant = {stem: found for word, found in _MEANT.items() for stem in _words(word)}
-    near = [topic for word in words for topic in meant.get(word, ())]
-    near += [topics[match] for match in difflib.get_close_matches(text.lower(), topics, n=_MOST_MATCHES, cutoff=0.7)]
-    # by whole words, also if a letter is missing
-    pages = {fault: f"{row.title} {row.symptom} {row.effect} {row.fix}" for fault, row in FAULTS.items()}
-    pages |= {name: f"{name} {inspect.getdoc(value)}" for name, value in values.items()} | of_files
-    indexed = {topic: set(_words(page)) for topic, page in pages.items()}
-    vocabulary = set().union(*indexed.values())
-    spelt = [difflib.get_close_matches(word, vocabulary, n=1, cutoff=0.8) for word in words]
-    if words and not near:
-        words = [word if word in vocabulary else (match or [word])[0] for word, match in zip(words, spelt, strict=True)]
-    speaking = [topic for topic, found in indexed.items() if words and found.issuperset(words)]
-    for kind in (FAULTS, of_files, values):
-        near += [topic for topic in speaking if topic in kind][:_MOST_MATCHES]
-    if not near:
-        return f"# No page for “{text}”\n\n{overview().partition(chr(10))[2]}"
-    titles = {fault: row.title for fault, row in FAULTS.items()}
-    titles |= {name: (inspect.getdoc(value) or "").partition("\n")[0] for name, value in values.items()}
-    titles |= {name: title_of(page) for name, page in of_files.items()}
-    found = commands({topic: titles[topic] for topic in near})
-    return f"# No page for “{text}”\n\nNear to it:\n\n{found}"
+    found = search.Index(searched_pages()).best(text)
+    if not found:
+        return None
+    lines = commands({topic: title_of_topic(topic) for topic in found})
+    return f"# Pages about “{text}”\n\n{lines}\n\nNot it? `ddp-losses explain --all` lists the known faults.\n"
 
 
-def _words(text: str) -> list[str]:
-    """Return the words of a text without endings and little words, each as it is searched for."""
-    found = [word for word in re.findall(r"[a-z0-9]+", text.lower()) if not _LITTLE.fullmatch(word)]
-    return [re.sub(r"(?<=[a-z]{3})(?:ings?|ed|e?s|e)$", "", word) for word in found]
+def searched_pages() -> list[search.Page]:
+    """Return every page that a search may lead to: symptoms, faults, recipes, readers, names, and pages about the package."""
+    pages = [search.page(key, title, "") for key, title in SYMPTOMS.items()]
+    for fault, row in FAULTS.items():
+        cases = " ".join(text for templates in row.cases.values() for text in templates.values())
+        pages.append(search.page(fault, row.title, f"{fault_page(fault)} {cases}", row.symptom))
+    for topic, text in _files_by_topic().items():
+        pages.append(search.page(topic, title_of(text), text))
+    for dotted, value in public_names().items():
+        documented = inspect.getdoc(value) or ""
+        pages.append(search.page(dotted.rpartition(".")[2], documented.partition("\n")[0], documented))
+    return pages
+
+
+def _files_by_topic() -> dict[str, str]:
+    """Return the text of each page that is a file by its topic. The changelog has a word of everything."""
+    recipe_pages = {f"migrate {name}": text for name, text in recipes().items()}
+    others = about()
+    del others["changelog"]
+    return recipe_pages | readers() | others
+
+
+def title_of_topic(topic: str) -> str:
+    """Return the title of the page of a topic."""
+    if topic in SYMPTOMS:
+        return SYMPTOMS[topic]
+    if topic in FAULTS:
+        return FAULTS[topic].title
+    files = _files_by_topic()
+    if topic in files:
+        return title_of(files[topic])
+    named = {dotted.rpartition(".")[2]: value for dotted, value in public_names().items()}
+    return (inspect.getdoc(named[topic]) or "").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Reports of a run: a table at the end, two pictures, and the embeddings after predict."""
+"""Reports of a run: a table at the end, two pictures, and the embeddings of all rows after predict."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _CURVES = {"train_loss": ("training", "tab:blue"), "val_loss": ("held out", "tab:orange")}
 _MOST_RAW_BYTES = 2**30  # raw features are read whole for the comparison, which is left out for larger ones
+_LEAST_RATIO = 10  # of the largest loss to the smallest on a logarithmic scale, which has labels at powers of ten
 _MOST_POINTS = 4000  # of the held-out set in the map
 _MOST_CLASSES_IN_LEGEND = 20
 
@@ -37,8 +38,8 @@ class RunReport(Callback):
     another one all that it logged is shown. Retrieval metrics stand beside those of the raw inputs, and of the untrained encoder if all
     held-out rows are evaluated before training (``num_sanity_val_steps: -1``).
 
-    After predict it writes the gathered `embeddings.npy` and `labels.npy`. A missing plotting package costs the pictures
-    only.
+    After predict it writes the gathered `embeddings.npy` and `labels.npy`, and `embeddings.csv`, which also has the number of each row. A
+    missing plotting package costs the pictures only.
     """
 
     def __init__(self) -> None:
@@ -70,20 +71,26 @@ class RunReport(Callback):
             self.shown += [Text(title), _metrics_table(columns, rows)]
         self._show("time", f"{seconds:.1f} s of training on {ranks}")
         if folder is not None and trainer.loggers:
-            self._write(trainer, held_out, metrics, Path(folder))
+            data: Any = getattr(trainer, "datamodule", None)
+            names = data.class_names if isinstance(data, BatchedArrayDataModule) else ()
+            self._write(trainer, held_out, metrics, Path(folder), names)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the embeddings in the order of the held-out set."""
+        """Write the embeddings in the order of the data set."""
         held_out = pl_module.held_out if isinstance(pl_module, HeldOutModule) else None
         log_dir = trainer.log_dir  # a broadcast: every rank has to ask
         if not trainer.is_global_zero or held_out is None or log_dir is None or not trainer.loggers:
             return
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.shown.append(Text(f"Embedded {len(held_out.labels)} rows"))
+        data: Any = getattr(trainer, "datamodule", None)
+        of_ours = data if isinstance(data, BatchedArrayDataModule) else None
+        self.shown.append(Text(_embedded_rows(held_out, of_ours)))
         for name, tensor in (("embeddings", held_out.embeddings), ("labels", held_out.labels)):
             np.save(folder / f"{name}.npy", tensor.numpy())
             self._show(name, f"{folder / name}.npy {tuple(tensor.shape)}")
+        write_embeddings(held_out, of_ours, folder / "embeddings.csv")
+        self._show("table", str(folder / "embeddings.csv"))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Print, now that the progress bar has left the terminal alone."""
@@ -95,7 +102,14 @@ class RunReport(Callback):
     def _show(self, name: str, value: str) -> None:
         self.shown.append(Text(f"{name:<11}{value}"))
 
-    def _write(self, trainer: Trainer, held_out: HeldOut | None, metrics: dict[str, float], folder: Path) -> None:
+    def _write(
+        self,
+        trainer: Trainer,
+        held_out: HeldOut | None,
+        metrics: dict[str, float],
+        folder: Path,
+        class_names: Sequence[str],
+    ) -> None:
         """Draw the pictures and list all outputs."""
         logged: dict[str, list[tuple[float, float]]] = {}
         for logger in trainer.loggers:
@@ -114,7 +128,8 @@ class RunReport(Callback):
                 self._show("picture", str(folder / "loss_curve.png"))
             if held_out is not None and len(held_out.labels) > 3:
                 title = f"{len(held_out.labels)} held-out rows, MAP@R {metrics.get('map_at_r', float('nan')):.3f}"
-                draw_embedding(held_out.embeddings, held_out.labels, folder / "embedding_2d.png", title=title)
+                picture = folder / "embedding_2d.png"
+                draw_embedding(held_out.embeddings, held_out.labels, picture, title=title, class_names=class_names)
                 self._show("picture", str(folder / "embedding_2d.png"))
         except ImportError as error:
             package = str(error.name).split(".", maxsplit=1)[0]
@@ -149,6 +164,48 @@ def _metrics_table(columns: Sequence[tuple[str, dict[str, float]]], rows: Sequen
     return table
 
 
+# ---------------------------------------------------------------------- embeddings
+
+
+def _embedded_rows(found: HeldOut, data: BatchedArrayDataModule | None) -> str:
+    """Return how many rows were embedded, and how many of them no training has seen, if that is known."""
+    text = f"Embedded {len(found.labels)} rows"
+    if data is not None:
+        own = len(data.held_out_rows) if data.held_out_features is data.features else 0
+        text += f", all of the data: {own} of them are held out from training"
+    return text
+
+
+def write_embeddings(found: HeldOut, data: BatchedArrayDataModule | None, path: Path) -> None:
+    """Write a csv file with a line for each row: its number from 0, its label, whether it is held out, and its embedding.
+
+    Args:
+        found: Embeddings (G, D) and labels (G,) in the order of the data set.
+        data: The data. None if it is not one of this package: labels are numbers then, and nothing is known of held-out rows.
+        path: Path of the file.
+    """
+    embeddings = torch.flatten(found.embeddings, 1).numpy()
+    heads = ["row", "label"]
+    held_out: set[int] = set()
+    if data is not None:
+        heads.append("held_out")
+        held_out = set(data.held_out_rows.tolist()) if data.held_out_features is data.features else set()
+    names = () if data is None else data.class_names
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*heads, *(f"embedding_{dimension}" for dimension in range(embeddings.shape[1]))])
+        for row, (label, embedding) in enumerate(zip(found.labels.tolist(), embeddings, strict=True)):
+            cells = [row, class_name(label, names)]
+            if data is not None:
+                cells.append(int(row in held_out))
+            writer.writerow([*cells, *embedding.tolist()])
+
+
+def class_name(label: int, names: Sequence[str]) -> str:
+    """Return the name of a class, or its number if it has no name."""
+    return names[label] if 0 <= label < len(names) else str(label)
+
+
 # ---------------------------------------------------------------------- pictures
 
 
@@ -178,17 +235,29 @@ def draw_loss_curve(metrics: dict[str, list[tuple[float, float]]], path: Path) -
             axes.plot([epoch + 1 for epoch in epochs], values, marker="o", markersize=4, label=label, color=color)
     axes.set(xlabel="epochs trained", ylabel="loss (mean over rows)", title="Loss")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # a loss falls by factors, if it is positive
+    # a loss falls by factors, if it is positive. A flat one has no power of ten to be labelled with
     shown = [value for name in _CURVES for _, value in metrics.get(name, [])]
-    if min(shown, default=0.0) > 0:
+    least, largest = min(shown, default=0.0), max(shown, default=0.0)
+    if least > 0 and largest > _LEAST_RATIO * least:
         axes.set(yscale="log")
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     _save(axes, path)
 
 
-def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str) -> None:
+def draw_embedding(
+    embeddings: Tensor, labels: Tensor, path: Path, *, title: str, class_names: Sequence[str] = ()
+) -> None:
     """Draw rows (G, D) as a t-SNE map by cosine distance, coloured by label. Many rows are drawn as a fixed sample.
+
+    Args:
+        embeddings: (G, D).
+        labels: (G,) integers.
+        path: Path of the picture.
+        title: Title of the picture.
+        class_names: Name of each class for the legend. Empty: their numbers.
 
     Raises:
         ImportError: matplotlib or scikit-learn is not installed.
@@ -212,7 +281,8 @@ def draw_embedding(embeddings: Tensor, labels: Tensor, path: Path, *, title: str
     dots = axes.scatter(points[:, 0], points[:, 1], c=colors, cmap=palette, s=8, linewidths=0)
     if is_named:
         handles, _ = dots.legend_elements(num=list(range(len(classes))))
-        axes.legend(handles, classes, title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        legend = [class_name(label, class_names) for label in classes.tolist()]
+        axes.legend(handles, legend, title="class", loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     else:
         axes.figure.colorbar(dots, ax=axes, label="class")
     axes.set(xlabel="t-SNE 1 (no unit)", ylabel="t-SNE 2 (no unit)", title=title, aspect="equal")

@@ -851,6 +851,13 @@ def multiprocessing_launcher() -> Any:
     return _MultiProcessingLauncher
 
 
+def is_interactive() -> bool:
+    """Return whether Lightning takes this process for a notebook or an interactive interpreter, where not every launcher works."""
+    from lightning.fabric.utilities import imports
+
+    return bool(imports._IS_INTERACTIVE)
+
+
 def use_existing_processes_(strategy: Any, timeout: Any) -> None:
     """Let a strategy start no processes and wait ``timeout`` for other ranks. Lightning takes the second in constructors only.
 

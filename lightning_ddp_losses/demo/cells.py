@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.demo.data import BatchedArrayDataModule, PathLike, open_array
+from lightning_ddp_losses.demo.data import BatchedArrayDataModule, open_array
 from lightning_ddp_losses.demo.module import MLPEncoder
+from lightning_ddp_losses.demo.tables import PathLike
 from lightning_ddp_losses.errors import expect, expect_count
 
 _TYPES_OF_A_FAMILY = 10
@@ -114,6 +115,8 @@ class CellsEncoder(MLPEncoder):
         >>> CellsEncoder(genes=20, embedding_size=4)(torch.ones(3, 20)).shape
         torch.Size([3, 4])
     """
+
+    width_option = "genes"
 
     def __init__(self, genes: int, embedding_size: int = 64, hidden: tuple[int, ...] = (256,)) -> None:
         super().__init__(genes, embedding_size, hidden)

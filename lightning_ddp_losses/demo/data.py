@@ -12,10 +12,11 @@ The digits are 1,797 handwritten grey images of 8x8 pixels in 10 classes. They n
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Union
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +25,14 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
 
+from lightning_ddp_losses.demo.tables import Array, PathLike, is_table, number_labels, read_table
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.samplers import GlobalBatchSampler
 
-Array = np.ndarray[Any, Any]
-PathLike = Union[str, "os.PathLike[str]"]
+Pair = tuple[Array, Array]
+"""Features (N, ...) and labels (N,)."""
+_MAGIC = b"\x93NUMPY"
 
 
 class ArrayRows(Dataset[tuple[Tensor, ...]]):
@@ -81,6 +84,8 @@ class BatchedArrayDataModule(LightningDataModule):
 
     inputs_name = "raw features"
     """Name of the inputs in the report, next to the embeddings."""
+    class_names: Sequence[str] = ()
+    """Name of each class, for pictures and tables. Empty: the classes have numbers only."""
 
     features: Array
     labels: Array
@@ -96,19 +101,30 @@ class BatchedArrayDataModule(LightningDataModule):
     @property
     def num_classes(self) -> int:
         """The largest label of either part, plus one."""
-        return 1 + int(max(self.labels[self.train_rows].max(), self.held_out_labels[self.held_out_rows].max()))
+        parts = (self.labels[self.train_rows], self.held_out_labels[self.held_out_rows])
+        return 1 + int(np.concatenate(parts).max())
 
-    def check(self, world_size: int) -> None:
+    def check(self, world_size: int, stage: str = "fit") -> None:
         """Find out before anything is written whether this many ranks can share the batches.
+
+        Args:
+            world_size: Number of ranks.
+            stage: ``fit`` needs training rows, and may have none held out. ``validate`` and ``test`` need held-out rows, ``predict`` any.
 
         Raises:
             ConfigurationError: The global batch does not divide into the ranks, or into classes.
             InputError: Too few rows.
         """
-        check_cut(len(self.train_rows), self.batch_size, world_size, shuffle=True)
-        if self.m_per_class is not None:
-            check_classes(self.labels[self.train_rows], self.m_per_class, self.batch_size)
-        check_cut(len(self.held_out_rows), self.batch_size, world_size, shuffle=False)
+        if stage == "predict":
+            check_cut(len(self.labels), self.batch_size, world_size, shuffle=False)
+            return
+        is_evaluated = stage in ("validate", "test")
+        if not is_evaluated:
+            check_cut(len(self.train_rows), self.batch_size, world_size, shuffle=True)
+            if self.m_per_class is not None:
+                check_classes(self.labels[self.train_rows], self.m_per_class, self.batch_size)
+        if is_evaluated or len(self.held_out_rows):
+            check_cut(len(self.held_out_rows), self.batch_size, world_size, shuffle=False)
 
     @property
     def held_out_bytes(self) -> int:
@@ -117,22 +133,25 @@ class BatchedArrayDataModule(LightningDataModule):
 
     def held_out(self) -> tuple[Tensor, Tensor]:
         """Return all held-out rows in order: features (n, ...) and labels (n,)."""
-        x, labels, _ = self._rows(train=False)[range(len(self.held_out_rows))]
+        x, labels, _ = self._held_out()[range(len(self.held_out_rows))]
         return x, labels
 
-    def _rows(self, *, train: bool) -> ArrayRows:
-        dtype = torch.get_default_dtype()
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The floating dtype of batches."""
         # in double precision the trainer widens its batches, which is too late for a float64 file read as float32
         if self.trainer is not None and str(self.trainer.precision).startswith("64"):
-            dtype = torch.float64
+            return torch.float64
+        return torch.get_default_dtype()
+
+    def _held_out(self) -> ArrayRows:
         held_out = (self.held_out_features, self.held_out_labels, self.held_out_rows)
-        arrays = (self.features, self.labels, self.train_rows) if train else held_out
-        return ArrayRows(*arrays, dtype=dtype, with_indices=not train)
+        return ArrayRows(*held_out, dtype=self._dtype, with_indices=True)
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Load this rank's slices of the global batches, which differ by epoch."""
         self.check(process_groups.world_size())
-        rows = self._rows(train=True)
+        rows = ArrayRows(self.features, self.labels, self.train_rows, dtype=self._dtype)
         # the order of one process, dealt to the ranks
         source: Any = RandomSampler(rows)
         if self.m_per_class is not None:
@@ -142,15 +161,25 @@ class BatchedArrayDataModule(LightningDataModule):
         batches = GlobalBatchSampler.batches(source, self.batch_size, drop_last=True, seed=self.seed)
         return DataLoader(rows, batch_sampler=batches, collate_fn=as_fetched, **self._workers())
 
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Load this rank's slices of the held-out rows. Each row is on one rank only."""
-        self.check(process_groups.world_size())
-        rows = self._rows(train=False)
-        cut = HeldOutSlices(len(rows), self.batch_size)
-        return DataLoader(rows, sampler=cut, batch_size=None, **self._workers())
+    def val_dataloader(self) -> Any:
+        """Load this rank's slices of the held-out rows. Each row is on one rank only. Nothing is validated if none are held out."""
+        if not len(self.held_out_rows):
+            return []
+        return self._in_order(self._held_out(), "validate")
 
     # a separate data set for testing is another data module
-    test_dataloader = predict_dataloader = val_dataloader
+    test_dataloader = val_dataloader
+
+    def predict_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Load this rank's slices of all rows of `features`, the held-out ones among them, in the order of the file."""
+        every_row = np.arange(len(self.labels))
+        rows = ArrayRows(self.features, self.labels, every_row, dtype=self._dtype, with_indices=True)
+        return self._in_order(rows, "predict")
+
+    def _in_order(self, rows: ArrayRows, stage: str) -> DataLoader[tuple[Tensor, ...]]:
+        self.check(process_groups.world_size(), stage)
+        cut = HeldOutSlices(len(rows), self.batch_size)
+        return DataLoader(rows, sampler=cut, batch_size=None, **self._workers())
 
     def _workers(self) -> dict[str, Any]:
         return {"num_workers": self.num_workers, "persistent_workers": self.num_workers > 0}
@@ -160,21 +189,25 @@ class BatchedArrayDataModule(LightningDataModule):
 
 
 class ArrayDataModule(BatchedArrayDataModule):
-    """Arrays on disk: features (N, ...) of numbers and labels (N,) of integers from 0.
+    """The user's own rows on disk: a csv file, or arrays of features (N, ...) and labels (N,).
 
     Args:
-        features: Path of an ``.npy`` file, (N, ...), floating or integer.
-        labels: Path of an ``.npy`` file, (N,), integers from 0.
-        val_features: Held-out features of the same row shape. Without them a share of every class is held out.
-        val_labels: Held-out labels, given together with `val_features`.
+        features: Path of an ``.npy`` file, (N, ...), floating or integer. Or of a csv file: a label and numbers in each row, columns that
+            are named in the first one.
+        labels: Path of an ``.npy`` file, (N,), integers from 0. A csv has its label in a column.
+        val_features: Held-out file of the same row shape. Without it a share of every class is held out.
+        val_labels: Held-out labels, given together with `val_features` if these are ``.npy`` files.
+        label: Name of the label's column in a csv, with texts or whole numbers. None: its first column.
         batch_size: Rows of the GLOBAL batch, over all ranks.
-        held_out: Share of every class that is never trained on, if there are no held-out files.
+        held_out: Share of every class that is never trained on, if there are no held-out files. 0: train on all rows, without validation.
+            1: train on none, to validate or predict with a checkpoint.
         seed: Fixes the split and, with the epoch, the order of training.
         num_workers: Processes that read ahead on each rank.
         m_per_class: Rows of each class in a training batch, for losses that compare rows. None: rows at random.
 
     Raises:
-        InputError: A file that is missing or not ``.npy``, a wrong shape, a wrong dtype, a length mismatch, a negative label.
+        InputError: A file that is missing or neither ``.npy`` nor csv, a wrong shape, a wrong dtype, a length mismatch, a negative label,
+            a cell of a csv that is not a number.
         ConfigurationError: One of the two held-out files without the other.
 
     Example:
@@ -187,10 +220,11 @@ class ArrayDataModule(BatchedArrayDataModule):
     def __init__(
         self,
         features: PathLike,
-        labels: PathLike,
+        labels: PathLike | None = None,
         val_features: PathLike | None = None,
         val_labels: PathLike | None = None,
         *,
+        label: str | None = None,
         batch_size: int = 128,
         held_out: float = 0.25,
         seed: int = 0,
@@ -198,14 +232,16 @@ class ArrayDataModule(BatchedArrayDataModule):
         m_per_class: int | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, m_per_class)
-        expected, got = "both val_features and val_labels, or neither", f"{val_features=!s}, {val_labels=!s}"
-        expect((val_features is None) == (val_labels is None), "held-out files", expected=expected, got=got)
-        self.features, self.labels = _load_pair(features, labels)
-        if val_features is None or val_labels is None:
-            self.held_out_features, self.held_out_labels = self.features, self.labels
+        source = str(labels)
+        if is_table(features):
+            source = f"{features}, column {label or 1}"
+            pairs = self._read_tables(features, labels, val_features, val_labels, label)
+        else:
+            pairs = _load_arrays(features, labels, val_features, val_labels, label)
+        (self.features, self.labels), (self.held_out_features, self.held_out_labels) = pairs
+        if val_features is None:
             self.train_rows, self.held_out_rows = stratified_split(self.labels, held_out, seed)
         else:
-            self.held_out_features, self.held_out_labels = _load_pair(val_features, val_labels)
             train, held = (", ".join(map(str, array.shape[1:])) for array in (self.features, self.held_out_features))
             expected, got = f"(N, {train}) like {features}", f"(N, {held})"
             expect(train == held, f"shape of {val_features}", expected=expected, got=got, error=InputError)
@@ -213,24 +249,72 @@ class ArrayDataModule(BatchedArrayDataModule):
             self.held_out_rows = np.arange(len(self.held_out_labels))
         expected, got = "at least one of two rows, so that one can be held out", "one row for each label"
         fix = "Give val_features and val_labels."
-        rows = len(self.held_out_rows)
-        expect(rows, f"classes in {labels}", expected=expected, got=got, fix=fix, error=InputError)
+        has_rows = len(self.held_out_rows) > 0 or held_out == 0
+        expect(has_rows, f"classes in {source}", expected=expected, got=got, fix=fix, error=InputError)
+
+    def _read_tables(
+        self,
+        features: PathLike,
+        labels: PathLike | None,
+        val_features: PathLike | None,
+        val_labels: PathLike | None,
+        label: str | None,
+    ) -> tuple[Pair, Pair]:
+        """Return features and labels of the training file and of the held-out one, or the first again. Set the classes' names."""
+        beside = [str(path) for path in (labels, val_labels) if path is not None]
+        fix = "Name the label's column: data.init_args.label."
+        expect(not beside, "labels", expected="a column of the csv", got=", ".join(beside), fix=fix, error=InputError)
+        train = read_table(features, label)
+        held_out = train if val_features is None else read_table(val_features, label)
+        self.class_names, (numbers, held_out_numbers) = number_labels(train.labels, held_out.labels)
+        return (train.features, numbers), (held_out.features, held_out_numbers)
+
+
+def _load_arrays(
+    features: PathLike,
+    labels: PathLike | None,
+    val_features: PathLike | None,
+    val_labels: PathLike | None,
+    label: str | None,
+) -> tuple[Pair, Pair]:
+    """Open features and labels of the training files and of the held-out ones, or the first again."""
+    expected, got = "both val_features and val_labels, or neither", f"{val_features=!s}, {val_labels=!s}"
+    expect((val_features is None) == (val_labels is None), "held-out files", expected=expected, got=got)
+    fix = "Give features as a csv file with a label in each row, or labels as an .npy file."
+    expect(
+        labels is not None and label is None, "labels", expected="an .npy file", got=label, fix=fix, error=InputError
+    )
+    assert labels is not None
+    train = _load_pair(features, labels)
+    if val_features is None or val_labels is None:
+        return train, train
+    return train, _load_pair(val_features, val_labels)
 
 
 def open_array(path: PathLike, what: str) -> Array:
     """Memory map an .npy file."""
     expected = "an .npy file as numpy.save writes it"
+    fix = "Save the numbers with numpy.save, or give features as a .csv file with a label in each row."
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError as error:
         fix = f"Paths are relative to {os.getcwd()}."
         raise InputError(f"{what} {path}", expected=expected, got="no such file", fix=fix) from error
     except (OSError, ValueError, EOFError) as error:
-        raise InputError(f"{what} {path}", expected=expected, got=str(error)) from error
+        raise InputError(f"{what} {path}", expected=expected, got=_other_content(path, error), fix=fix) from error
     if not isinstance(array, np.ndarray):
         array.close()
         raise InputError(f"{what} {path}", expected=expected, got="an .npz archive")
     return array
+
+
+def _other_content(path: PathLike, error: Exception) -> str:
+    """Return what a file is that numpy refuses. Its own text advises to load pickles, which run what is in the file."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_MAGIC)) == _MAGIC:
+            return "an array of Python objects" if "bject" in str(error) else f"a damaged file: {error}"
+        return f"a {os.path.splitext(path)[1] or 'file'} file without numpy's header"
+    return str(error)
 
 
 def _load_pair(features_path: PathLike, labels_path: PathLike) -> tuple[Array, Array]:
@@ -396,13 +480,18 @@ def stratified_split(labels: np.ndarray, fraction: float, seed: int) -> tuple[np
 
     Args:
         labels: (N,) integers.
-        fraction: Share of every class that is held out. A class of one row stays in training.
+        fraction: Share of every class that is held out. A class of one row stays in training, unless all rows are held out.
         seed: Fixes the choice, the same on every rank.
 
     Returns:
         Sorted row numbers (train, held out) without overlap.
     """
-    expect(0 < fraction < 1, "held_out (share of every class)", expected="between 0 and 1", got=fraction)
+    expect(0 <= fraction <= 1, "held_out (share of every class)", expected="between 0 and 1", got=fraction)
+    every_row, none = np.arange(len(labels)), np.arange(0)
+    if fraction == 0:
+        return every_row, none
+    if fraction == 1:
+        return none, every_row
     random = np.random.default_rng(seed)
     held_out = []
     for label in np.unique(labels):

@@ -203,6 +203,9 @@ class MLPEncoder(nn.Module):
         torch.Size([2, 4])
     """
 
+    width_option = "in_features"
+    """Name of the option with the row length, for messages."""
+
     def __init__(self, in_features: int, embedding_size: int = 64, hidden: tuple[int, ...] = (256,)) -> None:
         super().__init__()
         self.in_features = in_features
@@ -219,9 +222,9 @@ class MLPEncoder(nn.Module):
             InputError: Rows of another length.
         """
         rows = torch.flatten(x, 1)
-        width, expected = rows.shape[1], f"in_features={self.in_features}"
+        width, expected = rows.shape[1], f"{self.width_option}={self.in_features}"
         got = f"{width} (shape {tuple(x.shape)})"
-        fix = f"Set model.init_args.encoder.init_args.in_features to {width}."
+        fix = f"Set model.init_args.encoder.init_args.{self.width_option} to {width}."
         expect(width == self.in_features, "row length", expected=expected, got=got, fix=fix, error=InputError)
         embeddings: Tensor = self.layers(rows)
         return embeddings

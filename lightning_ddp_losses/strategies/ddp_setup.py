@@ -332,6 +332,18 @@ def choose_layer_sync(device: torch.device, chosen: LayerSync | None) -> LayerSy
 # ---------------------------------------------------------------------- launchers
 
 
+def refuse_notebook(launcher: Any) -> None:
+    """Refuse processes that a notebook cannot start. Lightning refuses them next, and names a strategy without this package.
+
+    Raises:
+        ConfigurationError: A launcher that starts the program again, in a notebook or an interactive interpreter.
+    """
+    cannot_start = launcher is not None and not launcher.is_interactive_compatible and compat.is_interactive()
+    expected = "a strategy that a notebook can start"
+    fix = 'Use Trainer(strategy="ddp_losses_notebook"), or DDPLossStrategy(start_method="fork") with options. Or run a script.'
+    expect(not cannot_start, "ddp_losses in a notebook", expected=expected, got="processes that run a script", fix=fix)
+
+
 class WholeStateLauncher(compat.multiprocessing_launcher()):  # type: ignore[misc]
     """Launches ranks as processes of the main one (``spawn``, ``fork``, a notebook), and sends whole tensors back.
 

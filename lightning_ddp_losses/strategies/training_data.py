@@ -61,6 +61,13 @@ class GivenLoaders(FitPart):
         return dataloader
 
 
+def foreign_loader(trainer: pl.Trainer) -> str:
+    """Return the class of the first training loader that is not a DataLoader, else an empty text. Lightning leaves it undivided."""
+    combined = compat.combined_loader(trainer.fit_loop)
+    loaders = [] if combined is None else combined.flattened
+    return next((type(loader).__name__ for loader in loaders if not isinstance(loader, data.DataLoader)), "")
+
+
 def describe_reshuffle(dataloader: object, *, injecting: bool) -> str | None:
     """Return Lightning's change to the order of a structured sampler, as an error text. None if it left the order alone.
 

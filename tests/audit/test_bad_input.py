@@ -160,6 +160,7 @@ class TakesIterator(Module):
 
 # what is wrong: (how it is called, the error, words of it)
 WHOLE = "whole parameters.*"
+SYNCED: dict[str, Any] = {"strategy": "ddp", "trainer_kwargs": {"sync_batchnorm": True}}
 TWO_NAMES = "one of data, datamodule, train_dataloaders, got data and train_data"
 REFUSED: dict[str, tuple[Callable[[], Any], type[DDPLossError], str]] = {
     "devices": (partial(audited, devices=1), ConfigurationError, "devices.*2 or more, got 1"),
@@ -173,6 +174,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[DDPLossError], str]] = {
     "data under two names": (partial(audited, train_dataloaders=even()), ConfigurationError, TWO_NAMES),
     "no LightningModule": (partial(audited, nn.Linear(2, 2)), ConfigurationError, "LightningModule, got Linear"),
     "the loader's iterator": (partial(audited, TakesIterator()), ConfigurationError, "dataloader_iter"),
+    "torch's batch norm on a CPU": (
+        partial(audited, m.BatchNorm(), **SYNCED),
+        AuditError,
+        r"plugins=\[.*SyncBatchNorm\(\)\]",
+    ),
     "idle parameters": (partial(audited, m.FrozenLate()), AuditError, "F38"),
 }
 
@@ -182,3 +188,12 @@ def test_audits_that_cannot_work(name: str) -> None:
     call, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("name", "page"), [("torch's batch norm on a CPU", "sync_batch_norm"), ("idle parameters", "F38")]
+)
+def test_the_page_of_an_error_is_that_of_its_cause(name: str, page: str) -> None:
+    with pytest.raises(AuditError) as caught:
+        REFUSED[name][0]()
+    assert caught.value.__notes__ == [f"More: ddp-losses explain {page}"]

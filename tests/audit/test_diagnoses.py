@@ -150,6 +150,7 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "infinite on one rank": ("F79", m.InfiniteOnOneRank, even, {}),
     "no valid target in a micro-batch": ("F79", Module, no_targets, AS_GIVEN_ACCUMULATED | ONE_STEP),
     "identical batches": ("F67", Module, same_rows, {}),
+    "identical batches without a DataLoader": ("F67", Module, m.SameOnAllRanks, {}),
     "a sampler shuffled apart": ("F68", Module, by_class, {}),
     "a summed loss": ("F18", on(summed), even, {}),
     "rounding": ("F78", Module, even, {"tolerance": 1e-12}),
@@ -176,6 +177,8 @@ TITLES = {
 
 # what the first diagnosis says, beside its fault
 WORDS = {
+    "identical batches": "Leave the DistributedSampler to Lightning",
+    "identical batches without a DataLoader": "`SameOnAllRanks` is not a DataLoader",
     "a metric as loss": "differentiable(metric)",
     "own slot beside a right term": "in own_slot: dist.all_gather(parts, z.detach())",
     "self.all_gather next to a right term": "in objective: rows = self.all_gather(z, ",

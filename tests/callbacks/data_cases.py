@@ -59,6 +59,25 @@ class SmallBatches(SameRows):  # the same with one row at a time: it takes eight
         return DataLoader(dataset(self.rows), batch_size=1, sampler=self.sampler())
 
 
+class OwnLoader:  # batches of the whole data set, without a DataLoader
+    def __init__(self, step: int, start: int) -> None:
+        self.step, self.start = step, start
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        rows = dataset(4 * self.step * len(self))
+        return iter(
+            [rows[index :: self.step * len(self)] for index in range(self.start, self.step * len(self), self.step)]
+        )
+
+
+class SameBatches(Subject):  # Lightning puts no sampler into a loader of one's own
+    def train_dataloader(self) -> Any:
+        return OwnLoader(1, 0) if self.sick else OwnLoader(dist.get_world_size(), dist.get_rank())
+
+
 class Constant(Loaded):  # Healthy: one batch over and over, on purpose, proves nothing
     def train_dataloader(self) -> Any:
         return DataLoader([dataset(4)[:] for _ in range(4)], batch_size=None)
@@ -230,6 +249,7 @@ DATA = [
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1), strategy="ddp_losses"),
     Case(SmallBatches, "F67", "BatchCheck", "batches", step=7, ranks=(0, 1)),
+    Case(SameBatches, "F67", "BatchCheck", "come from `OwnLoader`, which is not a DataLoader", step=1, ranks=(0, 1)),
     Case(Undivided, "F71", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(ShortStream, "F36", "BatchCheck", "number of batches", step=2),
     Case(ShortLoader, "F36", "BatchCheck", "number of batches"),

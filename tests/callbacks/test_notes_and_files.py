@@ -221,8 +221,8 @@ def three_runs(folder: str) -> None:
 def test_each_run_has_files_of_its_own(pool: RankPool, tmp_path: Path) -> None:
     pool.run(2, three_runs, str(tmp_path))
     found = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.*")}
-    numbers = {"project/first/": "", "project/second/": "", "": "_1"}
-    expected = {f"{place}losses_by_rank{number}.csv" for place, number in [*numbers.items(), ("", "")]}
+    numbers = {"project/first/": "", "project/second/": "", "ddp_checks/": "_1"}
+    expected = {f"{place}losses_by_rank{number}.csv" for place, number in [*numbers.items(), ("ddp_checks/", "")]}
     assert {name for name in found if name.endswith(".csv")} == expected
     assert all(found[name].count("step,rank_0,rank_1") == 1 for name in expected), "one run in each"
     assert {name.replace("losses_by_rank", "ddp_checks").replace("csv", "jsonl") for name in expected} <= set(found)

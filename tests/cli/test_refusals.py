@@ -43,7 +43,7 @@ INPUTS: list[tuple[Callable[[], Any], str]] = [
     (partial(check_cut, 3, 64, 4, shuffle=False), FEW),
     (partial(DigitsEncoder(), torch.zeros(2, 8, 8)), r"images: expected \(B, 1, 8, 8\), got \(2, 8, 8\)"),
     (partial(MLPEncoder(5), torch.zeros(2, 3, 4)), r"length: expected in_features=5, got 12 \(shape \(2, 3, 4\)\)"),
-    (partial(CellsEncoder(6), torch.zeros(2, 5)), "in_features=6"),
+    (partial(CellsEncoder(6), torch.zeros(2, 5)), "genes=6"),
     (HeldOutRows().gather, "held-out rows of this rank: expected one at least, got 0"),
 ]
 REFUSED = [(*row, ConfigurationError) for row in OPTIONS] + [(*row, InputError) for row in INPUTS]

@@ -383,7 +383,7 @@ CASES = [
     Case("seeds by rank", stepping(seeded_by_rank, with_dropout), "F72", "dropout", stepping(regression)),
     Case("local batch norm", stepping(regression, with_norm), "F59", "", stepping(regression)),
     Case("buffers", stepping(regression, centred, wrap=keeps_buffers), "F64", "centre", stepping(regression, together)),
-    Case("the same rows", stepping(regression, batches=same_on_every_rank), "F67", "same bits", stepping(regression, batches=divided)),
+    Case("the same rows", stepping(regression, batches=same_on_every_rank), "F67", "divides", stepping(regression, batches=divided)),
     Case("some rows twice", stepping(regression, batches=half_repeated), "F67", "more than one", stepping(regression, batches=divided)),
     Case("FSDP2 sums", stepping(regression, wrap=summing_shards), "F21", "{W} times", stepping(regression, wrap="fully_shard")),
     Case("no_sync too long", looping(no_sync_too_long, 2), "SYNC", "another gradient", looping(plain_loop, 2)),

@@ -18,7 +18,7 @@ def test_wrong_loops_are_named_and_mended_ones_silent(case: Case, ranks: int) ->
     assert not report.equal
     assert case.fault in [each.fault for each in report.diagnoses], str(report)
     found = next(each for each in report.diagnoses if each.fault == case.fault)
-    assert case.words.format(W=ranks) in f"{found.title} {found.evidence}"
+    assert case.words.format(W=ranks) in f"{found.title} {found.evidence} {found.fix}"
     assert report.first_step in (1, None)  # None: faults of the data
     with pytest.raises(AssertionError, match=case.fault):
         report.raise_if_different()

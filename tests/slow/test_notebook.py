@@ -10,7 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, run_python
+
 CELLS = (
     """
     import sys
@@ -88,6 +89,30 @@ def test_an_audit_in_a_notebook(kernel: str, tmp_path: Path) -> None:
     assert "Equal: 2 ranks under ddp, 1 step," in loops
     assert "Diagnosis 1: " in loops
     assert "(F18)" in loops
+
+
+# what Lightning says there names its own strategy, without this package
+STRATEGY = """
+    import sys
+
+    sys.ps1 = "as a notebook's kernel has it"
+    import lightning.pytorch as pl
+    import lightning_ddp_losses
+
+    for strategy in ("ddp_losses", lightning_ddp_losses.DDPLossStrategy(), "ddp_losses_notebook"):
+        try:
+            pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+            print("made")
+        except lightning_ddp_losses.ConfigurationError as error:
+            print(error)
+"""
+
+
+def test_a_strategy_that_no_notebook_can_start_names_the_one_that_can() -> None:
+    done = run_python("-c", _dedented(STRATEGY))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('Trainer(strategy="ddp_losses_notebook")') == 2
+    assert done.stdout.splitlines()[-1] == "made"
 
 
 def _dedented(source: str) -> str:

@@ -1,0 +1,131 @@
+"""Search for pages by the words that people type.
+
+The index is SQLite's FTS5, from the standard library: words are compared by their stems (Porter), and pages ranked by bm25. A page has four
+columns, and a word counts more in a name, a title or a symptom than in a text. ``words.yaml`` has words that a page does not use for
+what it is about. A word that no page has is replaced by the most similar one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import yaml
+
+from lightning_ddp_losses.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import sqlite3
+
+MOST = 3
+"""Pages that are shown."""
+# bm25's weight of each column: the topic is not searched
+_WEIGHTS = (0.0, 8.0, 8.0, 4.0, 1.0)
+_LITTLE = """
+    a about all am an and are as at be but by can do does for from has have how i if in is it its me my no not of on only or our so that the
+    their them there they this to too use using was we what when where which while why will with you your
+"""
+_WORD = re.compile(r"[^\W_]+")
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_FILE = Path(__file__).with_name("words.yaml")
+
+
+class Page(NamedTuple):
+    """Describes a page to the search.
+
+    Attributes:
+        topic: Argument of ``ddp-losses explain``.
+        title: Name and title.
+        words: Words that people type for it.
+        summary: Symptom, or an empty text.
+        text: The page.
+    """
+
+    topic: str
+    title: str
+    words: str
+    summary: str
+    text: str
+
+
+def page(topic: str, title: str, text: str, summary: str = "") -> Page:
+    """Return a page with the words that people type for it. The parts of a name such as ``GlobalBatchLoss`` are words too."""
+    named = f"{topic} {_CAPITAL.sub(' ', topic)} {title}"
+    return Page(topic, named, typed_words().get(topic, ""), summary, text)
+
+
+def typed_words() -> dict[str, str]:
+    """Return the words that people type, by the topic of the page for them."""
+    found: dict[str, str] = yaml.safe_load(_FILE.read_text())
+    return found
+
+
+class Index:
+    """Holds the words of pages.
+
+    Args:
+        pages: All pages.
+
+    Raises:
+        ConfigurationError: Python was built without SQLite or without FTS5.
+    """
+
+    def __init__(self, pages: Sequence[Page]) -> None:
+        self._table = _empty_table()
+        self._table.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", pages)
+        self._topics = [each.topic for each in pages]
+        self._vocabulary = sorted({word for each in pages for word in _words(" ".join(each[1:]))})
+
+    def best(self, typed: str) -> list[str]:
+        """Return the topics of the pages that fit best, at most ``MOST``, the best first.
+
+        Args:
+            typed: Words, as a user types them.
+        """
+        words = dict.fromkeys(word for word in _words(typed) if word not in _LITTLE.split())
+        known = [found for found in map(self._known, words) if found]
+        # a name with a slip of the pen
+        named = []
+        if len(known) == 1:
+            named = [topic for topic in self._topics if topic.lower() == known[0]]
+        return list(dict.fromkeys([*named, *self._matches(known)]))[:MOST]
+
+    def _known(self, word: str) -> str:
+        """Return a word that some page has: the word, or the most similar one. Empty: none is similar."""
+        if self._matches([word]):
+            return word
+        similar = difflib.get_close_matches(word, self._vocabulary, n=1, cutoff=0.8)
+        return similar[0] if similar else ""
+
+    def _matches(self, words: Sequence[str]) -> list[str]:
+        """Return the topics of pages with any of the words, by bm25."""
+        if not words:
+            return []
+        query = " OR ".join(f'"{word}"' for word in words)
+        rank = f"bm25(pages, {', '.join(map(str, _WEIGHTS))})"
+        found = self._table.execute(
+            f"SELECT topic FROM pages WHERE pages MATCH ? ORDER BY {rank} LIMIT {MOST}", (query,)
+        )
+        return [topic for (topic,) in found]
+
+
+def _empty_table() -> sqlite3.Connection:
+    """Return a table for pages. It is in memory."""
+    columns = "topic UNINDEXED, title, words, summary, text"
+    try:
+        import sqlite3
+
+        table = sqlite3.connect(":memory:")
+        table.execute(f"CREATE VIRTUAL TABLE pages USING fts5({columns}, tokenize='porter')")
+    except Exception as error:  # a Python without the module, or its library without the extension
+        fix = "Name a page: `ddp-losses explain` lists them, and `ddp-losses explain --all` the known faults."
+        expected = "Python with SQLite and its FTS5"
+        raise ConfigurationError("a search", expected=expected, got=str(error), fix=fix) from error
+    return table
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
