@@ -45,7 +45,8 @@ from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.window_parts import TITLE, WindowCall, WindowPart
+from lightning_ddp_losses.distributed.window_graph import TITLE
+from lightning_ddp_losses.distributed.window_parts import WindowCall, WindowPart, is_window_part
 from lightning_ddp_losses.errors import ConfigurationError, expect, listed
 
 _recent: deque[Tensor] = deque(maxlen=8)
@@ -229,13 +230,14 @@ def chosen_reduction(
 class OpenWindow(Protocol):
     """A window as the calls inside it see it (``accumulation.AccumulationWindow``)."""
 
-    micro_batch: int
+    number: int | None
+    compares_ranks: bool
 
     @property
     def is_single(self) -> bool:
         """Whether the window is one micro-batch."""
 
-    def enter(self, source: object, title: str, parts: Sequence[WindowPart]) -> WindowCall:
+    def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
         """Return a call of a loss in this micro-batch."""
 
 
@@ -254,7 +256,17 @@ def current_window() -> OpenWindow | None:
 def micro_batch_to_match() -> dict[str, object]:
     """Return the values of the current window that the handshake of a loss compares."""
     window = current_window()
-    return {} if window is None else {"micro-batch of the accumulation window": window.micro_batch}
+    return {} if window is None else {"micro-batch of the accumulation window": window.number or "not declared"}
+
+
+@contextlib.contextmanager
+def outside_window() -> Iterator[None]:
+    """Let the means inside the block count in no window: they compare rows, so they are no sums over the rows of several micro-batches."""
+    before = open_window.set(None)
+    try:
+        yield
+    finally:
+        open_window.reset(before)
 
 
 def name_value(value: object, title: str) -> None:
@@ -364,7 +376,10 @@ class UpstreamGradWatch:
             return value
         if value.is_leaf:  # a hook would stay on a parameter
             value = value.view_as(value)
-        if not self._everywhere or process_groups.world_size() > 1:  # a world of one does not compare
+        window = open_window.get()
+        if window is not None and window.compares_ranks and is_window_part(value):
+            pass  # at its end: ranks may leave out different micro-batches
+        elif not self._everywhere or process_groups.world_size() > 1:  # a world of one does not compare
             value.register_hook(self.note)  # type: ignore[no-untyped-call]
         if self._everywhere:
             metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]
