@@ -236,9 +236,9 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, name: str | None 
         nearest = _nearest_rows(own, everywhere, counts, groups, group)
         distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
         total = -(distances + eps).log().sum()
-    title = "koleo" if name is None else f"koleo {name}"
+    of_mean = "koleo" if name is None else f"koleo {name}"
     with outside_window():
-        value = global_mean(total, len(rows), name=title, group=group)
+        value = global_mean(total, len(rows), name=of_mean, group=group)
     name_value(value, title)
     return value
 
