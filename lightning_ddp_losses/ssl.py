@@ -27,6 +27,7 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collectives import gather_with_grad, sum_with_grad
+from lightning_ddp_losses.distributed.global_values import name_value, outside_window
 from lightning_ddp_losses.distributed.messages import with_name
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_rows, max_over_ranks
@@ -235,7 +236,11 @@ def koleo(rows: Tensor, *, groups: int = 1, eps: float = 1e-8, name: str | None 
         nearest = _nearest_rows(own, everywhere, counts, groups, group)
         distances = functional.pairwise_distance(own, everywhere[nearest], eps=eps)
         total = -(distances + eps).log().sum()
-    return global_mean(total, len(rows), name="koleo" if name is None else f"koleo {name}", group=group)
+    of_mean = "koleo" if name is None else f"koleo {name}"
+    with outside_window():
+        value = global_mean(total, len(rows), name=of_mean, group=group)
+    name_value(value, title)
+    return value
 
 
 def _gather(title: str, rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:

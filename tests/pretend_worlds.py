@@ -71,9 +71,10 @@ class Window(nn.Module):
     def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
         modules = [self.loss] if isinstance(self.loss, nn.Module) else []
         total = rows.new_zeros(())
-        with accumulation_window(self.model, *modules, micro_batches=2):
+        with accumulation_window(self.model, *modules, micro_batches=2) as window:
             for part, own in zip(rows.detach().split(len(rows) // 2), labels.split(len(rows) // 2), strict=True):
-                value = self.loss(self.model(part), own)
+                with window.micro_batch():
+                    value = self.loss(self.model(part), own)
                 total += value.detach()
                 value.backward()
                 pretend_device.catch_up()  # what one micro-batch has noted arrives before the next

@@ -28,8 +28,7 @@ from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumber
-from lightning_ddp_losses.distributed.accumulation import counts_nothing
-from lightning_ddp_losses.distributed.window_parts import noted_parts
+from lightning_ddp_losses.distributed.window_parts import counts_nothing, noted_parts
 
 # operations that do not change a scalar
 _PASSED = ("View", "UnsafeView", "Squeeze", "Reshape", "Clone", "ToCopy", "Alias", "Expand")

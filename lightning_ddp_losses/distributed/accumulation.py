@@ -2,9 +2,12 @@
 
 The global loss of one micro-batch is ``S_m / N_m``, a sum over a count. The mean of those over M micro-batches is not the loss of one
 process on all rows, ``sum(S_m) / sum(N_m)``, unless all counts are equal. The divisor ``sum(N_m)`` is known before the window if the user
-gives it (``counts``), else when the last micro-batch has come. Then each micro-batch back-propagates ``S_m / D``. The estimated divisor
-``D`` is the first count that is not zero times M, and when the window ends all gradients are multiplied by ``D / sum(N_m)``, once. The
-estimate keeps gradients in the range that a scaler of half-precision losses expects.
+gives it (``counts``), and then each micro-batch back-propagates ``S_m / sum(N_m)``. This is the best way where counts are known, as the
+tokens of a batch are.
+
+Without counts the user declares micro-batches (``window.micro_batch()``). Each back-propagates ``S_m / D``, and when the window ends all
+gradients are multiplied by ``D / sum(N_m)``, once. ``D`` is the first count that is not zero times the expected number of micro-batches. It
+keeps gradients in the range that a scaler of half-precision losses expects, and is equal on all ranks.
 
 | part of a loss | its count | micro-batch m back-propagates it times | at the end times |
 |---|---|---|---|
@@ -12,21 +15,23 @@ estimate keeps gradients in the range that a scaler of half-precision losses exp
 | sum | none: it is not divided | 1 | 1 |
 | once (a regulariser of a weight, which has no rows) | that of the mean next to it | ``N_m / D``, in all ``sum(N_m) / D`` | as the mean |
 
-A part counts when it is back-propagated, in any order of calls. One backward is one micro-batch. Three conditions make one
-multiplication right for all parameters, and each is checked:
+A part counts when a backward through it has ended, in any order, and once however often it is back-propagated. Each rank sends the sums of
+what it has back-propagated, so ranks may leave out different micro-batches. Three conditions make one multiplication right for all
+parameters, and each is checked:
 
-1. Every path from a back-propagated value to a parameter passes exactly one part. ``WindowGraph`` walks the graph before each backward.
-2. A part has the same upstream gradient in every micro-batch. A function that is not linear in a mean (a root, a product of two means)
-   has another slope in each. With ``totals`` the mean of the window is known before, and so is its slope.
+1. What is back-propagated is a weighted sum of parts (``window_graph``), with the same weights in every micro-batch and on every rank.
+2. Nothing but backward changes gradients before the window ends (``window_gradients``), and every backward ends.
 3. The factors at the end are equal. Losses with counts in other proportions need ``counts``.
 
 In a loop without Lightning, with the model's DistributedDataParallel, and ``cross_entropy`` a ``GlobalBatchLoss(CrossEntropyLoss())``::
 
     optimizer.zero_grad()  # a window starts without gradients
-    with accumulation_window(model, micro_batches=4):
+    with accumulation_window(model, micro_batches=4) as window:
         for i, (rows, labels) in enumerate(micro_batches):
             model.require_backward_grad_sync = i == 3  # what model.no_sync() sets
-            cross_entropy(model(rows), labels).backward()
+            with window.micro_batch():
+                loss = cross_entropy(model(rows), labels)
+            loss.backward()
     optimizer.step()
 """
 
@@ -53,22 +58,12 @@ from lightning_ddp_losses.distributed.global_values import (
     open_window,
     reduced_by,
 )
-from lightning_ddp_losses.distributed.shard import local_part
-from lightning_ddp_losses.distributed.window_parts import (
-    EQUAL,
-    Divisor,
-    WindowCall,
-    WindowGraph,
-    WindowPart,
-    compare_slopes,
-    is_equal,
-    nodes_of,
-    window_call,
-)
+from lightning_ddp_losses.distributed.window_end import Note, end_of_window
+from lightning_ddp_losses.distributed.window_gradients import WindowGradients
+from lightning_ddp_losses.distributed.window_graph import WindowGraph, nodes_of
+from lightning_ddp_losses.distributed.window_parts import SLOPES, Term, WindowCall, WindowPart, window_call
+from lightning_ddp_losses.distributed.window_terms import Counts, WindowTerms
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
-
-Counts = float | Mapping[Any, float | Sequence[float]]
-"""This rank's counts in a whole window: one number for all losses, or by loss, its path in the module, or the name of a ``global_mean``."""
 
 
 @contextlib.contextmanager
@@ -89,27 +84,33 @@ def accumulation_window(
         micro_batches: About how many there will be. Only the size of gradients inside the block depends on it, which matters for a
             scaler of half precision.
         counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
-            in the model, or by the name of a ``global_mean``. Gradients are then divided by the right number from the start, without a
-            correction at the end. None: counts become known as micro-batches come.
+            in the model, or by the name of a ``global_mean``. Each loss needs its count. Gradients are then divided by the right number
+            from the start, without a correction at the end, and other terms may be added to the losses. If None, the forward of each
+            micro-batch runs inside ``window.micro_batch()``.
         totals: This rank's sums in all micro-batches together, by name of a ``global_mean``, for functions that are not linear in the
             mean. They need their ``counts``.
 
     Yields:
-        The window. Its ``expect_counts`` takes ``counts`` later, before the first backward.
+        The window. Call its ``micro_batch()`` around the forward of each micro-batch. Its ``expect_counts`` takes ``counts`` later, before
+        the first loss.
 
-    A micro-batch ends with its ``backward``. Losses: ``GlobalBatchLoss`` in mode ``elements``, ``ClassShardedLoss``, ``global_mean``, and
-    as differentiable metrics MeanSquaredError and MeanAbsoluteError.
+    Losses: ``GlobalBatchLoss`` in mode ``elements``, ``ClassShardedLoss``, ``global_mean``, and as differentiable metrics MeanSquaredError
+    and MeanAbsoluteError. A loss is known in all micro-batches by its path in ``model`` or ``losses``, a ``global_mean`` by its ``name``.
+    Those without are known by the line of the program that calls them.
 
-    Gradient: inside the block in proportion to the true one. On leaving it all gradients of ``model`` and ``losses`` are corrected.
+    Gradient: inside the block in proportion to the true one. On leaving it all gradients of ``model`` and ``losses``, and of other tensors
+        that the losses depend on, are corrected. A micro-batch counts if it was back-propagated. Ranks may leave out different ones. If an
+        exception leaves the block, the gradients are dropped.
 
     Communication: that of the losses, one handshake on leaving, and one for ``counts``. The host divides by the counts. A
         count that an accelerator alone knows (ignored targets, a reducer's limits) is waited for once a micro-batch.
         Upstream gradients on an accelerator are compared when the next window ends.
 
     Raises:
-        ConfigurationError: for another term in the back-propagated value, losses with different divisors, an upstream gradient that
-            changes between micro-batches, ``counts`` other than those of the window, an optimizer step inside the block, or windows
-            inside windows.
+        ConfigurationError: on every rank, for a loss outside of a micro-batch without ``counts``, for another term in the back-propagated
+            value, losses with different divisors, an upstream gradient that changes between micro-batches or ranks, a backward that failed,
+            gradients that were dropped or changed inside the block, ``counts`` other than those of the window, an optimizer step inside the
+            block, losses without a name that micro-batches or ranks do not have in common, or windows inside windows.
         InputError: on every rank, for counts that are negative or not finite.
         RankMismatchError: on every rank, if ranks have different numbers of micro-batches.
 
@@ -117,36 +118,29 @@ def accumulation_window(
         >>> import torch
         >>> from lightning_ddp_losses import accumulation_window, global_mean
         >>> model = torch.nn.Linear(3, 1)
-        >>> with accumulation_window(model):
+        >>> with accumulation_window(model) as window:
         ...     for rows in (torch.ones(4, 3), torch.ones(2, 3)):
-        ...         global_mean(model(rows).square().sum(), len(rows)).backward()
+        ...         with window.micro_batch():
+        ...             loss = global_mean(model(rows).square().sum(), len(rows))
+        ...         loss.backward()
     """
     expect(open_window.get() is None, "accumulation_window", expected="no window around it", got="one that is open")
-    modules = {(f"losses[{i - 1}]" if i else ""): module for i, module in enumerate((model, *losses))}
+    modules = {"": model}
+    for i, module in enumerate(losses):
+        modules[f"losses[{i}]"] = module
     parameters = {}
     for prefix, module in modules.items():
         parameters.update(dict(module.named_parameters(prefix=prefix)))
     window = AccumulationWindow(parameters, micro_batches, modules)
+    of_strategy = current_reduction()  # which makes up for it in other parameters itself
     with handshake.raising_on_all_ranks("accumulation_window"):
-        window.refuse_left_gradients()
+        reduction = of_strategy or gradient_reduction_of(model.named_modules())
         if counts is not None or totals is not None:
             window.expect_counts(counts, totals)
-        of_strategy = current_reduction()  # which makes up for it in other parameters itself
-        reduction = of_strategy or gradient_reduction_of(model.named_modules())
-        with reduced_by(lambda: reduction), active(window), register_optimizer_step_pre_hook(_refuse_step):
+        with reduced_by(lambda: reduction), window.block():
             yield window
-    # before anything is judged, ranks with another number of micro-batches are found
-    handshake.all_gather("end of accumulation_window", {"micro-batches": window.micro_batch - 1})
-    with handshake.raising_on_all_ranks("accumulation_window"):
-        window.correct_(1.0 if of_strategy or reduction is None else reduction.scale)
-
-
-def _refuse_step(optimizer: Any, *_: Any) -> None:
-    """Refuse a step of an optimizer inside a block."""
-    raise step_inside_window(type(optimizer).__name__)
-
-
-_ALL = object()  # stands for all losses, if one count serves for them
+    scale = 1.0 if of_strategy or reduction is None else reduction.scale
+    window.end_("accumulation_window", scale)
 
 
 # ---------------------------------------------------------------------- one window
@@ -159,92 +153,135 @@ class AccumulationWindow:
         parameters: Parameters by name. Their gradients will be corrected. One that has several names counts once.
         micro_batches: Expected number of micro-batches. Only the size of the estimate depends on it.
         modules: Modules by prefix of the paths of their losses.
+        compares_ranks: Whether the end of the window compares the upstream gradients of the ranks. If False, the losses do.
 
     Attributes:
-        micro_batch: Number of the current one, from 1 on.
+        number: Number of the micro-batch that runs now, from 1 on. None outside of one.
+        gradients: Gradients that it corrects.
+        calls: Calls of losses, in the order of their making.
+        terms: What their parts add up to.
+        has_begun: Whether something was back-propagated.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], micro_batches: int, modules: Mapping[str, nn.Module]) -> None:
-        self._parameters = {id(parameter): (name, parameter) for name, parameter in parameters.items()}
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        micro_batches: int,
+        modules: Mapping[str, nn.Module],
+        *,
+        compares_ranks: bool = True,
+    ) -> None:
+        self.gradients = WindowGradients(parameters)
+        self.compares_ranks = compares_ranks
+        self.number: int | None = None
+        self.calls: list[WindowCall] = []
+        self.terms = WindowTerms(modules)
+        self.has_begun = False
         self._graph = WindowGraph(parameters, [*modules.values()])
-        self._modules = modules
         self._expected_micro_batches = max(micro_batches, 1)
-        self._divisors: dict[tuple[object, int, int], Divisor] = {}
-        self._expected_of_all: float | None = None
-        self._without_rows: dict[object, str] = {}  # losses with a part without rows whose mean has not counted yet
-        self._sources: list[object] = []  # kept, so that an id stays theirs
-        self._is_last: bool | None = None
-        self.micro_batch = 1
+        self._declared = 0
+        self._is_last = False
+        self._calls_now = Counter[str]()  # of the micro-batch that runs
+        self._unnamed: dict[int, set[str]] = {}
+        self._regularised: set[str] = set()  # terms without rows and without a mean that were back-propagated
+        self._failure = ""
+
+    # ------------------------------------------------------------------ micro-batches
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Declare a micro-batch: the losses inside the block are of its rows. ``backward`` may come in the block or after it.
+
+        Raises:
+            ConfigurationError: inside another micro-batch, and where ``training_step`` is one.
+        """
+        expect(
+            self.number is None,
+            "window.micro_batch()",
+            expected="no micro-batch around it",
+            got=f"micro-batch {self.number}, which has not ended",
+            fix="In automatic optimisation each training_step is a micro-batch.",
+        )
+        self.begin_micro_batch(self._declared + 1, is_last=False)
+        try:
+            yield
+        finally:
+            self.number = None
+
+    def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
+        """Note the number of the micro-batch that comes now, and whether it is known to be the last."""
+        self.number = self._declared = number
+        self._is_last = is_last
+        self._calls_now.clear()
 
     @property
     def is_single(self) -> bool:
         """Whether the window is one micro-batch: its own divisors are those of the window."""
-        return self._is_last is True and self.micro_batch == 1
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something was back-propagated."""
-        return any(divisor.is_used for divisor in self._divisors.values())
-
-    def begin_micro_batch(self, number: int, *, is_last: bool) -> None:
-        """Note the number of the micro-batch that comes now, and whether it is the last. Without this call each backward ends one."""
-        self.micro_batch, self._is_last = number, is_last
-
-    def refuse_left_gradients(self) -> None:
-        """Refuse gradients that were there before the window, which would be corrected with it.
-
-        Raises:
-            ConfigurationError: naming a parameter.
-        """
-        for name, parameter in self._parameters.values():
-            grad = parameter.grad
-            if grad is None:
-                continue
-            values = grad.coalesce().values() if grad.is_sparse else local_part(grad)
-            expect(
-                not values.any(),
-                "accumulation window: gradients before it",
-                expected="none, or zeros",
-                got=f"that of `{name}`",
-                fix="Call optimizer.zero_grad() before the window.",
-            )
+        return self._is_last and self._declared == 1
 
     # ------------------------------------------------------------------ forward
 
-    def enter(self, source: object, title: str, parts: Sequence[WindowPart]) -> WindowCall:
+    def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
         """Return a call of a loss in this micro-batch.
 
         Args:
-            source: Loss, or its name. Calls with the same one in other micro-batches share their divisors.
+            source: Loss, or the name of a ``global_mean``, which may be empty.
             title: Name in messages.
             parts: Parts over all ranks.
+            ranks: Ranks of the world whose rows they count.
+
+        Raises:
+            ConfigurationError: outside of a micro-batch without counts, and for a loss without a count beside others with one.
         """
-        key = self._key(source)
-        divisors = [self._divisors.get((key, 0, i)) for i in range(len(parts))]
-        means = [divisor.expected_mean for divisor in divisors if divisor is not None]
+        name, shown = self.terms.known_as(source, title)
+        if self.number is None:
+            self._refuse_undeclared(name, shown, len(parts))
+        number = self._calls_now[name]
+        if self.number is not None:
+            self._calls_now[name] += 1
+        if number:
+            shown += f", call {number + 1}"
+        if name.startswith("line "):
+            self._unnamed.setdefault(self.number or 0, set()).add(shown)
+        terms = [self.terms.term(name, number, i, shown, ranks) for i in range(len(parts))]
+        kinds = {part.kind for part in parts}
+        for part, term in zip(parts, terms, strict=True):
+            self._join_(part, term, has_mean="mean" in kinds)
+            # each rank computes the whole regulariser, and the totals are those of all ranks
+            term.is_together |= "once" in kinds or term.expected_total is not None
+        means = [term.expected_mean for term in terms]
         values = [mean for mean in means if mean is not None]
-        return WindowCall(key, title, parts, values if len(values) == len(parts) else None)
+        call = WindowCall(shown, self.number, parts, terms, values if len(values) == len(parts) else None)
+        self.calls.append(call)
+        return call
 
-    def _key(self, source: object) -> object:
-        """Return the key of a loss. A global loss has the key of the loss inside it."""
-        if isinstance(source, str):
-            return source
-        source = _inner(source)
-        if not any(known is source for known in self._sources):
-            self._sources.append(source)
-        return id(source)
+    def _join_(self, part: WindowPart, term: Term, *, has_mean: bool) -> None:
+        """Add a part to its term."""
+        if part.kind == "mean":
+            expect(
+                not self.terms.has_counts or term.expected is not None,
+                f"accumulation window: {term.title}",
+                expected="its count, too, as other losses have theirs",
+                got="none in expect_counts",
+                fix="Give counts for all losses of the window, or for none.",
+            )
+            term.take_(part, self._expected_micro_batches)
+        else:
+            term.kind = "beside" if part.kind == "once" and has_mean else "sum"
 
-    @functools.cached_property
-    def _losses(self) -> dict[str, nn.Module]:
-        """The modules by path, outer ones first, without the prefixes of wraps."""
-        found: dict[str, nn.Module] = {}
-        for prefix, module in self._modules.items():
-            for name, inner in module.named_modules(prefix=prefix):
-                path = ".".join(part for part in name.split(".") if part not in ("", "module"))
-                found.setdefault(path, inner)
-        return found
-
-    # ------------------------------------------------------------------ counts that are known before
+    def _refuse_undeclared(self, name: str, shown: str, parts: int) -> None:
+        """Refuse a loss outside of a micro-batch, unless its divisor is known."""
+        is_clear = self.terms.has_counts and (parts > 1 or not self.terms.has_several(name))
+        expect(
+            is_clear,
+            f"accumulation window: {shown}",
+            expected="a forward inside a micro-batch, or the counts of the window",
+            got="neither",
+            fix="Declare each micro-batch:\n"
+            "    with accumulation_window(model) as window:\n"
+            "        with window.micro_batch():  # around each forward\n"
+            "Or give before the first loss what this rank counts in the whole window: accumulation_window(model, counts=...).",
+        )
 
     def expect_counts(
         self, counts: Counts | None = None, totals: Mapping[str, float | Sequence[float]] | None = None
@@ -259,75 +296,95 @@ class AccumulationWindow:
             totals: This rank's sums in all micro-batches together, by name of a ``global_mean``.
 
         Raises:
-            InputError: on every rank, for a count that is negative or not finite, for an unknown loss, or after the first backward.
+            InputError: on every rank, for a count that is negative or not finite, for a total without a count, or after the first loss.
             RankMismatchError: on every rank, for other losses on some ranks.
 
         Communication: one handshake.
         """
-        by_loss: Mapping[Any, Any] = (
-            counts if isinstance(counts, Mapping) else {_ALL: counts} if counts is not None else {}
-        )
-        totals = totals or {}
-        titles = [*map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
-        own = [*map(_several, by_loss.values()), *map(_several, totals.values())]
         with handshake.raising_on_all_ranks("expect_counts"):
-            for i, (title, numbers) in enumerate(zip(titles, own, strict=True)):
-                is_count = i < len(by_loss)
-                is_right = all(math.isfinite(number) and (number >= 0 or not is_count) for number in numbers)
-                expected = "finite counts, not negative" if is_count else "finite sums"
-                expect(is_right, f"expect_counts: {title}", expected=expected, got=numbers, error=InputError)
-            for name in totals:
-                what = f"expect_counts: total of `{name}`"
-                expect(
-                    _ALL in by_loss or name in by_loss, what, expected="its count, too", got="none", error=InputError
-                )
-            expected, got = "before the first backward of the accumulation window", f"in micro-batch {self.micro_batch}"
-            expect(not self.is_open, "expect_counts", expected=expected, got=got, error=InputError)
+            expected = "before the first loss of the accumulation window"
+            got = f"after {len(self.calls)} of them, in micro-batch {self._declared}"
+            expect(not self.calls, "expect_counts", expected=expected, got=got, error=InputError)
+            titles, own = self.terms.checked(counts, totals)
         must_match = {"numbers": ", ".join(f"{title} ({len(each)})" for title, each in zip(titles, own, strict=True))}
         payloads = handshake.all_gather("expect_counts", must_match, json.dumps(own).encode())
         by_title = zip(*map(json.loads, payloads), strict=True)
         sums = [list(map(math.fsum, zip(*of_ranks, strict=True))) for of_ranks in by_title]
-        for source, several in zip(by_loss, sums, strict=False):
-            if source is _ALL:
-                (self._expected_of_all,) = several
-                continue
-            # a path in the module, a loss, or the name of a global_mean
-            key = self._key(self._losses.get(source, source) if isinstance(source, str) else source)
-            for i, number in enumerate(several):
-                # several calls of one mean each, or one call of several means
-                divisor = Divisor(_title_of(source), expected=number)
-                self._divisors[key, i, 0] = self._divisors[key, 0, i] = divisor
-        for name, several in zip(totals, sums[len(by_loss) :], strict=True):
-            for i, number in enumerate(several):
-                self._divisor(name, 0, i, _title_of(name)).expected_total = number
+        self.terms.expect_(counts, totals, sums)
 
     # ------------------------------------------------------------------ backward
 
-    def commit(self, roots: Sequence[Tensor]) -> None:
-        """Count the calls that are about to be back-propagated, after a look at every path to a parameter.
+    @contextlib.contextmanager
+    def block(self) -> Iterator[None]:
+        """Let losses inside the block count in the window when they are back-propagated. An exception drops its gradients."""
+        self.gradients.refuse_left()
+        self.gradients.note()
+        try:
+            with active(self), register_optimizer_step_pre_hook(_refuse_step):
+                yield
+        except BaseException:
+            self.gradients.drop_()
+            raise
+
+    @contextlib.contextmanager
+    def backward(self, roots: Sequence[Tensor], inputs: object = None) -> Iterator[None]:
+        """Count the calls that are back-propagated inside the block, when it has ended.
 
         Args:
             roots: Values that are back-propagated.
+            inputs: Leaves that get gradients. None: all.
 
         Raises:
-            ConfigurationError: for a path that passes none of the losses, or two of them, or ends in an unknown parameter.
+            ConfigurationError: as ``begin_backward``.
         """
         if compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has computed again
-            self._graph.check_below(nodes_of(roots), "a checkpoint")
+            self.gradients.take_leaves_(self._graph.leaves_below(nodes_of(roots), "a checkpoint"))
+            yield
             return
-        if not self.is_single:
-            seen = Counter[object]()
-            calls, below = self._graph.calls_below(roots)
-            for call in calls:
-                if not call.weights:
-                    self._weigh_(call, seen[call.key])
-                seen[call.key] += 1
-            # with the counts of all losses there is no correction, so their gradients may reach other parameters
-            if any(divisor.expected is None for divisor in self._divisors.values()):
-                # an outer loss was made after those that it depends on
-                self._graph.check_below(below, calls[-1].title if calls else "")
-        if self._is_last is None:
-            self.micro_batch += 1
+        try:
+            calls = self.begin_backward(roots)
+            expect(
+                inputs is None or not calls,
+                "accumulation window: backward(inputs=...)",
+                expected="gradients of all parameters in each backward",
+                got="those of some tensors alone, which others would be corrected for",
+                fix="Call backward() without inputs.",
+            )
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        self.end_backward_(calls)
+
+    def begin_backward(self, roots: Sequence[Tensor]) -> list[WindowCall]:
+        """Return the calls that are about to be back-propagated, after a look at every path to them, and at their leaves.
+
+        Raises:
+            ConfigurationError: for what is no weighted sum of losses, for leaves that cannot be corrected, and for gradients that were
+                changed since the last backward.
+        """
+        if self.is_single:
+            return []
+        if self.has_begun:
+            self.gradients.refuse_changed()
+        else:
+            self.gradients.refuse_left()
+        # counts make any sum of terms right. A term is not seen to be separate from a function of means, which totals allow
+        takes_others = self.terms.has_counts and not self.terms.has_totals
+        calls, below = self._graph.calls_below(roots, takes_others=takes_others)
+        for call in calls:
+            if not call.weights:
+                self._weigh_(call)
+        if not self.terms.has_counts and calls:
+            self.gradients.take_leaves_(self._graph.leaves_below(below, calls[-1].title))
+        self.has_begun = True
+        return calls
+
+    def end_backward_(self, calls: Sequence[WindowCall]) -> None:
+        """Count calls whose backward has ended, and note the gradients that it left."""
+        for call in calls:
+            call.is_counted = True
+        self.gradients.note()
 
     def refuse_gradients_of_losses(self, outputs: Sequence[Tensor]) -> None:
         """Refuse ``torch.autograd.grad`` of a loss: the gradients that it returns would not be corrected.
@@ -347,167 +404,140 @@ class AccumulationWindow:
                 fix="Call backward(), or take the gradient of a loss of this rank's rows.",
             )
 
-    def _weigh_(self, call: WindowCall, number: int) -> None:
-        """Give a call its divisors and weights, when it is back-propagated for the first time.
-
-        Args:
-            call: The call.
-            number: Number of earlier calls of the same loss in this backward. Each has separate divisors.
-        """
-        title = self._titled(call)
-        if number:
-            title += f", call {number + 1}"
-        call.divisors = [self._divisor(call.key, number, i, title) for i in range(len(call.parts))]
-        was_counted = [divisor.is_used for divisor in call.divisors]
-        pairs = zip(call.divisors, call.parts, strict=True)
-        call.weights = [divisor.count_(part, self._expected_micro_batches) for divisor, part in pairs]
-        if all(part.kind != "once" for part in call.parts):
-            return
-        # what has no rows counts once in the whole window
-        beside = next((i for i, part in enumerate(call.parts) if part.kind == "mean"), None)
-        if beside is None:
-            # its factor at the end is 1: in the first micro-batch
-            weight = float(not any(was_counted))
-            for divisor in call.divisors:
-                divisor.is_sum = True
-        else:
-            # as the mean next to it: its weights add up to one over the factor at the end
-            weight = call.weights[beside]
-            self._without_rows.pop((call.key, number), None)
-            if not call.divisors[beside].counted:
-                weight = float(self._is_last is True)
-                if not self._is_last:
-                    self._without_rows[call.key, number] = title
-        for i, part in enumerate(call.parts):
-            if part.kind == "once":
-                call.weights[i] = weight
-
-    def _divisor(self, key: object, call: int, part: int, title: str) -> Divisor:
-        """Return the divisor of a part of the n-th call of a loss in each backward."""
-        divisor = self._divisors.setdefault((key, call, part), Divisor(title, expected=self._expected_of_all))
-        divisor.title = title
-        return divisor
-
-    def _titled(self, call: WindowCall) -> str:
-        """Return the name of the loss of a call in messages: with its path, if it has one in the modules."""
-        if isinstance(call.key, str):
-            return call.title
-        path = next((path for path, module in self._losses.items() if path and id(_inner(module)) == call.key), None)
-        return call.title if path is None else f"{call.title} `{path}`"
+    def _weigh_(self, call: WindowCall) -> None:
+        """Give a call its weights, when it is back-propagated for the first time."""
+        beside = 0.0
+        has_mean = False
+        for part, term in zip(call.parts, call.terms, strict=True):
+            if part.kind == "mean" and not has_mean:
+                has_mean = True
+                # without a row in any micro-batch so far, the last one has the whole regulariser
+                beside = float(part.count) / term.divisor if term.divisor else float(self._is_last)
+        weights = []
+        for part, term in zip(call.parts, call.terms, strict=True):
+            if part.kind == "mean":
+                weights.append(float(part.count) / term.divisor if term.divisor else 0.0)
+            elif part.kind == "sum":
+                weights.append(1.0)
+            elif has_mean:
+                weights.append(beside)
+            else:
+                # its factor at the end is 1: in the first micro-batch
+                weights.append(float(term.key not in self._regularised))
+                self._regularised.add(term.key)
+        call.weights = weights
 
     # ------------------------------------------------------------------ end
 
-    def correct_(self, scale: float = 1.0) -> None:
+    def note(self) -> Note:
+        """Return what this rank has back-propagated.
+
+        Raises:
+            ConfigurationError: for a backward that failed, gradients that were changed, and losses that micro-batches have not in common.
+        """
+        expect(
+            not self._failure,
+            "accumulation window: a backward inside it",
+            expected="one that ends",
+            got=self._failure,
+            fix="A backward that fails leaves parts of its gradients. Drop the gradients and leave out the step.",
+        )
+        if self.has_begun:
+            self.gradients.refuse_changed()
+        return Note.of(self.calls, self._unnamed)
+
+    def note_of_all(self) -> Note:
+        """Return what all ranks have back-propagated, where their losses were compared in each backward and so are the same."""
+        return Note.of(self.calls, self._unnamed, of_all=True)
+
+    def end_(self, title: str, scale: float = 1.0) -> None:
+        """Compare the ranks, and correct all gradients.
+
+        Args:
+            title: Name of the block.
+            scale: As in ``correct_``.
+
+        Raises:
+            ConfigurationError: on every rank, as ``note`` and ``correct_``.
+            RankMismatchError: on every rank, if ranks have different numbers of micro-batches.
+
+        Communication: one handshake.
+        """
+        try:
+            with handshake.raising_on_all_ranks(title):
+                note = self.note()
+                note.slopes = SLOPES.compare([call for call in self.calls if call.is_counted])
+            must_match = {"micro-batches": self._declared}
+            payloads = handshake.all_gather(f"end of {title}", must_match, note.pack())
+            self.correct_([Note.read(payload) for payload in payloads], scale)
+        except BaseException:
+            self.gradients.drop_()
+            raise
+
+    def correct_(self, notes: Sequence[Note], scale: float = 1.0) -> None:
         """Multiply all gradients by the factor of the window. It is equal on every rank.
 
         Args:
+            notes: What all ranks have back-propagated, in rank order. This rank's alone, if the ranks have compared their losses before.
             scale: Factor that makes up for the reduction by ``fully_shard``. Gradients that it does not divide are means, or those of
                 class shards, and must not have it.
 
         Raises:
-            ConfigurationError: on every rank, for losses with different factors, for one with a changed upstream gradient, or for
-                unexpected counts.
+            ConfigurationError: on every rank, for losses with different factors, for ranks that weigh or back-propagate losses
+                differently, or for unexpected counts.
         """
-        divisors = list({id(divisor): divisor for divisor in self._divisors.values()}.values())
-        for divisor in divisors:
-            _refuse_other_numbers("count", divisor.title, divisor.expected, divisor.counted)
-            _refuse_other_numbers("total", divisor.title, divisor.expected_total, divisor.total)
-        expect(
-            not self._without_rows,
-            f"accumulation window: {next(iter(self._without_rows.values()), '')}",
-            expected="a row that counts in some micro-batch",
-            got="none, beside a regulariser that counts once",
-            fix="Leave out the step.",
-            collective=True,
-        )
-        used = [divisor for divisor in divisors if divisor.is_used]
-        compare_slopes(used)
-        factors = [divisor.factor for divisor in used] or [1.0]
-        expect(
-            all(is_equal(factor, factors[0]) for factor in factors),
-            "accumulation window: losses with different divisors",
-            expected="counts in the same proportion in every micro-batch",
-            got="; ".join(divisor.describe() for divisor in used),
-            fix="Give before the first micro-batch what each counts in the whole window: expect_counts({loss or name: count of this "
-            "rank}), of the strategy or of what accumulation_window gives.",
-            collective=True,
-        )
-        grads = [p.grad for _, p in self._parameters.values() if p.grad is not None]
-        if not is_equal(factors[0], 1.0):
-            compat.multiply_([local_part(grad) for grad in grads], factors[0])
-        if scale != 1.0:
-            compat.multiply_([grad for grad in grads if local_part(grad) is grad], 1 / scale)
-
-
-def _refuse_other_numbers(what: str, title: str, expected: float | None, got: float | None) -> None:
-    """Refuse numbers of a window that are not those that the user gave."""
-    if expected is None or got is None:
-        return
-    expect(
-        math.isclose(got, expected, rel_tol=EQUAL if what == "count" else 1e-6),
-        f"accumulation window: {what} in expect_counts of {title}",
-        expected=f"{expected:.17g} over all ranks and micro-batches, as was said",
-        got=f"{got:.17g}",
-        fix=f"Give this rank's {what} in all micro-batches of the window, as the loss counts.",
-        collective=True,
-    )
-
-
-def _several(number: float | Sequence[float]) -> list[float]:
-    return [float(each) for each in number] if isinstance(number, Sequence) else [float(number)]
-
-
-def _inner(source: object) -> object:
-    """Return the loss inside a global one, or the loss itself."""
-    return getattr(source, "loss", source) if getattr(source, "sees_global_batch", False) else source
-
-
-def _title_of(source: object) -> str:
-    if source is _ALL:
-        return "all losses"
-    if isinstance(source, str):
-        return f"global_mean `{source}`"
-    return type(source).__name__
+        factor = end_of_window(self.terms.all(), self.calls, notes)
+        self.gradients.multiply_(factor, divided_by=scale)
 
 
 # ---------------------------------------------------------------------- the window that runs
-
-
-def counts_nothing(loss: Tensor) -> bool:
-    """Return whether a loss in a window depends on a mean without a count in this micro-batch, so it adds no part to the window."""
-    for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
-        call = window_call(node)
-        if call is not None and call.counts_nothing:
-            return True
-    return False
 
 
 @contextlib.contextmanager
 def active(window: AccumulationWindow) -> Iterator[None]:
     """Let losses inside the block count in a window when they are back-propagated (``Tensor.backward`` calls torch's function, too)."""
     plain_backward, plain_grad = torch.autograd.backward, torch.autograd.grad
+    plain_unscale = torch.amp.GradScaler.unscale_
 
     @functools.wraps(plain_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        window.commit(_listed(tensors))
-        plain_backward(tensors, *args, **kwargs)
+        inputs = args[_INPUTS] if len(args) > _INPUTS else kwargs.get("inputs")
+        with window.backward(_listed(tensors), inputs):
+            plain_backward(tensors, *args, **kwargs)
 
     @functools.wraps(plain_grad)
     def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         window.refuse_gradients_of_losses(_listed(outputs))
         return plain_grad(outputs, *args, **kwargs)
 
+    @functools.wraps(plain_unscale)
+    def unscale_(self: Any, optimizer: Any) -> None:
+        # one number divides all gradients: the factor of the window is the same before and after
+        window.gradients.refuse_changed()
+        plain_unscale(self, optimizer)
+        window.gradients.note()
+
     before = open_window.set(window)
     torch.autograd.backward, torch.autograd.grad = backward, grad
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.backward, torch.autograd.grad = plain_backward, plain_grad
+        torch.amp.GradScaler.unscale_ = plain_unscale  # type: ignore[method-assign]
         open_window.reset(before)
+
+
+_INPUTS = 4  # place of ``inputs`` among the arguments of ``torch.autograd.backward`` after the tensors
 
 
 def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _refuse_step(optimizer: Any, *_: Any) -> None:
+    """Refuse a step of an optimizer inside a block."""
+    raise step_inside_window(type(optimizer).__name__)
 
 
 def step_inside_window(optimizer: str) -> ConfigurationError:

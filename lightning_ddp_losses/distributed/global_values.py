@@ -43,9 +43,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.modules import eager_recursive
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import other_reductions, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
-from lightning_ddp_losses.distributed.window_parts import TITLE, WindowCall, WindowPart
+from lightning_ddp_losses.distributed.window_graph import TITLE
+from lightning_ddp_losses.distributed.window_parts import WindowCall, WindowPart, is_window_part
 from lightning_ddp_losses.errors import ConfigurationError, expect, listed
 
 _recent: deque[Tensor] = deque(maxlen=8)
@@ -91,7 +92,13 @@ class GradientReduction:
         return f"{divided} over {len(self.ranks)} ranks ({self.source})"
 
 
-_current: ContextVar[Callable[[], GradientReduction | None]] = ContextVar("reduction", default=lambda: None)
+def _unknown() -> GradientReduction | None:
+    """Stand for the reduction of a loop without a strategy and without a window."""
+    return None
+
+
+_current: ContextVar[Callable[[], GradientReduction | None]] = ContextVar("reduction", default=_unknown)
+other_reductions.watch_setters()
 
 
 def current_reduction() -> GradientReduction | None:
@@ -177,7 +184,7 @@ def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
 
 
 def chosen_reduction(
-    reduces: str | float, module: nn.Module | None, group: Group, *, exact_ranks: bool
+    reduces: str | float, module: nn.Module | None, group: Group, *, exact_ranks: bool, has_graph: bool
 ) -> GradientReduction | None:
     """Return how a value's gradient will be reduced. None is a mean.
 
@@ -186,9 +193,11 @@ def chosen_reduction(
         module: Model to ask if there is neither a strategy nor a window.
         group: Ranks with different rows.
         exact_ranks: The model must be reduced over all of them.
+        has_graph: Whether the value has a gradient.
 
     Raises:
-        ConfigurationError: for what cannot be read, and for another reduction than the model's.
+        ConfigurationError: for what cannot be read, for another reduction than the model's, and without a model if some module of the
+            process is not reduced by a mean.
     """
     if reduces not in ("auto", "mean", "sum"):
         is_divisor = not isinstance(reduces, (str, bool)) and math.isfinite(reduces) and reduces > 0
@@ -197,6 +206,8 @@ def chosen_reduction(
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
     if model is None and reduces == "auto":
+        if has_graph and module is None and other_reductions.noted and _current.get() is _unknown:
+            _refuse_guess()
         return None
     ranks = process_groups.members(group)
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):
@@ -223,19 +234,32 @@ def chosen_reduction(
     return chosen
 
 
+def _refuse_guess() -> None:
+    """Refuse a gradient that is made for a mean, if some module of this process is reduced in another way."""
+    other = other_reductions.other_reduction()
+    expect(
+        not other,
+        "reduces",
+        expected='the model, as module=, or its reduction: "mean", "sum", or a number',
+        got=f'"auto" without them, next to {other}',
+        fix="Hand in the model whose gradients the value has: global_mean(..., module=model). Without it a mean over ranks is assumed.",
+    )
+
+
 # ---------------------------------------------------------------------- the accumulation window
 
 
 class OpenWindow(Protocol):
     """A window as the calls inside it see it (``accumulation.AccumulationWindow``)."""
 
-    micro_batch: int
+    number: int | None
+    compares_ranks: bool
 
     @property
     def is_single(self) -> bool:
         """Whether the window is one micro-batch."""
 
-    def enter(self, source: object, title: str, parts: Sequence[WindowPart]) -> WindowCall:
+    def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
         """Return a call of a loss in this micro-batch."""
 
 
@@ -254,7 +278,17 @@ def current_window() -> OpenWindow | None:
 def micro_batch_to_match() -> dict[str, object]:
     """Return the values of the current window that the handshake of a loss compares."""
     window = current_window()
-    return {} if window is None else {"micro-batch of the accumulation window": window.micro_batch}
+    return {} if window is None else {"micro-batch of the accumulation window": window.number or "not declared"}
+
+
+@contextlib.contextmanager
+def outside_window() -> Iterator[None]:
+    """Let the means inside the block count in no window: they compare rows, so they are no sums over the rows of several micro-batches."""
+    before = open_window.set(None)
+    try:
+        yield
+    finally:
+        open_window.reset(before)
 
 
 def name_value(value: object, title: str) -> None:
@@ -364,7 +398,10 @@ class UpstreamGradWatch:
             return value
         if value.is_leaf:  # a hook would stay on a parameter
             value = value.view_as(value)
-        if not self._everywhere or process_groups.world_size() > 1:  # a world of one does not compare
+        window = open_window.get()
+        if window is not None and window.compares_ranks and is_window_part(value):
+            pass  # at its end: ranks may leave out different micro-batches
+        elif not self._everywhere or process_groups.world_size() > 1:  # a world of one does not compare
             value.register_hook(self.note)  # type: ignore[no-untyped-call]
         if self._everywhere:
             metadata: Any = value.grad_fn.metadata  # type: ignore[union-attr]

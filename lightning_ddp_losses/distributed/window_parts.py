@@ -1,34 +1,35 @@
-"""The parts of losses in an accumulation window: their counts, divisors and weights, and the graphs that they stand in.
+"""The parts of losses in an accumulation window: their counts, the terms that they belong to, and their weights in backward.
 
 A loss that is called in a window marks the value of each of its parts (``WindowCall.mark``). When the value is back-propagated, its
 gradient is multiplied by the part's weight, and the upstream gradient is noted. It must be the same in every micro-batch
-(``compare_slopes``). ``accumulation`` has the mathematics.
+(``SlopeCheck``). ``accumulation`` has the mathematics.
 
-One factor corrects all gradients at the end of a window. That is right only if the value which is back-propagated is a weighted sum of
-such losses, and if their gradients reach no parameter but those of the window. ``WindowGraph`` walks the graph before each backward.
-Anything else is an error then, which names the path and the fix.
+A ``Term`` is what the parts of all micro-batches add up to. It is known by the path of its loss in the module, by the ``name=`` of a
+``global_mean``, else by the line of the program that calls it (``calling_line``).
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
+from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
 EQUAL = 1e-12  # relative difference of two factors that counts as rounding
 _PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
-_call_numbers = itertools.count()
+_LIBRARIES = ("lightning_ddp_losses", "torch", "torchmetrics", "pytorch_metric_learning")
+_PROGRAMS = "lightning_ddp_losses.demo"
+_TOP_NODES = 16  # of a value, among which its parts are
 
 
 @dataclass(frozen=True)
@@ -38,76 +39,55 @@ class WindowPart:
     Attributes:
         kind: Kind in the table of ``accumulation``.
         count: N_m of a mean over all ranks. Outside a window it may still be on its device.
-        total: S_m over all ranks, of a ``global_mean`` on the CPU. None: unknown.
+        own_count: This rank's share of it. If None, each rank computes the part from the rows of all ranks, and all ranks have to
+            back-propagate the same micro-batches.
+        total: S_m over all ranks, of a ``global_mean`` on the CPU. If None, it is unknown.
     """
 
     kind: Literal["mean", "sum", "once"]
     count: Any = 0.0
+    own_count: float | None = None
     total: float | None = None
 
 
 @dataclass
-class Divisor:
-    """The divisor of one part of a loss, over a window.
+class Term:
+    """The parts of one loss in all micro-batches of a window.
 
     Attributes:
-        title: Title of the loss.
-        expected: The sum over all ranks of the given ``counts``.
-        expected_total: The sum over all ranks of the given ``totals``.
-        estimate: D, None until a count that is not zero was back-propagated.
-        counted: Sum of the counts that were back-propagated.
-        total: Sum of the totals that were back-propagated. None: one of them is unknown.
-        is_sum: It is not divided.
-        slopes: Upstream gradient of each micro-batch that it counts in.
-        functions: Functions of it that are back-propagated, for messages.
+        key: Text, the same on all ranks whose rows it counts.
+        title: Title of the loss in messages.
+        kind: ``"beside"`` is a regulariser without rows, which is corrected as the mean next to it.
+        expected: The sum over its ranks of the given ``counts``.
+        expected_total: The sum over its ranks of the given ``totals``.
+        estimate: D, the same on all ranks. None until a count was not zero.
+        is_together: Whether all ranks have to back-propagate the same micro-batches.
     """
 
+    key: str
     title: str
+    kind: Literal["mean", "sum", "beside"] = "mean"
     expected: float | None = None
     expected_total: float | None = None
     estimate: float | None = None
-    counted: float = 0.0
-    total: float | None = 0.0
-    is_sum: bool = False
-    slopes: list[Tensor] = field(default_factory=list)
-    functions: str = ""
+    is_together: bool = False
 
-    def count_(self, part: WindowPart, micro_batches: int) -> float:
-        """Count a part that is back-propagated. Return its weight in this micro-batch."""
-        if part.kind == "sum":
-            self.is_sum = True
-            return 1.0
-        if part.kind == "once" or not part.count:
-            return 0.0
-        if self.estimate is None:
-            self.estimate = self.expected or part.count * micro_batches
-        self.counted += part.count
-        self.total = None if self.total is None or part.total is None else self.total + part.total
-        return float(part.count) / self.estimate
+    def take_(self, part: WindowPart, micro_batches: int) -> None:
+        """Take a part of the next micro-batch. The first count that is not zero gives the estimate."""
+        if self.estimate is None and part.kind == "mean" and part.count:
+            self.estimate = float(part.count) * micro_batches
+        if part.own_count is None and part.kind == "mean":
+            self.is_together = True
+
+    @property
+    def divisor(self) -> float | None:
+        """Return what backward divides by: the expected count, else the estimate."""
+        return self.expected or self.estimate
 
     @property
     def expected_mean(self) -> float | None:
-        """The mean of the whole window, if both its total and its count were given."""
+        """Return the mean of the whole window, if both its total and its count were given."""
         return self.expected_total / self.expected if self.expected and self.expected_total is not None else None
-
-    @property
-    def is_used(self) -> bool:
-        """Whether anything of it was back-propagated."""
-        return self.is_sum or self.counted > 0
-
-    @property
-    def factor(self) -> float:
-        """What corrects the estimate at the end."""
-        if self.is_sum:
-            return 1.0
-        assert self.estimate is not None
-        return self.estimate / self.counted
-
-    def describe(self) -> str:
-        """Return the divisor that was used, and the one that it should have been."""
-        if self.is_sum:
-            return f"{self.title}: a sum, not divided"
-        return f"{self.title}: divided by {self.estimate:.17g}, counted {self.counted:.17g}"
 
 
 @dataclass(eq=False)
@@ -115,24 +95,24 @@ class WindowCall:
     """One call of a loss in a window.
 
     Attributes:
-        key: Identity of the loss. Its calls in other micro-batches share their divisors.
         title: Title of the loss in messages.
+        micro_batch: Number of its micro-batch. None if the program declares none.
         parts: Parts of its value, over all ranks.
+        terms: The term of each part.
         values: Value of each part in the whole window, if ``totals`` were given. None: unknown.
-        number: Calls of a window count up.
-        functions: Names of the functions of its value that are back-propagated, for messages.
-        divisors: Divisors by part, once the call is back-propagated.
-        weights: Factor of the gradient of each part in this micro-batch, once the call is back-propagated.
+        weights: Factor of the gradient of each part, once the call is back-propagated.
+        slopes: Upstream gradient of each part. None for a part that was not back-propagated, or counts nothing.
+        is_counted: Whether a backward that ran through it has ended.
     """
 
-    key: object
     title: str
+    micro_batch: int | None
     parts: Sequence[WindowPart]
+    terms: Sequence[Term]
     values: list[float] | None = None
-    number: int = field(default_factory=lambda: next(_call_numbers))
-    functions: str = ""
-    divisors: Sequence[Divisor] = ()
     weights: list[float] = field(default_factory=list)
+    slopes: list[Tensor | None] = field(default_factory=list)
+    is_counted: bool = False
 
     def mark(self, value: Tensor, first: int = 0) -> Tensor:
         """Return the value of a part, or of several parts from ``first`` on. Its gradient will be weighed."""
@@ -142,6 +122,16 @@ class WindowCall:
     def counts_nothing(self) -> bool:
         """Whether one of its means has no count in this micro-batch: a value that may be no number, and no gradient."""
         return any(part.kind == "mean" and not part.count for part in self.parts)
+
+    def note_slopes_(self, grad: Tensor, first: int) -> None:
+        """Add the upstream gradient of some parts. A second backward through them adds to the first."""
+        if not self.slopes:
+            self.slopes = [None] * len(self.parts)
+        for index, slope in enumerate(grad.detach().reshape(-1).unbind(), start=first):
+            part = self.parts[index]
+            if part.kind == "mean" and part.count:
+                before = self.slopes[index]
+                self.slopes[index] = slope if before is None else before + slope
 
 
 class _Part(torch.autograd.Function):
@@ -159,14 +149,8 @@ class _Part(torch.autograd.Function):
             expected="Tensor.backward or torch.autograd.backward inside the window",
             got="another way to back-propagate it, or one outside of the window",
         )
-        places = slice(ctx.first, ctx.first + grad.numel())
-        for divisor, part, slope in zip(
-            call.divisors[places], call.parts[places], grad.reshape(-1).unbind(), strict=True
-        ):
-            if part.kind == "mean" and part.count:
-                divisor.slopes.append(slope.detach())
-                divisor.functions = call.functions
-        weights = call.weights[places]
+        call.note_slopes_(grad, ctx.first)
+        weights = call.weights[ctx.first : ctx.first + grad.numel()]
         return grad * (weights[0] if grad.ndim == 0 else grad.new_tensor(weights)), None, None
 
 
@@ -175,35 +159,37 @@ def is_equal(left: float, right: float) -> bool:
     return math.isclose(left, right, rel_tol=EQUAL)
 
 
-# of the last window on an accelerator, which the host does not wait for
-_late_slopes: list[tuple[Divisor, HostNumbers]] = []
+def window_call(node: Any) -> WindowCall | None:
+    """Return the call of a loss that made its value at a graph node. None for other nodes."""
+    found: WindowCall | None = getattr(node, "window_call", None)
+    return found
 
 
-def compare_slopes(divisors: Sequence[Divisor] = ()) -> None:
-    """Compare the upstream gradients of a window. Those on an accelerator are compared at the next call, which waits for no device.
+def counts_nothing(loss: Tensor) -> bool:
+    """Return whether a loss in a window depends on a mean without a count in this micro-batch, so it adds no part to the window."""
+    for node, _ in walk_graph([loss], through=lambda node: window_call(node) is None):
+        call = window_call(node)
+        if call is not None and call.counts_nothing:
+            return True
+    return False
 
-    Args:
-        divisors: Divisors of a window that ends. None are given when training ends.
 
-    Raises:
-        ConfigurationError: on every rank, for a loss without the same upstream gradient in all micro-batches.
-    """
-    due = _late_slopes[:]
-    _late_slopes.clear()
-    for divisor in divisors:
-        if len(divisor.slopes) > 1:
-            is_on_host = divisor.slopes[0].device.type == "cpu"
-            (due if is_on_host else _late_slopes).append((divisor, HostNumbers(divisor.slopes)))
-    for divisor, numbers in due:
-        slopes, rounding = numbers.read(), 8 * torch.finfo(divisor.slopes[0].dtype).eps
-        expect(
-            all(math.isclose(slope, slopes[0], rel_tol=rounding) for slope in slopes),
-            "accumulation window: what is back-propagated",
-            expected="a weighted sum of losses, with the same weights in every micro-batch",
-            got=f"{divisor.functions}{divisor.title}, whose upstream gradients are {', '.join(f'{s:.6g}' for s in slopes)}",
-            fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
-            "product of two) needs the counts and totals of the whole window.",
-        )
+def is_window_part(value: Tensor) -> bool:
+    """Return whether a value was marked as a part of a window just now."""
+    walk = walk_graph([value], through=lambda node: window_call(node) is None)
+    top = itertools.islice(walk, _TOP_NODES)
+    return any(window_call(node) is not None for node, _ in top)
+
+
+def calling_line() -> str:
+    """Return the file and the line of the program that calls a loss: the innermost one that is no library's."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _LIBRARIES or module.startswith(_PROGRAMS):
+            return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
 
 
 def note_parts(value: Tensor, parts: Callable[[], Sequence[WindowPart]]) -> None:
@@ -219,145 +205,86 @@ def noted_parts(node: Any) -> Sequence[WindowPart] | None:
     return None if parts is None else parts()
 
 
-# ---------------------------------------------------------------------- the graph of a window
+# ---------------------------------------------------------------------- upstream gradients
 
 
-TITLE = "lightning_ddp_losses: loss"
-"""Key of a graph node's metadata: the name of the loss that has its value from the node."""
+@dataclass(frozen=True)
+class _TermSlopes:
+    """The upstream gradients of a term in the micro-batches of a window."""
 
-# nodes that only pass on, scale or add the values below them
-_PASSED = re.compile("Add|Sub|Mul|Div|Neg|Clone|ToCopy|_DDPSink|View|AccumulateGrad")
-_ADDED = re.compile("Add|Sub|Neg|Clone|ToCopy|_DDPSink|View|_AttachZeroGrad|_ValueWithGrad")
-_CHECKPOINT = "CheckpointFunctionBackward"  # its parameters are not in the graph
+    key: str
+    title: str
+    numbers: HostNumbers
+    rounding: float
 
-
-def window_call(node: Any) -> WindowCall | None:
-    """Return the call of a loss that made its value at a graph node. None for other nodes."""
-    found: WindowCall | None = getattr(node, "window_call", None)
-    return found
-
-
-def nodes_of(roots: Sequence[Tensor]) -> list[Any]:
-    """Return the graph nodes that made some values. A value without a graph has none."""
-    return [root.grad_fn for root in roots if root.grad_fn is not None]
-
-
-class WindowGraph:
-    """Walks the graphs of one window.
-
-    Args:
-        parameters: Corrected parameters, by name.
-        modules: Modules with parameters that ``fully_shard`` may divide. Then the gathered tensors stand in graphs.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], modules: Sequence[nn.Module]) -> None:
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._modules = modules
-
-    def calls_below(self, roots: Sequence[Tensor]) -> tuple[list[WindowCall], list[Any]]:
-        """Return the calls of losses in a graph, each once, in the order of their making, and the nodes below them.
-
-        Args:
-            roots: The values that are back-propagated.
+    def agreed(self) -> float:
+        """Return the upstream gradient, the same in all micro-batches.
 
         Raises:
-            ConfigurationError: for a path to a parameter that passes none of the losses.
+            ConfigurationError: if micro-batches differ.
         """
-        found, below = dict[WindowCall, None](), list[Any]()
-        above = dict[Any, Any]()
-        queue = nodes_of(roots)
-        for node in queue:
-            call, children = window_call(node), node.next_functions
-            if call is not None:
-                call.functions = _functions_above(node, above)
-                found[call] = None
-                below += [child for child, _ in children]
+        slopes = self.numbers.read()
+        for slope in slopes:
+            if math.isclose(slope, slopes[0], rel_tol=self.rounding) or _are_not_numbers(slope, slopes[0]):
                 continue
-            if self._name_of(node) is not None:
-                raise self._no_divisor(node, above)
-            if attaches_zero_grad(node):  # its other children get zeros alone
-                children = children[:1]
-            for child, _ in children:
-                if child is not None and child not in above:
-                    above[child] = node
-                    queue.append(child)
-        return sorted(found, key=lambda call: call.number), below
+            raise other_slopes(self.title, slopes)
+        return float(slopes[0])
 
-    def check_below(self, nodes: Sequence[Any], title: str) -> None:
-        """Refuse what reaches a parameter through two losses, and parameters with gradients that would not be corrected.
+
+def _are_not_numbers(left: float, right: float) -> bool:
+    return not math.isfinite(left) and not math.isfinite(right)
+
+
+class SlopeCheck:
+    """Compares the upstream gradients of a window. Those on an accelerator are compared when the next one ends: the host does not wait."""
+
+    def __init__(self) -> None:
+        self._late: list[_TermSlopes] = []
+
+    def compare(self, calls: Sequence[WindowCall] = ()) -> dict[str, float]:
+        """Compare the micro-batches of a window that ends.
 
         Args:
-            nodes: Nodes below a loss.
-            title: Title of the loss in messages.
+            calls: Counted calls of the window. None are given when training ends.
+
+        Returns:
+            The upstream gradient by the key of the term, of this window on the CPU and of the last one on an accelerator.
 
         Raises:
-            ConfigurationError: naming the losses, or the parameter.
+            ConfigurationError: for a loss without the same upstream gradient in all micro-batches.
         """
-        for node, _ in walk_graph([], nodes=nodes):
-            call = window_call(node)
-            if call is not None:
-                raise ConfigurationError(
-                    f"accumulation window: {title}",
-                    expected="a loss of rows",
-                    got=f"one that depends on {call.title}, whose divisor counts already",
-                    fix="Add the two, or detach the inner one.",
-                )
-            variable = getattr(node, "variable", None)
-            if not isinstance(variable, Tensor) or self._is_known(variable) or not isinstance(variable, nn.Parameter):
-                continue
-            raise ConfigurationError(
-                f"accumulation window: {title}",
-                expected="parameters of the module, or of what was handed to accumulation_window",
-                got=self._name_of(node),
-                fix="Its gradient would not be corrected: hand in the module that holds it.",
-            )
-
-    def _is_known(self, variable: Tensor) -> bool:
-        if id(variable) not in self._names:
-            for module in self._modules:
-                self._names.update({id(tensor): name for name, tensor in compat.gathered_parameters(module).items()})
-        return id(variable) in self._names
-
-    def _name_of(self, node: Any) -> str | None:
-        """Return the name of the parameters of a node in messages. None for any other node."""
-        if node.name() == _CHECKPOINT:
-            return "the parameters of a re-entrant checkpoint"
-        variable = getattr(node, "variable", None)
-        if id(variable) in self._names:
-            return f"`{self._names[id(variable)]}`"
-        return f"a parameter of shape {tuple(variable.shape)}" if isinstance(variable, nn.Parameter) else None
-
-    def _no_divisor(self, leaf: Any, above: Mapping[Any, Any]) -> ConfigurationError:
-        """Return the error for a path to a parameter that passes none of the losses."""
-        path = _path_to(leaf, above)
-        titles = [node.metadata[TITLE] for node in path if TITLE in node.metadata]
-        terms = [node.name() for node in path if not _PASSED.match(node.name())]
-        if titles:
-            term = titles[0]
-            fix = (
-                "It is no sum over rows that a micro-batch has a part of: use lightning_ddp_losses.microbatched for the whole "
-                "batch, and windows of one micro-batch."
-            )
-        else:
-            term = " of ".join(["a term", *terms[:3]])
-            fix = "Write it as global_mean(total, count), or wrap a loss of torch.nn or pytorch-metric-learning in GlobalBatchLoss."
-        return ConfigurationError(
-            "accumulation window: what is back-propagated",
-            expected="losses that are divided by what the whole window counts",
-            got=f"{term}, which reaches {self._name_of(leaf)}",
-            fix=fix,
-        )
+        by_term: dict[str, list[Tensor]] = {}
+        titles: dict[str, str] = {}
+        for call in calls:
+            for term, slope in zip(call.terms, call.slopes, strict=False):
+                if slope is not None:
+                    by_term.setdefault(term.key, []).append(slope)
+                    titles[term.key] = term.title
+        due = self._late
+        self._late = []
+        for key, slopes in by_term.items():
+            rounding = 8 * torch.finfo(slopes[0].dtype).eps
+            of_term = _TermSlopes(key, titles[key], HostNumbers(slopes), rounding)
+            (due if slopes[0].device.type == "cpu" else self._late).append(of_term)
+        return {of_term.key: of_term.agreed() for of_term in due}
 
 
-def _path_to(node: Any, above: Mapping[Any, Any]) -> list[Any]:
-    """Return the nodes from the back-propagated value down to a node."""
-    path = [node]
-    while path[-1] in above:
-        path.append(above[path[-1]])
-    return path[::-1]
+def other_slopes(title: str, slopes: Sequence[float]) -> ConfigurationError:
+    """Return the error for a loss that is weighed differently in some micro-batches, or on some ranks."""
+    shown = ", ".join(f"{slope:.6g}" for slope in slopes)
+    return not_a_weighted_sum(f"{title}, whose upstream gradients are {shown}")
 
 
-def _functions_above(node: Any, above: Mapping[Any, Any]) -> str:
-    """Return the functions of a loss that are back-propagated, for messages. Those that only add or pass on are left out."""
-    names = [each.name() for each in _path_to(node, above)[:-1]]
-    return "".join(f"{name} of " for name in names if not _ADDED.match(name))
+def not_a_weighted_sum(got: str) -> ConfigurationError:
+    """Return the error for what is back-propagated and is no weighted sum of losses."""
+    return ConfigurationError(
+        "accumulation window: what is back-propagated",
+        expected="a weighted sum of losses, with the same weights in every micro-batch",
+        got=got,
+        fix="Weigh losses by the same numbers in all micro-batches, and add them. What is not linear in a global_mean (its root, a "
+        "product of two) needs the counts and totals of the whole window. A weight that is learned has no exact form in a window.",
+    )
+
+
+SLOPES = SlopeCheck()
+"""Upstream gradients of the last window on an accelerator wait here."""

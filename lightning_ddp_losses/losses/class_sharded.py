@@ -502,7 +502,7 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         # the same by sums and divisors, which an accumulation window adds up: every rank has all rows, as if there were one rank
         sums = sums_of_all_rows(partial_sums_of(reducer, sub_losses, embeddings, labels), embeddings)
         if in_window:
-            return global_loss(sums, window_source=(self, self._title))
+            return global_loss(sums, window_source=(self, self._title), group=self._group)
         # PML's mean over no rows is not a number, of a reducer that selects it is 0
         reduction = reduction_of(reducer)
         return global_loss(sums, empty=0.0 if reduction is not None and reduction.selects else math.nan)

@@ -58,7 +58,8 @@ def by_elements(
         empty = math.nan  # torch's mean over nothing
     # the global loss, from those of all ranks
     sums = _gather_sums(loss, rules, exchange, partials, rows)
-    value = partial_sums.global_loss(sums, empty=empty, window_source=(loss, exchange.agreement.operation))
+    source = loss, exchange.agreement.operation
+    value = partial_sums.global_loss(sums, empty=empty, window_source=source, group=exchange.group)
     # a rank without rows may come with a plain ``torch.zeros(0, D)``, and takes part in backward all the same
     if number_of_rows == 0:
         value = autograd_graph.match_requires_grad(value, wanted=True)

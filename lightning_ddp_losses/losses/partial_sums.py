@@ -196,12 +196,14 @@ class GlobalSums:
         partials: This rank's part.
         table: (W, s, 2) totals and divisors, or (W, s, 6) with counts.
         divisors: (s,), divisors over all ranks that an accumulation window needs on the host. None: read from the table.
+        own_divisors: (s,), this rank's parts of them. None outside of a window, and if every rank has the rows of all.
         may_be_zero: Totals and divisors may have been multiplied by 0.
     """
 
     partials: Sequence[PartialSum]
     table: Tensor
     divisors: tuple[float, ...] | None = None
+    own_divisors: tuple[float, ...] | None = None
     may_be_zero: bool = False
 
     def reduce(self, empty: float = 0.0) -> tuple[Tensor, list[Tensor]]:
@@ -259,12 +261,17 @@ class GlobalSums:
                 parts.append(WindowPart("once"))
             elif each.divisor is None:
                 parts.append(WindowPart("sum"))
-            elif self.divisors is not None:
-                parts.append(WindowPart("mean", self.divisors[index]))
             else:
-                divisor = self.table[:, index, 1].sum() if len(self.table) > 1 else self.table[0, index, 1]
-                parts.append(WindowPart("mean", divisor.item() if divisor.device.type == "cpu" else divisor))
+                own = None if self.own_divisors is None else self.own_divisors[index]
+                parts.append(WindowPart("mean", self._divisor(index), own))
         return parts
+
+    def _divisor(self, index: int) -> float | Tensor:
+        """Return the divisor of a sub-loss over all ranks. Outside a window it may be on an accelerator."""
+        if self.divisors is not None:
+            return self.divisors[index]
+        divisor = self.table[:, index, 1].sum() if len(self.table) > 1 else self.table[0, index, 1]
+        return divisor.item() if divisor.device.type == "cpu" else divisor
 
     def counts(self) -> list[ElementCounts]:
         """Return how many elements each sub-loss has over all ranks."""
@@ -331,11 +338,14 @@ class SumExchange:
                 shape, device = (sum(rows_by_rank), row_stats.shape[1]), row_stats.device
                 row_stats = _from_bytes(sent_stats, row_stats.dtype).view(shape).to(device)
             table = _from_bytes(payloads, torch.float64).view(world, len(partials), -1)
-            return GlobalSums(partials, table), row_stats
+            own_divisors = None
+            if current_window() is not None:
+                own_divisors = tuple(table[process_groups.rank(self.group), :, 1].tolist())
+            return GlobalSums(partials, table, own_divisors=own_divisors), row_stats
         table = stack_numbers(numbers, like).view(len(partials), -1)
         if present is not None:
             table.mul_(present)
-        divisors = None
+        divisors = own_divisors = None
         if current_window() is None:
             self._handshake(b"", handshake_bytes)
         else:
@@ -344,10 +354,11 @@ class SumExchange:
             payloads = self._handshake(shares.tobytes(), handshake_bytes)
             by_rank = _from_bytes(payloads, torch.float64).view(-1, len(shares))
             divisors = tuple(by_rank.sum(0).tolist())
+            own_divisors = tuple(shares)
         if row_stats is not None and world > 1:
             row_stats = raw_collectives.all_gather_rows(row_stats, list(rows_by_rank), self.group)
         everyone = raw_collectives.gather_stacked(table, self.group)
-        return GlobalSums(partials, everyone, divisors, may_be_zero=present is not None), row_stats
+        return GlobalSums(partials, everyone, divisors, own_divisors, may_be_zero=present is not None), row_stats
 
     def _handshake(self, payload: bytes, handshake_bytes: int | None) -> list[bytes]:
         return handshake.all_gather(
@@ -373,13 +384,16 @@ def sums_of_all_rows(partials: Sequence[PartialSum], like: Tensor) -> GlobalSums
 # ---------------------------------------------------------------------- the global loss
 
 
-def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[object, str] | None = None) -> Tensor:
+def global_loss(
+    sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[object, str] | None = None, group: Group = None
+) -> Tensor:
     """Return the global loss: its value on every rank, W times this rank's share of its gradient.
 
     Args:
         sums: The sums of all ranks.
         empty: Value of an empty mean, as in ``GlobalSums.reduce``.
         window_source: The loss and its title, if an accumulation window may bring its micro-batches together.
+        group: Process group of the sums, for the window.
 
     Returns:
         0-dim, the same number on every rank.
@@ -398,7 +412,7 @@ def global_loss(sums: GlobalSums, *, empty: float = 0.0, window_source: tuple[ob
             note_parts(result, sums.window_parts)
         return result
     # in an accumulation window: each sub-loss as a part of that in all its micro-batches
-    call = window.enter(*window_source, sums.window_parts())
+    call = window.enter(*window_source, sums.window_parts(), process_groups.members(group))
     marked = []
     for index, (each, total, factor) in enumerate(zip(values, totals, factors, strict=True)):
         marked.append(call.mark(value_with_grad(each, total, factors=[factor], once=once), index))
@@ -527,14 +541,14 @@ def global_mean(
         count: This rank's part of the divisor: a number or 0-dim tensor, or one of as many elements as
             ``total``, without gradient. 0 if there are no rows. Whole numbers are exact up to 2**53.
         empty: Value of a mean that is empty on all ranks. Its gradient is zero.
-        name: Name in messages, and for ``expect_counts`` of an accumulation window. Several calls in one micro-batch need it there. Ranks
+        name: Name in messages, and of the term in an accumulation window. Without one the line that calls it is the name there. Ranks
             that make several calls in a different order get an error if the calls have names. Without names they cannot be told apart.
         group: Process group. None is the world.
         mesh: Dimensions of a device mesh over which rows differ, in place of ``group``: ``mesh["dp", "cp"]``.
         copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
         reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the divisor of that sum
             (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``.
-            Without these a mean.
+            Without these a mean, and an error if some module of this process is reduced in another way.
         module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.
 
     Returns:
@@ -567,7 +581,8 @@ def global_mean(
         if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group
             group = process_groups.group_of_mesh(title, mesh, copies, group)
         counts = _checked_counts(title, total, count)
-        reduction = chosen_reduction(reduces, module, group, exact_ranks=mesh is not None)
+        has_graph = total.requires_grad and torch.is_grad_enabled()
+        reduction = chosen_reduction(reduces, module, group, exact_ranks=mesh is not None, has_graph=has_graph)
         scale = 1.0 if reduction is None else reduction.scale
     except Exception as error:
         handshake.raise_on_all_ranks(error, title, group=group)
@@ -577,7 +592,6 @@ def global_mean(
         _refuse_other_copies(title, copies, totals, counts, group)
     # 2. the sums of all ranks
     watch = UpstreamGradWatch.of(title, group)
-    has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
     numbers = counts if on_device else [*counts, *totals.detach().view(-1).tolist()]
     agreement, form = _plan_of_means(
@@ -603,9 +617,9 @@ def global_mean(
     value = _as_shape_of(totals, values)
     # in an accumulation window: as parts of all its micro-batches
     window, call = current_window(), None
-    parts = functools.partial(_window_parts, global_counts, known_totals)
+    parts = functools.partial(_window_parts, global_counts, counts, known_totals)
     if window is not None and has_graph:
-        call = window.enter(name or "", title, parts())
+        call = window.enter(name or "", title, parts(), process_groups.members(group))
         if call.values is not None:
             value = _as_shape_of(totals, call.values)
     # 4. the numbers, with W times this rank's part of their gradients
@@ -637,9 +651,10 @@ def _plan_of_means(
     return agreement, struct.Struct(f"<?{numbers}d")
 
 
-def _window_parts(counts: Sequence[float], totals: Sequence[float]) -> list[WindowPart]:
+def _window_parts(counts: Sequence[float], own_counts: Sequence[float], totals: Sequence[float]) -> list[WindowPart]:
     """Return how each mean counts in an accumulation window. On an accelerator the host does not know the totals."""
-    return [WindowPart("mean", count, total) for count, total in itertools.zip_longest(counts, totals)]
+    columns = itertools.zip_longest(counts, own_counts, totals)
+    return [WindowPart("mean", count, own, total) for count, own, total in columns]
 
 
 def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts: Sequence[float], group: Group) -> None:

@@ -43,6 +43,14 @@ from lightning_ddp_losses.metrics.states import (
 _WINDOW_METRICS = (MeanSquaredError, MeanAbsoluteError)
 
 
+def _class_before_conversion(metric: Metric) -> type:
+    """Return the class that ``differentiable`` converted. A class of its own, which may compute something else, for others."""
+    cls = type(metric)
+    while "_original" in cls.__dict__:
+        cls = cls.__dict__["_original"]
+    return cls
+
+
 class DifferentiableMetric(MetricStates):
     """A metric over all ranks with a value that can be trained on.
 
@@ -413,11 +421,15 @@ class ForwardCall:
         if window is None or not isinstance(value, Tensor):
             return value
         title = metric._title()
-        if isinstance(metric, _WINDOW_METRICS) and getattr(metric, "squared", True):
-            total = float(metric.total)
+        if _class_before_conversion(metric) in _WINDOW_METRICS and getattr(metric, "squared", True):
+            counted = metric.total
+            assert isinstance(counted, Tensor)
+            total = float(counted)
             if not total:  # a mean without rows has no gradient
                 return self._with_zero_grad(value.detach())
-            return window.enter(metric, title, [WindowPart("mean", total)]).mark(value)
+            # one mean for each output
+            parts = [WindowPart("mean", total)] * value.numel()
+            return window.enter(metric, title, parts, process_groups.members(metric.process_group)).mark(value)
         name_value(value, title)
         return value
 

@@ -28,9 +28,10 @@ from torch.distributed import ReduceOp
 from lightning_ddp_losses.core.compat import attached_trainer, unwrapped_optimizer
 from lightning_ddp_losses.core.precision import without_autocast
 from lightning_ddp_losses.distributed import liveness, process_groups
-from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow
 from lightning_ddp_losses.distributed.global_values import forget_late_notes
 from lightning_ddp_losses.distributed.shard import tags_kept
+from lightning_ddp_losses.distributed.window_terms import Counts
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.strategies import checkpoint_files, named_calls, shards
 from lightning_ddp_losses.strategies.checkpoint_files import BLOCKS, METADATA, is_folder
@@ -159,8 +160,8 @@ class LossHooks(HostStrategy):
     def window(self, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
         """Make the micro-batches inside the block one batch, in manual optimisation with ``accumulation="window"``.
 
-        Each ``manual_backward`` ends a micro-batch. After the block all gradients are those of one process on the rows of all ranks and
-        micro-batches. Step then.
+        Run the forward of each in ``with window.micro_batch():``, unless ``expect_counts`` was called before. After the block all gradients
+        are those of one process on the rows of all ranks and micro-batches. Step then.
 
         Args:
             micro_batches: About how many there will be. Only the size of gradients inside the block depends on it.
@@ -235,6 +236,8 @@ class LossHooks(HostStrategy):
         except RuntimeError as error:
             liveness.raise_lost_peer(error, "backward")
             raise
+        if self.accumulation == "window":
+            self._losses.part(LightningWindows).after_backward()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -16,31 +16,47 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.distributed import handshake
-from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, Counts, active, step_inside_window
-from lightning_ddp_losses.distributed.window_parts import compare_slopes
+from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
+from lightning_ddp_losses.distributed.window_end import Note, refuse_failures
+from lightning_ddp_losses.distributed.window_parts import SLOPES, WindowCall
+from lightning_ddp_losses.distributed.window_terms import Counts
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 
 
 class LightningWindows(FitPart):
-    """The accumulation windows of one fit. A part with ``accumulation="window"`` only."""
+    """The accumulation windows of one fit. A part with ``accumulation="window"`` only.
+
+    In automatic optimisation each ``training_step`` is a micro-batch, and the call check of the backward that synchronises carries the
+    notes of the window. In manual optimisation the user opens windows and declares micro-batches.
+    """
 
     needs = ("accumulation", "window")
 
     def __init__(self, fit: Fit) -> None:
         super().__init__(fit)
         self._window: AccumulationWindow | None = None
+        self._calls: list[WindowCall] = []  # of the backward that runs
+        self._notes: list[Note] = []  # of all ranks, in the window that ends
         self._expected: list[tuple[Any, Any]] = []  # counts and totals that were given before the window was open
         self._last_batch = (-1, -1)  # epoch and number
 
+    @property
+    def _is_automatic(self) -> bool:
+        return self.fit.module.automatic_optimization
+
     # ------------------------------------------------------------------ automatic optimisation
+
+    def on_train_start(self) -> None:
+        """Let the notes of windows travel in each call check."""
+        if self._is_automatic:
+            self.fit.strategy.attach_payload(self._measure, self._judge, name="accumulation window")
 
     @contextlib.contextmanager
     def training_step(self) -> Iterator[None]:
         """Run a step as the next micro-batch of its window, which the first one opens. In manual optimisation the user opens windows."""
         trainer, window = self.fit.trainer, self._window
-        if not self.fit.module.automatic_optimization:
+        if not self._is_automatic:
             yield
             return
         batch, per_window = trainer.fit_loop.epoch_loop.batch_idx, trainer.accumulate_grad_batches
@@ -63,24 +79,42 @@ class LightningWindows(FitPart):
     def _open(self, micro_batches: int) -> AccumulationWindow:
         module = self.fit.module
         corrected = corrected_parameters(module, self.fit.strategy.optimizers)
-        self._window = AccumulationWindow(corrected, micro_batches, {"": module})
+        # the call check compares the upstream gradients of automatic optimisation
+        compares_ranks = not self._is_automatic
+        self._window = AccumulationWindow(corrected, micro_batches, {"": module}, compares_ranks=compares_ranks)
+        self._notes = []
         return self._window
+
+    def _measure(self) -> bytes:
+        """Return this rank's note in the backward that ends a window. Empty without a window."""
+        window = self._window
+        if window is None or window.is_single:
+            return b""
+        try:
+            note = window.note()
+        except ConfigurationError as error:
+            note = Note(failure=str(error))
+        return note.pack()
+
+    def _judge(self, payloads: list[bytes]) -> None:
+        """Take the notes of all ranks."""
+        if all(payloads):
+            self._notes = [Note.read(payload) for payload in payloads]
+            refuse_failures(self._notes)
 
     # ------------------------------------------------------------------ manual optimisation
 
     @contextlib.contextmanager
     def block(self, micro_batches: int) -> Iterator[AccumulationWindow]:
-        """Make the backward calls inside the block the micro-batches of one window."""
+        """Make the micro-batches that are declared inside the block one window."""
         if self._window is not None:
             raise ConfigurationError("strategy.window()", expected="no window around it", got="one that is open")
         window = self._open(micro_batches)
-        window.refuse_left_gradients()
         try:
             self._give_expected(window)
-            with active(window):
+            with window.block():
                 yield window
-            handshake.all_gather("end of strategy.window()", {"micro-batches": window.micro_batch - 1})
-            window.correct_()
+            window.end_("strategy.window()")
         finally:
             self._window = None
 
@@ -88,7 +122,7 @@ class LightningWindows(FitPart):
 
     def on_train_end(self) -> None:
         """Compare the upstream gradients of the last window."""
-        compare_slopes()
+        SLOPES.compare()
 
     def expect_counts(self, counts: Counts | None, totals: Mapping[str, float | Sequence[float]] | None) -> None:
         """Take what losses will count in the window that is open, or in the next one."""
@@ -105,28 +139,38 @@ class LightningWindows(FitPart):
     def before_backward(self, loss: Tensor) -> Tensor:
         """Count a loss that is about to be back-propagated, and undo Lightning's division of it."""
         window = self._window
-        if window is None or not self.fit.module.automatic_optimization:
+        if window is None or not self._is_automatic:
             return loss  # inside a block backward itself counts it
-        if not window.is_open:
-            window.refuse_left_gradients()
-        window.commit([loss])
+        self._calls = window.begin_backward([loss])
+        for call in self._calls:
+            call.is_counted = True  # a backward that fails ends the fit
         divided_by = self.fit.trainer.accumulate_grad_batches
         return loss * divided_by if divided_by > 1 else loss
 
     def on_gradients_reduced(self) -> None:
         """Correct the gradients of a window of automatic optimisation: they are those of all ranks and micro-batches now."""
-        if not self.fit.module.automatic_optimization:
+        window = self._window
+        if window is None:
             return
-        window, self._window = self._window, None
-        if window is not None and not window.is_single:
-            window.correct_()
+        if not self._is_automatic:
+            window.gradients.note()  # our means over ranks
+            return
+        self._window = None
+        if not window.is_single:
+            SLOPES.compare([call for call in window.calls if call.is_counted])
+            window.correct_(self._notes or [window.note_of_all()])
+
+    def after_backward(self) -> None:
+        """Note the gradients that a backward of automatic optimisation left."""
+        if self._window is not None and self._is_automatic and not self._window.is_single:
+            self._window.end_backward_(self._calls)
 
     def closed(self, closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
         """Return a closure after which an optimizer may step: not while gradients wait to be corrected."""
 
         def closed_window() -> Any:
             result = closure()
-            if self._window is not None and self._window.is_open:
+            if self._window is not None and self._window.has_begun:
                 raise step_inside_window(type(optimizer).__name__)
             return result
 

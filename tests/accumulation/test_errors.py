@@ -98,7 +98,7 @@ OBJECTIVES: dict[str, tuple[Objective, list[str]]] = {
         _expecting(0, lambda: -1 if dist.get_rank() else 3),
         ["expect_counts", "finite counts, not negative", "-1"],
     ),
-    "counts that come late": (_expecting(1, lambda: 5), ["before the first backward", "micro-batch 2"]),
+    "counts that come late": (_expecting(1, lambda: 5), ["before the first loss", "micro-batch 2"]),
 }
 
 
@@ -140,9 +140,10 @@ class StepsInside(ByHand):
     def training_step(self, window: Any, index: int) -> None:
         strategy: Any = self.trainer.strategy
         optimizer: Any = self.optimizers()
-        with strategy.window():
+        with strategy.window() as open_window:
             for batch in window:
-                self.manual_backward(self.case.value(self, *batch))
+                with open_window.micro_batch():
+                    self.manual_backward(self.case.value(self, *batch))
                 optimizer.step()
 
 

@@ -52,7 +52,7 @@ def gradients(case: str, *, wrapped: bool) -> dict[str, Tensor]:
             window.expect_counts(step.job.case.expects(batches))
         for i, batch in enumerate(batches):
             waits = wrapped and i + 1 < COUNT
-            with model.no_sync() if waits else contextlib.nullcontext():
+            with model.no_sync() if waits else contextlib.nullcontext(), window.micro_batch():
                 model(*batch).backward()
     found = grads_of(step) if wrapped else mean_over_ranks_(grads_of(step))
     return {name.replace("loss.loss.", "loss.").removeprefix("job."): grad for name, grad in found.items()}
@@ -78,11 +78,12 @@ def two_heads() -> dict[str, Tensor]:
     """One loss called twice in each micro-batch: two means, each with its own divisor."""
     job = Job("cross entropy, ignored")
     counts = (4, 6, 2) if dist.get_rank() else (3, 5, 1)
-    with accumulation_window(job, micro_batches=3):
+    with accumulation_window(job, micro_batches=3) as window:
         for n in counts:
             rows = torch.ones(n, 5, dtype=torch.float64) * n
-            first = job.loss(job.net.head(job.net(rows)), torch.zeros(n, dtype=torch.int64))
-            second = job.loss(job.net.head(job.net(-rows)), torch.ones(n, dtype=torch.int64))
+            with window.micro_batch():
+                first = job.loss(job.net.head(job.net(rows)), torch.zeros(n, dtype=torch.int64))
+                second = job.loss(job.net.head(job.net(-rows)), torch.ones(n, dtype=torch.int64))
             (first + second).backward()
     return mean_over_ranks_(grads_of(job))
 
@@ -134,7 +135,7 @@ def in_a_window(name: str) -> None:
     model = nn.Linear(2, 1)
     if name == "gradients from before" and dist.get_rank() == 1:
         model(torch.ones(3, 2)).sum().backward()
-    with accumulation_window(model):
+    with accumulation_window(model) as window, window.micro_batch():
         ERRORS[name][0](model)
 
 
@@ -144,27 +145,27 @@ def test_errors_on_every_rank(pool: RankPool, name: str) -> None:
 
 
 def fail_inside(model: nn.Module) -> None:
-    with accumulation_window(model):
+    with accumulation_window(model) as window, window.micro_batch():
         mean_of(model).backward()
         raise ZeroDivisionError
 
 
 def test_nothing_is_left_behind() -> None:
-    """An error inside the block: torch's backward and optimizers are as before, and gradients stay as they are."""
+    """An error inside the block: torch's backward and optimizers are as before, and so are gradients."""
     model, plain = nn.Linear(2, 1), torch.autograd.backward
     with pytest.raises(ZeroDivisionError):
         fail_inside(model)
     assert torch.autograd.backward is plain
+    assert all(parameter.grad is None for parameter in model.parameters())
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model.zero_grad()
-    with accumulation_window(model):
+    with accumulation_window(model) as window, window.micro_batch():
         GlobalBatchLoss(nn.MSELoss())(model(torch.ones(3, 2)), torch.ones(3, 1)).backward()
 
 
 def test_windows_of_several_backwards_of_one_value() -> None:
     """A value that is back-propagated twice counts its rows once: its gradient is twice that of one process."""
     model = nn.Linear(2, 1).double()
-    with accumulation_window(model):
+    with accumulation_window(model) as window, window.micro_batch():
         value = global_mean(model(torch.ones(4, 2, dtype=torch.float64)).sum(), 4)
         value.backward(retain_graph=True)
         value.backward()
@@ -211,9 +212,10 @@ def loop_counted(case: str) -> list[int]:
     for windowed in (False, False, False, True):
         model.zero_grad()
         with CountCollectives() as counter:
-            with accumulation_window(model) if windowed else contextlib.nullcontext():
+            with accumulation_window(model) if windowed else contextlib.nullcontext() as window:
                 for i, batch in enumerate(batches):
-                    with model.no_sync() if i + 1 < WINDOW else contextlib.nullcontext():
+                    declared = contextlib.nullcontext() if window is None else window.micro_batch()
+                    with model.no_sync() if i + 1 < WINDOW else contextlib.nullcontext(), declared:
                         model(*batch).backward()
             counts.append(len(counter.names))
     return counts[2:]

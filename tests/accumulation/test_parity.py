@@ -205,11 +205,13 @@ class ByHand(Job):  # each batch is a window, a list of micro-batches
         optimizer: Any = self.optimizers()
         if self.case.expects is not None:
             strategy.expect_counts(self.case.expects(window))
-        with strategy.window(len(window)):
+        with strategy.window(len(window)) as open_window:
             for i, batch in enumerate(window):
                 waits = self.blocked and i + 1 < len(window)
+                with open_window.micro_batch():
+                    loss = self.case.value(self, *batch)
                 with strategy.block_backward_sync() if waits else contextlib.nullcontext():
-                    self.manual_backward(self.case.value(self, *batch))
+                    self.manual_backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 

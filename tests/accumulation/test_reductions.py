@@ -80,11 +80,12 @@ def by_hand(shape: tuple[int, ...], reduces: Any, window: int) -> dict[str, Tens
     mesh = mesh_of(shape, dist.group.WORLD)
     place = mesh.get_local_rank("dp") * shape[1] + mesh.get_local_rank("cp")
     net = make_net()
-    with accumulation_window(net):
+    with accumulation_window(net) as micro_batches:
         for i in range(window):
             rows = rows_of(i, place)
             options: Any = {"mesh": mesh["dp", "cp"], "copies": mesh["tp"], "reduces": reduces}
-            global_mean(summed(net, rows), len(rows), **options).sum().backward()
+            with micro_batches.micro_batch():
+                global_mean(summed(net, rows), len(rows), **options).sum().backward()
     reduce_by_hand(net, mesh, DIVISORS[reduces])
     return gradients(net)
 
@@ -111,10 +112,11 @@ def from_module(factor: float | None, window: int) -> dict[str, Tensor]:
     net = sharded(factor)
     alone = window == 1
     options: Any = {"module": net} if alone else {}
-    with contextlib.nullcontext() if alone else accumulation_window(net):
+    with contextlib.nullcontext() if alone else accumulation_window(net) as micro_batches:
         for i in range(window):
             rows = rows_of(i, dist.get_rank())
-            global_mean(summed(net, rows), len(rows), **options).sum().backward()
+            with contextlib.nullcontext() if micro_batches is None else micro_batches.micro_batch():
+                global_mean(summed(net, rows), len(rows), **options).sum().backward()
     return gradients(net)
 
 
@@ -129,11 +131,12 @@ def beside_a_divided_model(factor: float | None, kind: str) -> dict[str, Tensor]
     net, rank = sharded(factor), dist.get_rank()
     loss: Any = class_loss()
     loss = ClassShardedLoss(loss) if kind == "shards" else DistributedDataParallel(GlobalBatchLoss(loss))
-    with accumulation_window(net, loss):
+    with accumulation_window(net, loss) as window:
         for i in range(2):
             loss.require_backward_grad_sync = i == 1
             rows = rows_of(i, rank)
-            loss(net(rows), torch.arange(len(rows)) % CLASSES).backward()
+            with window.micro_batch():
+                loss(net(rows), torch.arange(len(rows)) % CLASSES).backward()
     if kind == "shards":
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, loss.weight.grad)
@@ -159,10 +162,11 @@ def test_class_weights_beside_a_divided_model(pool: RankPool, factor: float | No
 
 def metric_of_a_divided_model(factor: float | None, window: int) -> dict[str, Tensor]:
     net, metric = sharded(factor), differentiable(MeanSquaredError())
-    with accumulation_window(net):
+    with accumulation_window(net) as micro_batches:
         for i in range(window):
             rows = rows_of(i, dist.get_rank())
-            metric(net(rows), rows[:, :2].contiguous()).backward()
+            with micro_batches.micro_batch():
+                metric(net(rows), rows[:, :2].contiguous()).backward()
     return gradients(net)
 
 
@@ -194,6 +198,36 @@ def hooked() -> None:
 
 def line(**names: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(names.values()), mesh_dim_names=tuple(names))
+
+
+def beside(make: Callable[[], nn.Module], **options: Any) -> Tensor:
+    """A mean that is told nothing of a module of the process."""
+    module = make()
+    value = own_mean(**options)
+    assert module is not None
+    return value
+
+
+def make_hooked() -> nn.Module:
+    ddp = DistributedDataParallel(make_net())
+    foreign_hook.__annotations__.clear()
+    ddp.register_comm_hook(None, foreign_hook)
+    return ddp
+
+
+def declared() -> None:
+    """Neither a mean over ranks, nor what is declared, nor a module that is gone is an error."""
+    beside(lambda: sharded(None))
+    beside(lambda: sharded(float(dist.get_world_size())))
+    beside(lambda: sharded(1.0), reduces="sum")
+    beside(lambda: sharded(1.0), module=make_net())
+    with torch.no_grad():
+        beside(lambda: sharded(1.0))
+    own_mean()
+
+
+def test_a_mean_beside_modules_that_are_declared_or_gone(pool: RankPool) -> None:
+    pool.run(2, declared)
 
 
 def torn_copies() -> None:
@@ -231,6 +265,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "unknown": (lambda: own_mean(reduces="none" if dist.get_rank() else "sum"), ["reduces: expected", "'none'"]),
     "negative": (lambda: own_mean(reduces=-2.0), ["reduces: expected", "-2.0"]),
     "hooked": (hooked, ["foreign_hook of DistributedDataParallel", 'reduces="mean"']),
+    "beside a factor": (lambda: beside(lambda: sharded(1.0)), ["reduces: expected the model, as module=", "factor(1)"]),
+    "beside a hook": (lambda: beside(make_hooked), ["foreign_hook of DistributedDataParallel", "module=model"]),
     "torn copies": (torn_copies, ["the same rows, so the same total and count", "3.0", "0.0"]),
     "copies that differ too": (
         lambda: own_mean(mesh=(mesh := line(dp=2))["dp"], copies=mesh["dp"]),

@@ -69,35 +69,46 @@ def first_loss(net: Net, rows: Tensor) -> Tensor:
     return torch.as_tensor(net.a(net(rows), labels_of(rows)))
 
 
-def plain(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+def plain(window: Any, net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
     for rows in micro_batches:
-        objective(net, rows).backward()
+        with window.micro_batch():
+            objective(net, rows).backward()
 
 
-def forwards_first(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
-    for value in [objective(net, rows) for rows in micro_batches]:
+def forwards(window: Any, net: Net, micro_batches: list[Tensor], objective: Objective) -> list[Tensor]:
+    values = []
+    for rows in micro_batches:
+        with window.micro_batch():
+            values.append(objective(net, rows))
+    return values
+
+
+def forwards_first(window: Any, net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    for value in forwards(window, net, micro_batches, objective):
         value.backward()
 
 
-def skips_the_second(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+def skips_the_second(window: Any, net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
     """All ranks skip a micro-batch after its forward."""
     for i, rows in enumerate((micro_batches[0], micro_batches[0] * 2, *micro_batches[1:])):
-        value = objective(net, rows)
+        with window.micro_batch():
+            value = objective(net, rows)
         if i != 1:
             value.backward()
 
 
-def backwards_function(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
-    for rows in micro_batches:
-        torch.autograd.backward([objective(net, rows)])
+def backwards_function(window: Any, net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+    for value in forwards(window, net, micro_batches, objective):
+        torch.autograd.backward([value])
 
 
-def penalised_alone(net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
+def penalised_alone(window: Any, net: Net, micro_batches: list[Tensor], objective: Objective) -> None:
     """A gradient of this rank's rows by themselves counts nothing."""
     for rows in micro_batches:
         leaf = rows.clone().requires_grad_()
         torch.autograd.grad(net(leaf).sum(), leaf)
-        objective(net, rows).backward()
+        with window.micro_batch():
+            objective(net, rows).backward()
 
 
 LOOPS = {f.__name__: f for f in (plain, forwards_first, skips_the_second, backwards_function, penalised_alone)}
@@ -118,8 +129,8 @@ def averaged(net: nn.Module) -> dict[str, Tensor]:
 
 def gradients(loop: str, objective: str, **options: Any) -> dict[str, Tensor]:
     net = Net()
-    with accumulation_window(net, **options):
-        LOOPS[loop](net, own_rows(), OBJECTIVES[objective][0])
+    with accumulation_window(net, **options) as window:
+        LOOPS[loop](window, net, own_rows(), OBJECTIVES[objective][0])
     return averaged(net)
 
 
@@ -138,10 +149,11 @@ def test_any_order_of_calls(pool: RankPool, world_size: int, loop: str, objectiv
 
 def with_checkpoints(reentrant: bool) -> dict[str, Tensor]:
     net = Net()
-    with accumulation_window(net):
+    with accumulation_window(net) as window:
         for rows in own_rows():
             hidden = checkpoint(net.layers, rows.requires_grad_(), use_reentrant=reentrant)
-            global_mean(net.head(hidden).square().sum(), len(rows)).backward()
+            with window.micro_batch():
+                global_mean(net.head(hidden).square().sum(), len(rows)).backward()
     return averaged(net)
 
 
@@ -156,11 +168,11 @@ def with_shared_parameter() -> dict[str, Tensor]:
     loss = nn.Module()
     loss.head = net.head
     ddp = DistributedDataParallel(net)
-    with accumulation_window(ddp, loss):
+    with accumulation_window(ddp, loss) as window:
         micro_batches = own_rows()
         for i, rows in enumerate(micro_batches):
             last = i + 1 == len(micro_batches)
-            with contextlib.nullcontext() if last else ddp.no_sync():
+            with contextlib.nullcontext() if last else ddp.no_sync(), window.micro_batch():
                 global_mean(ddp(rows).square().sum(), len(rows)).backward()
     return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
@@ -294,7 +306,7 @@ ERRORS: dict[str, tuple[Callable[[Net, int, Tensor], Any], Callable[[], dict[str
     "weighed": (
         lambda net, i, rows: (mean_square(net, rows) * (1 + i)).backward(),
         dict,
-        ["with the same weights in every micro-batch", "MulBackward0 of global_mean `square`"],
+        ["with the same weights in every micro-batch", "global_mean `square`, whose upstream gradients are 1, 2, 3"],
     ),
     "by gradient": (
         lambda net, i, rows: torch.autograd.grad(mean_square(net, rows), list(net.layers.parameters())),
@@ -340,7 +352,16 @@ ERRORS: dict[str, tuple[Callable[[Net, int, Tensor], Any], Callable[[], dict[str
         lambda: {"counts": {"square": own_count(), "nothing": 4}},
         ["expect_counts of global_mean `nothing`", "got 0"],
     ),
-    "unknown module": (square, lambda: {"counts": {nn.BCELoss(): 5}}, ["expect_counts of BCELoss", "got 0"]),
+    "unknown module": (
+        square,
+        lambda: {"counts": {"square": own_count(), nn.BCELoss(): 5}},
+        ["expect_counts of BCELoss", "got 0"],
+    ),
+    "a loss without its count": (
+        square,
+        lambda: {"counts": {"a": 5}},
+        ["global_mean `square`: expected its count, too", "for all losses of the window, or for none"],
+    ),
     "counts of others": (
         nothing,
         lambda: {"counts": {"a" if dist.get_rank() else "b": 3}},
@@ -351,9 +372,10 @@ ERRORS: dict[str, tuple[Callable[[Net, int, Tensor], Any], Callable[[], dict[str
 
 def fail(name: str) -> None:
     net, (step, options, _) = Net(), ERRORS[name]
-    with accumulation_window(net, **options()):
+    with accumulation_window(net, **options()) as window:
         for i, rows in enumerate(own_rows()):
-            step(net, i, rows)
+            with window.micro_batch():
+                step(net, i, rows)
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -365,10 +387,12 @@ def weighed_on_one_rank() -> None:
     net = Net()
     for _ in range(2):  # the others learn of it at their next handshake
         net.zero_grad()
-        with accumulation_window(net):
+        with accumulation_window(net) as window:
             for rows in own_rows():
-                mean_square(net, rows).backward()
-            (mean_square(net, rows) * (1 + dist.get_rank())).backward()
+                with window.micro_batch():
+                    mean_square(net, rows).backward()
+            with window.micro_batch():
+                (mean_square(net, rows) * (1 + dist.get_rank())).backward()
 
 
 def test_a_weight_that_changes_on_one_rank_is_an_error_on_all(pool: RankPool) -> None:

@@ -156,10 +156,10 @@ def train_window() -> dict[str, Tensor]:
     encoder, _ = encoder_and_loss("class", on_ranks=True)
     model = fabric.setup_module(encoder)
     steps = batches(TASK)[:3]
-    with accumulation_window(model, micro_batches=3):
+    with accumulation_window(model, micro_batches=3) as window:
         for step, (features, _) in enumerate(steps):
             rows = features[own][step:]
-            with fabric.no_backward_sync(model, enabled=step < 2):
+            with fabric.no_backward_sync(model, enabled=step < 2), window.micro_batch():
                 fabric.backward(global_mean(model(rows).square().sum(), len(rows)))
     return {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
