@@ -249,7 +249,6 @@ DATA = [
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(SameRows, "F67", "BatchCheck", "batches", step=1, ranks=(0, 1), strategy="ddp_losses"),
     Case(SmallBatches, "F67", "BatchCheck", "batches", step=7, ranks=(0, 1)),
-    Case(SameBatches, "F67", "BatchCheck", "come from `OwnLoader`, which is not a DataLoader", step=1, ranks=(0, 1)),
     Case(Undivided, "F71", "BatchCheck", "batches", step=1, ranks=(0, 1)),
     Case(ShortStream, "F36", "BatchCheck", "number of batches", step=2),
     Case(ShortLoader, "F36", "BatchCheck", "number of batches"),
@@ -534,4 +533,7 @@ WINDOWS = [
     Case(Subject, "F84", "BatchCheck", "has 1 of 3 batches", ranks=(), strategy="ddp_losses", options=SHORT),
 ]
 
-CASES = [*DATA, *LOSSES, *STATES, *WINDOWS]
+LOADERS = [
+    Case(SameBatches, "F67", "BatchCheck", "come from `OwnLoader`, which is not a DataLoader", step=1, ranks=(0, 1)),
+]
+CASES = [*DATA, *LOSSES, *STATES, *WINDOWS, *LOADERS]
