@@ -52,7 +52,13 @@ def test_the_command_on_two_ranks_and_what_it_leaves_behind(capsys: pytest.Captu
     run(*command("validate", ARCFACE, "--ckpt_path", str(checkpoint), "--trainer.precision", "64-true"))
     assert f"{two['map_at_r']:.6f}"[:7] in capsys.readouterr().out
     run(*command("predict", ARCFACE, "--ckpt_path", str(checkpoint)))
-    assert np.load(run_folder(ARCFACE, 3) / "embeddings.npy").shape == (450, 32)
+    folder = run_folder(ARCFACE, 3)
+    # all rows, with their numbers: those that were trained on and those held out
+    assert np.load(folder / "embeddings.npy").shape == (1797, 32)
+    table = (folder / "embeddings.csv").read_text().splitlines()
+    assert table[0].startswith("row,label,held_out,")
+    assert len(table) == 1798
+    assert sum(line.split(",")[2] == "1" for line in table[1:]) == 450
     module = EmbeddingModule.load_from_checkpoint(checkpoint)
     assert module.loss.num_classes == 10
 
