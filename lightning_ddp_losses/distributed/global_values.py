@@ -206,7 +206,7 @@ def chosen_reduction(
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
     if model is None and reduces == "auto":
-        if has_graph and module is None and other_reductions.noted and _current.get() is _unknown:
+        if has_graph and module is None and _current.get() is _unknown:
             _refuse_guess()
         return None
     ranks = process_groups.members(group)

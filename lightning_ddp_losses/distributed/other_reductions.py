@@ -22,26 +22,25 @@ _SETTERS = (
     (FSDPModule, "set_force_sum_reduction_for_comms"),
     (DistributedDataParallel, "register_comm_hook"),
 )
-noted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules for which a reduction was chosen. Most programs have none."""
+_noted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def watch_setters() -> None:
     """Note the modules whose reduction is chosen from now on. Call it once."""
     for cls, name in _SETTERS:
-        compat.note_calls(cls, name, noted.add)
+        compat.note_calls(cls, name, _noted.add)
 
 
 def other_reduction() -> str:
     """Return a reduction that is no mean, of a module that lives in this process. Empty without one."""
-    if not _first_other():
+    if not _noted or not _first_other():
         return ""
     gc.collect()  # modules are parts of circles, and outlive their last use
     return _first_other()
 
 
 def _first_other() -> str:
-    for module in list(noted):
+    for module in list(_noted):
         found = _described(module)
         if found:
             return found
