@@ -47,7 +47,6 @@ PINNED = [
     "differentiable",
     "gather_predictions",
     "global_mean",
-    "global_randomness",
     "microbatched",
     "parity",
     "synced",

@@ -36,7 +36,6 @@ PLACES = (
     f"{PACKAGE}.losses",
     f"{PACKAGE}.metrics",
     f"{PACKAGE}.layers",
-    f"{PACKAGE}.randomness",
     f"{PACKAGE}.samplers",
     f"{PACKAGE}.strategies",
     f"{PACKAGE}.ssl",
