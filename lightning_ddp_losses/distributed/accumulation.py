@@ -81,8 +81,8 @@ def accumulation_window(
     Args:
         model: The model, or its DDP. ``no_sync`` stays the caller's.
         losses: Modules with further parameters.
-        micro_batches: About how many there will be. Only the size of gradients inside the block depends on it, which matters for a
-            scaler of half precision.
+        micro_batches: About how many there will be, the same number on every rank. Only the size of gradients inside the block depends on
+            it, which matters for a scaler of half precision.
         counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
             in the model, or by the name of a ``global_mean``. Each loss needs its count. Gradients are then divided by the right number
             from the start, without a correction at the end, and other terms may be added to the losses. If None, the forward of each
@@ -157,6 +157,7 @@ class AccumulationWindow:
 
     Attributes:
         number: Number of the micro-batch that runs now, from 1 on. None outside of one.
+        expected_micro_batches: Expected number of micro-batches, 1 or more, equal on all ranks.
         gradients: Gradients that it corrects.
         calls: Calls of losses, in the order of their making.
         terms: What their parts add up to.
@@ -178,7 +179,7 @@ class AccumulationWindow:
         self.terms = WindowTerms(modules)
         self.has_begun = False
         self._graph = WindowGraph(parameters, [*modules.values()])
-        self._expected_micro_batches = max(micro_batches, 1)
+        self.expected_micro_batches = max(micro_batches, 1)
         self._declared = 0
         self._is_last = False
         self._calls_now = Counter[str]()  # of the micro-batch that runs
@@ -265,7 +266,7 @@ class AccumulationWindow:
                 got="none in expect_counts",
                 fix="Give counts for all losses of the window, or for none.",
             )
-            term.take_(part, self._expected_micro_batches)
+            term.take_(part, self.expected_micro_batches)
         else:
             term.kind = "beside" if part.kind == "once" and has_mean else "sum"
 
@@ -373,6 +374,13 @@ class AccumulationWindow:
         takes_others = self.terms.has_counts and not self.terms.has_totals
         calls, below = self._graph.calls_below(roots, takes_others=takes_others)
         for call in calls:
+            expect(
+                any(call is known for known in self.calls),
+                f"accumulation window: {call.title}",
+                expected="a loss that was computed in this window",
+                got="one of an earlier window, whose rows do not count in this one",
+                fix="Back-propagate each loss in the window that it was computed in, or detach it.",
+            )
             if not call.weights:
                 self._weigh_(call)
         if not self.terms.has_counts and calls:
@@ -488,6 +496,8 @@ class AccumulationWindow:
         """
         factor = end_of_window(self.terms.all(), self.calls, notes)
         self.gradients.multiply_(factor, divided_by=scale)
+        for call in self.calls:  # a backward after the window would not be corrected
+            call.weights = []
 
 
 # ---------------------------------------------------------------------- the window that runs

@@ -231,6 +231,7 @@ class OpenWindow(Protocol):
     """A window as the calls inside it see it (``accumulation.AccumulationWindow``)."""
 
     number: int | None
+    expected_micro_batches: int
     compares_ranks: bool
 
     @property
@@ -256,7 +257,13 @@ def current_window() -> OpenWindow | None:
 def micro_batch_to_match() -> dict[str, object]:
     """Return the values of the current window that the handshake of a loss compares."""
     window = current_window()
-    return {} if window is None else {"micro-batch of the accumulation window": window.number or "not declared"}
+    if window is None:
+        return {}
+    return {
+        "micro-batch of the accumulation window": window.number or "not declared",
+        # the size of gradients, which may be reduced before the window ends
+        "micro_batches of the accumulation window": window.expected_micro_batches,
+    }
 
 
 @contextlib.contextmanager

@@ -229,6 +229,8 @@ def _refuse_other_numbers(what: str, title: str, expected: float | None, got: fl
         f"accumulation window: {what} in expect_counts of {title}",
         expected=f"{expected:.17g} over all ranks and micro-batches, as was said",
         got=f"{got:.17g}",
-        fix=f"Give this rank's {what} in all micro-batches of the window, as the loss counts.",
+        fix=f"Give this rank's {what} in all micro-batches of the window, as the loss counts. If a micro-batch calls the loss several "
+        "times, declare micro-batches (window.micro_batch()) and give a list, a number for each call: their sum would divide each by too "
+        "much.",
         collective=True,
     )

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_ddp_losses.distributed.window_parts import Term, calling_line
-from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.errors import InputError, expect, listed
 
 Counts = float | Mapping[Any, float | Sequence[float]]
 """This rank's counts in a whole window: one number for all losses, or by loss, its path in the module, or the name of a ``global_mean``."""
@@ -63,6 +63,14 @@ class WindowTerms:
                 if given is inner:
                     return f"given {i}", title
             path = self._paths.get(id(inner))
+            wrappers = self._wrappers.get(id(inner), [])
+            expect(
+                len(wrappers) < 2,
+                f"accumulation window: {title}",
+                expected="a loss with one name",
+                got=f"one that {listed([f'`{name}`' for name in wrappers])} share",
+                fix="Give each of them a loss of its own: in a window, losses are known by their paths.",
+            )
             if path is not None:
                 return f"loss {path}", f"{title} `{path}`" if path else title
         line = calling_line()
@@ -76,6 +84,15 @@ class WindowTerms:
             for name, inner in module.named_modules(prefix=prefix):
                 path = ".".join(part for part in name.split(".") if part not in ("", "module"))
                 found.setdefault(path, inner)
+        return found
+
+    @functools.cached_property
+    def _wrappers(self) -> dict[int, list[str]]:
+        """The paths of the global losses around each loss."""
+        found: dict[int, list[str]] = {}
+        for path, module in self._losses.items():
+            if _inner(module) is not module:
+                found.setdefault(id(_inner(module)), []).append(path)
         return found
 
     @functools.cached_property

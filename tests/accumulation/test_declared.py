@@ -393,6 +393,64 @@ def test_one_error_on_every_rank(pool: RankPool, name: str, world: int) -> None:
     assert_errors(pool.errors(world, refused, name), *REFUSED[name][1])
 
 
+def other_sizes_on_ranks() -> None:
+    """Ranks divide by other estimates, and DDP averages their gradients inside the window."""
+    net = Net()
+    with accumulation_window(net, micro_batches=3 + dist.get_rank()) as window:
+        new_instance(window, net, own_rows())
+
+
+def of_an_earlier_window() -> None:
+    net = Net()
+    rows, labels = own_rows()[0]
+    with accumulation_window(net) as first, first.micro_batch():
+        late = mean_loss(net(rows), labels)
+    with accumulation_window(net) as second:
+        new_instance(second, net, own_rows()[1:])
+        late.backward()
+
+
+def again_after_the_window() -> None:
+    net = Net()
+    rows, labels = own_rows()[0]
+    with accumulation_window(net, micro_batches=2) as window:
+        for _ in range(2):
+            with window.micro_batch():
+                loss = mean_loss(net(rows), labels)
+            loss.backward(retain_graph=True)
+    loss.backward()
+
+
+class TwoTasks(Net):  # two global losses around one criterion
+    def __init__(self) -> None:
+        super().__init__()
+        criterion = nn.CrossEntropyLoss()
+        self.of_a = GlobalBatchLoss(criterion)
+        self.of_b = GlobalBatchLoss(criterion)
+
+
+def shared_criterion() -> None:
+    net = TwoTasks()
+    with accumulation_window(net) as window:
+        for i, (rows, labels) in enumerate(own_rows()):
+            with window.micro_batch():
+                loss = (net.of_a, net.of_b)[i % 2](net(rows), labels)
+            loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (other_sizes_on_ranks, ["rank 0: micro_batches of the accumulation window=3", "the same on every rank"]),
+        (of_an_earlier_window, ["computed in this window", "one of an earlier window"]),
+        (again_after_the_window, ["backward inside the window", "one outside of the window"]),
+        (shared_criterion, ["`of_a`, `of_b` share", "a loss of its own"]),
+    ],
+)
+def test_programs_that_were_silently_wrong(pool: RankPool, program: Callable[[], None], words: list[str]) -> None:
+    assert_errors(pool.errors(2, program), *words)
+
+
 def after_an_error() -> dict[str, Tensor]:
     net = Net()
     with contextlib.suppress(Exception), accumulation_window(net) as window:
