@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_ddp_losses.core.autograd_graph import walk_graph
 from lightning_ddp_losses.core.host_copy import HostNumbers
+from lightning_ddp_losses.distributed.user_line import callers
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
 EQUAL = 1e-12  # relative difference of two factors that counts as rounding
@@ -182,13 +183,14 @@ def is_window_part(value: Tensor) -> bool:
 
 
 def calling_line() -> str:
-    """Return the file and the line of the program that calls a loss: the innermost one that is no library's."""
-    frame = inspect.currentframe()
-    while frame is not None:
+    """Return the file and the line of the program that calls a loss: the innermost line outside of the libraries of losses.
+
+    An installed package that calls losses is a program here, which ``users_line`` would leave out: its lines tell the losses apart.
+    """
+    for frame in callers(inspect.currentframe()):
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _LIBRARIES or module.startswith(_PROGRAMS):
             return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
     return "an unknown line"
 
 

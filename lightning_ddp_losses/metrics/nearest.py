@@ -288,7 +288,7 @@ def _first_of_equal(scores: Tensor, last: Tensor, k: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def in_full_precision(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def search_precision(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Search without gradient, autocast and TF32 for the length of a block."""
     before: Any = torch.get_float32_matmul_precision()
     with torch.no_grad(), precision.full_precision(dtype, [device.type]):

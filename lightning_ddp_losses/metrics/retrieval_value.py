@@ -26,8 +26,8 @@ from lightning_ddp_losses.metrics.nearest import (
     Nearest,
     Queries,
     Scores,
-    in_full_precision,
     merge_packed,
+    search_precision,
 )
 from lightning_ddp_losses.metrics.retrieval_measures import Measure, Neighbours
 from lightning_ddp_losses.metrics.retrieval_rows import (
@@ -308,7 +308,7 @@ class RetrievalEvaluation:
         table = ranks.gathered(self._table(ranks, common), common.counts)
         plan = RetrievalPlan.of(TITLE, table, common.counts, shared_index=self.shared_index)
         # 3. the search
-        with in_full_precision(common.dtype, device):
+        with search_precision(common.dtype, device):
             sums = _Search(ranks, rows, common, plan, self.measures, self.scores, device).sums()
         # 4. means over the queries that count
         *totals, nan_count = sums.tolist()
