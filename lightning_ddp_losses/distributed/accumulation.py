@@ -96,7 +96,9 @@ def accumulation_window(
 
     Losses: ``GlobalBatchLoss`` in mode ``elements``, ``ClassShardedLoss``, ``global_mean``, and as differentiable metrics MeanSquaredError
     and MeanAbsoluteError. A loss is known in all micro-batches by its path in ``model`` or ``losses``, a ``global_mean`` by its ``name``.
-    Those without are known by the line of the program that calls them.
+    Those without are known by the line of the program that calls them. Calls of one loss in a micro-batch are told apart by their order. So
+    a loss, or a line, that computes another task in each micro-batch is taken for one task, and its means are merged: give each task a
+    loss of its own in the model, or a ``name=``.
 
     Gradient: inside the block in proportion to the true one. On leaving it all gradients of ``model`` and ``losses``, and of other tensors
         that the losses depend on, are corrected. A micro-batch counts if it was back-propagated. Ranks may leave out different ones. If an
