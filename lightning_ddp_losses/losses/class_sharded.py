@@ -391,9 +391,8 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
                 handshake.note_on(error, collective=False)  # the rest of this part does not know of it
                 raise
             losses, global_labels, *named = world.tensors
-            self._refuse_no_rows(losses)
         # 4. weights of the rows that a miner named
-        if named:
+        if named and len(losses):
             losses = losses * miner_weights(named[0], losses.dtype)
         # 5. one number
         return self._reduce(losses, found, global_embeddings, global_labels)
@@ -415,8 +414,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         batch = gather_batch(
             plan.layout, batches, must_match, extra=shard, given_dtype=plan.given_dtype, group=self._group
         )
-        if self._replica_group is None:  # else another part of the world may have some
-            self._refuse_no_rows(batch.tensors[0])
         self._sharded.refuse_equal_shards(batch.extras)
         return batch
 
@@ -437,10 +434,6 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
             # all ranks of this part are here. The other parts wait for their replicas
             handshake.note_on(raised, collective=False)
             handshake.raise_on_all_ranks(raised, self._title, group=replicas)
-
-    def _refuse_no_rows(self, rows_of_all_ranks: Tensor) -> None:
-        if len(rows_of_all_ranks) == 0:
-            raise InputError(f"{self._title}: rows", expected="at least one on some rank", got="none", collective=True)
 
     def _times_named(self, indices_tuple: Any, rows: int) -> Tensor:
         """Return how often a miner named each row."""
@@ -484,8 +477,10 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         indices = torch.arange(len(losses), device=losses.device)
         of_rows: dict[str, Any] = {"losses": losses, "indices": indices, "reduction_type": "element"}
         reducer, in_window = self.loss.reducer, current_window() is not None and is_separable(self.loss, "elements")
-        by_sums = in_window
-        if self._head.drops_improbable_rows:
+        # a mean over no rows is not a number, where a sum without terms is 0
+        has_rows = len(losses) > 0
+        by_sums = in_window or not has_rows
+        if has_rows and self._head.drops_improbable_rows:
             kept = torch.exp(-losses.detach()) != 0
             # to select them on an accelerator would wait for their number
             if losses.device.type != "cpu" and can_split(reducer) and not collects_counts(self.loss):
@@ -496,16 +491,18 @@ class ClassShardedLoss(WithProcessGroup, nn.Module):
         if self._penalty is not None and found.penalty is not None and found.penalty_divisor is not None:
             value = self._penalty.value(found.penalty, found.penalty_divisor)
             sub_losses["weight_reg_loss"] = {"losses": value, "indices": None, "reduction_type": "already_reduced"}
-        self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
+        if has_rows:
+            self.loss.add_embedding_regularization_to_loss_dict(sub_losses, embeddings)
         if not by_sums:
             return reducer(sub_losses, embeddings, labels)  # type: ignore[no-any-return]
         # the same by sums and divisors, which an accumulation window adds up: every rank has all rows, as if there were one rank
         sums = sums_of_all_rows(partial_sums_of(reducer, sub_losses, embeddings, labels), embeddings)
         if in_window:
             return global_loss(sums, window_source=(self, self._title), group=self._group)
-        # PML's mean over no rows is not a number, of a reducer that selects it is 0
+        # PML's mean over improbable rows only is not a number, of a reducer that selects it is 0
         reduction = reduction_of(reducer)
-        return global_loss(sums, empty=0.0 if reduction is not None and reduction.selects else math.nan)
+        selects = reduction is not None and reduction.selects
+        return global_loss(sums, empty=0.0 if selects or not has_rows else math.nan)
 
     # ------------------------------------------------------------------ refused inputs
 

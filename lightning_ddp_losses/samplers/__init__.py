@@ -3,8 +3,8 @@
 * ``global_batch``: ``GlobalBatchSampler``, in the two forms that Lightning leaves alone, and orders that follow from the seed
 * ``global_draw``: batches of one process, drawn on every rank without traces in the sampler or in random numbers, dealt to the ranks, and
   resumed in the middle of an epoch
-* ``evaluation``: each row of an evaluation on one rank, with the same number of batches on every rank; ``gather_predictions``, the way
-  back: rows of all ranks in the order of the data set
+* ``evaluation``: each row of an evaluation on one rank, with the same number of batches on every rank
+* ``predictions``: ``gather_predictions``, the way back: rows of all ranks in the order of the data set; ``row_lists``: rows of other shapes
 
 To resume on another number of GPUs, keep the global batch. ``batch_size`` counts the rows of one rank. One device needs the strategy too::
 
@@ -23,7 +23,7 @@ dropout goes on with the next masks. On another number the generators are seeded
 reports it. Random numbers of workers are not restored inside an epoch, nor those of an accumulation window's first micro-batches.
 """
 
-from lightning_ddp_losses.samplers.evaluation import gather_predictions
 from lightning_ddp_losses.samplers.global_batch import GlobalBatchSampler
+from lightning_ddp_losses.samplers.predictions import gather_predictions
 
 __all__ = ["GlobalBatchSampler", "gather_predictions"]

@@ -34,8 +34,9 @@ from lightning_ddp_losses.core.random_state import NUMPY_SEEDS
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.ledger import read_sized, sized
 from lightning_ddp_losses.errors import InputError
-from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler, current_loaders, len_of
+from lightning_ddp_losses.samplers.evaluation import EvaluationBatches, EvaluationSampler, len_of
 from lightning_ddp_losses.samplers.global_batch import GlobalBatches
+from lightning_ddp_losses.samplers.predictions import current_loaders
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
 from lightning_ddp_losses.strategies.training_data import UndividedData
 

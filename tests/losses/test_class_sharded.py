@@ -46,6 +46,25 @@ def test_a_mean_over_no_rows_is_none_as_in_one_process(pool: RankPool) -> None:
         assert all(found["value"].isnan() for found in pool.run(2, call, case, [5, 7]))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_rows_on_any_rank_leave_the_regulariser_of_the_weight(pool: RankPool, world_size: int) -> None:
+    results = pool.run(world_size, call_without_rows)
+    for name, case in CASES.items():
+        plain = make(case)
+        weight = next(iter(plain.parameters()))
+        truth = weight.sum() * 0
+        if plain.weight_regularizer is not None:
+            truth = truth + plain.weight_regularization_loss(weight.t() if class_dim(case.name) else weight)["losses"]
+        truths = graded(truth, weight=weight)
+        ours = joined([result[name] for result in results], weight=class_dim(case.name))
+        assert_close({key: ours.pop(key) for key in truths}, truths)
+        assert not any(gradient.any() for gradient in ours.values())
+
+
+def call_without_rows() -> dict[str, dict[str, torch.Tensor]]:
+    return {name: call(case, [0] * dist.get_world_size()) for name, case in CASES.items()}
+
+
 @each_rank(2)
 def test_classes_that_no_number_of_ranks_divides() -> None:
     assert ClassShardedLoss(make(Case("ArcFaceLoss"))).shard.classes == [4, 3][dist.get_rank()]

@@ -370,6 +370,11 @@ def test_parts_of_one_rank_in_one_world_after_another(pool: RankPool) -> None:
             assert_close(as_one_process(results, [result], ARC.name), judge(ARC, sizes))
 
 
+def test_replicas_without_rows(pool: RankPool) -> None:
+    for found in pool.run(4, in_parts, "no regulariser", [0] * 4):
+        assert not any(each.any() for each in found.values())
+
+
 def in_parts_with(option: str, rank: int) -> None:
     part, _ = dist.new_subgroups(2)
     given = {"options": {option: regularizers.LpRegularizer()}} if option != "sample_rate" else {option: 0.5}
@@ -480,7 +485,6 @@ BAD: dict[str, tuple[Any, ...]] = {
     "another margin on one rank": (lambda r: other(margin=20 + r)(rows(), LABELS), "margin"),
     "a tuple on one rank": (lambda r: ask(rows(), LABELS, (LABELS * 0,) * 3 if r else None), "miner"),
     "a tuple of other rows": (lambda r: ask(rows(), LABELS, (LABELS + 3 * r,) * 3), ("indices_tuple", "0 to 2")),
-    "no rows on any rank": (lambda r: ask(rows(count=0), LABELS[:0]), "at least one"),
     "fewer classes than ranks": (
         lambda r: ClassShardedLoss(pml.ArcFaceLoss(num_classes=1, embedding_size=DIM)),
         ("at least one for each of 2 ranks", "1"),
@@ -492,12 +496,6 @@ BAD: dict[str, tuple[Any, ...]] = {
     "a shard of another rank's size": (lambda r: load({"W": torch.ones(DIM, 2)}), ("(6, 7) of all classes", "(6, 2)")),
     "another coefficient": (lambda r: weigh(1.0 + r), "coefficient"),
     "the same rows on all ranks": (lambda r: overwrite(), "ddp_losses"),
-    "no rows in any part": (
-        lambda r: in_parts("no regulariser", [0] * 4),
-        "rows: expected at least one",
-        "InputError",
-        4,
-    ),
     **{
         f"{option} in parts": (partial(in_parts_with, option), f"{option}: expected", "ConfigurationError", 4)
         for option in ("sample_rate", "embedding_regularizer")

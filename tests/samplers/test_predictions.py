@@ -103,7 +103,7 @@ LOADERS: dict[str, Callable[[], DataLoader]] = {
     "in order": lambda: DataLoader(data(), batch_size=2),
     "shuffled": lambda: DataLoader(data(), batch_size=2, shuffle=True),
     "backwards": lambda: DataLoader(data(), batch_sampler=Backwards(SequentialSampler(range(ROWS)), 2, False)),
-    "few rows": lambda: DataLoader(data(3), batch_size=2),
+    "few rows": lambda: DataLoader(data(5), batch_size=2),
     "a rank without rows": lambda: DataLoader(data(2), batch_size=2, sampler=[1, 0] * (dist.get_rank() == 1)),
     "ours as sampler": lambda: DataLoader(data(), batch_size=2, sampler=GlobalBatchSampler(range(ROWS), 2)),
     "ours": lambda: DataLoader(data(), batch_sampler=GlobalBatchSampler.batches(RandomSampler(range(ROWS)), 6, seed=3)),
@@ -132,7 +132,7 @@ def assert_same(found: Any, rows: int) -> None:
 @pytest.mark.parametrize("name", ["in order", "backwards", "ours", "few rows"])
 def test_predictions_are_those_of_one_process(pool: RankPool, name: str, world_size: int) -> None:
     for found in pool.run(world_size, predict, name):
-        assert_same(found, 3 if name == "few rows" else ROWS)
+        assert_same(found, 5 if name == "few rows" else ROWS)
 
 
 @pytest.mark.parametrize("name", ["shuffled", "workers"])
@@ -162,7 +162,55 @@ def predict_two() -> Any:
 def test_a_list_for_several_loaders_and_what_was_left_out(pool: RankPool) -> None:
     for first, second in pool.run(2, predict_two):
         assert_same(first, 8)  # two batches of two rows on two ranks
-        assert_same(second, 3)
+        assert_same(second, 5)
+
+
+def boxes(x: Tensor, y: Tensor) -> list[dict[str, Tensor]]:
+    """What a detector predicts for each image: other numbers of boxes, none for some."""
+    found = []
+    for label in y.tolist():
+        number = label % 3
+        found.append(
+            {
+                "boxes": torch.full((number, 4), float(label)),
+                "labels": torch.arange(number),
+                "image": torch.tensor(label),
+            }
+        )
+    return found
+
+
+def tokens(x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Sequences of other lengths, beside a number for each row."""
+    return {"tokens": [torch.arange(int(label)) for label in y], "row": y}
+
+
+def equally_long(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Rows that are as long as the batches of two have rows; the last batch of one row tells that they are rows."""
+    return [torch.stack([label, -label]) for label in y]
+
+
+RAGGED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[int]]] = {
+    # what each rank's predict_step returns, numbers of ranks
+    "boxes": (boxes, [1, 2, 3]),
+    "tokens": (tokens, [1, 2, 3]),
+    "as long as a batch": (equally_long, [1, 2]),
+}
+
+
+def predict_ragged(name: str, dst: int | None = None) -> Any:
+    trainer = make_trainer("ddp", use_distributed_sampler=True)
+    found = trainer.predict(Model(RAGGED[name][0]), LOADERS["few rows"]())
+    return gather_predictions(trainer, found, dst=dst)
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_a_list_of_rows_is_a_list_of_rows(pool: RankPool, name: str) -> None:
+    step, worlds = RAGGED[name]
+    truth = step(*data(5).tensors)
+    for world_size in worlds:
+        for found in pool.run(world_size, predict_ragged, name):
+            torch.testing.assert_close(found, truth, rtol=0, atol=0)
 
 
 def evaluate(name: str, strategy: str) -> list[dict[str, float]]:
@@ -191,6 +239,20 @@ WRONG: dict[str, tuple[Callable[[int], Callable[[Tensor, Tensor], Any]], tuple[s
     "text": (lambda r: lambda x, y: {"x": x, "name": "seven"}, ("str",)),
     "other widths": (lambda r: lambda x, y: x[:, : 2 + r], ("rank 0", "('rows', 2)", "('rows', 3)")),
     "other names": (lambda r: lambda x, y: {f"x{r}": x}, ("x0", "x1")),
+    "rows or tensors": (
+        lambda r: lambda x, y: {"pair": [x[:, 0]] * len(y)},
+        ("list ['pair']", "as many tensors as rows", "Return a tuple"),
+    ),
+    "rows of two dtypes": (
+        lambda r: lambda x, y: [x[0], *(each.int() for each in x[1:])],
+        ("row 1: expected as row 0: 'torch.float64 with 1", "torch.int32 with"),
+    ),
+    "rows that are text": (lambda r: lambda x, y: {"names": ["one"] * len(y)}, ("list ['names']", "got str")),
+    "a list that is too short": (lambda r: lambda x, y: [x[0, :1]], ("expected 2 rows", "a list with one tensor")),
+    "padded to the batch": (
+        lambda r: lambda x, y: x[:, : 1 + int(y.max()) % 3],
+        ("Pad to one shape", "a list with one tensor for each row"),
+    ),
 }
 
 
