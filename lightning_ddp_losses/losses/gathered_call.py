@@ -36,6 +36,7 @@ from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses import tuples as row_tuples
 from lightning_ddp_losses.losses.pml_registry import LossFacts
+from lightning_ddp_losses.losses.sample_layout import SampleLayout
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows
@@ -551,23 +552,20 @@ def _counts_from_zero(labels: Tensor) -> bool:
 # ---------------------------------------------------------------------- a call of any other loss
 
 
-def batches_in(
-    title: str, values: Mapping[int | str, Any], batch_dims: Mapping[int | str, int | None]
-) -> dict[str, Tensor]:
+def batches_in(title: str, values: Mapping[int | str, Any], layout: SampleLayout) -> dict[str, Tensor]:
     """Return the batches of a call by path, their samples along dim 0.
 
     Args:
         title: Name of the loss in messages.
         values: Arguments by position and name. Batches may also be inside lists, tuples and dicts.
-        batch_dims: Dimension that counts samples, by position or name (default 0). None: no batch.
+        layout: Where their samples are.
 
     Raises:
-        InputError: for a batch in a container that is no plain list, tuple or dict.
+        InputError: for a batch in a container that is no plain list, tuple or dict, and for rows that are not views of samples.
     """
     batches: dict[str, Tensor] = {}
     for name, value in values.items():
-        dim = batch_dims.get(name, 0)
-        if dim is None:
+        if layout.batch_dims.get(name, 0) is None:
             continue
         found = dict(_tensors_by_path(value, str(name)))
         expect(
@@ -580,7 +578,7 @@ def batches_in(
         )
         for path, tensor in found.items():
             if tensor.ndim:
-                batches[path] = tensor.movedim(dim, 0)
+                batches[path] = layout.samples_first(name, tensor, title)
     return batches
 
 
@@ -603,7 +601,7 @@ class TensorCall:
     Args:
         args: Positional arguments of this rank.
         kwargs: The same by name.
-        batch_dims: Dimension that counts samples, by position or name (default 0). None: no batch.
+        layout: Where the samples of the arguments are.
         gathered: The batches of all ranks, in the order of ``batches_in``.
 
     Attributes:
@@ -616,16 +614,15 @@ class TensorCall:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        batch_dims: Mapping[int | str, int | None],
+        layout: SampleLayout,
         gathered: GatheredBatch,
     ) -> None:
         everyone = iter(gathered.tensors)
         values: dict[int | str, Any] = dict(enumerate(args))
         values.update(kwargs)
         for name, value in values.items():
-            dim = batch_dims.get(name, 0)
-            if dim is not None:
-                values[name] = inputs.map_tensors(partial(_next_of, everyone, dim), value)
+            if layout.batch_dims.get(name, 0) is not None:
+                values[name] = inputs.map_tensors(partial(_next_of, everyone, layout, name), value)
         self.args = tuple(values[position] for position in range(len(args)))
         self.kwargs = {name: values[name] for name in kwargs}
         self.batches: Iterable[Any] = gathered.tensors
@@ -637,9 +634,9 @@ class TensorCall:
         return shared_seed(self._gathered)
 
 
-def _next_of(everyone: Iterator[Tensor], dim: int, own: Tensor) -> Tensor:
+def _next_of(everyone: Iterator[Tensor], layout: SampleLayout, name: int | str, own: Tensor) -> Tensor:
     """Return the next gathered tensor in place of this rank's. A 0-dim tensor was not gathered."""
-    return next(everyone).movedim(0, dim) if own.ndim else own
+    return layout.as_given(name, next(everyone)) if own.ndim else own
 
 
 # ---------------------------------------------------------------------- the same random numbers on every rank

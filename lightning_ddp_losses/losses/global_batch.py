@@ -50,6 +50,7 @@ from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, L
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
+from lightning_ddp_losses.losses.sample_layout import SampleLayout
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
 from lightning_ddp_losses.losses.tuples import GlobalTuples
@@ -91,6 +92,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             gradient). ``"sum"``: coefficients may differ by rank, at the cost of a collective in backward.
         batch_dims: Dimension that counts samples, by argument position or name, for losses that are not PML's (default
             0). None marks a tensor that is no batch.
+        views: Number of views in the rows of the first argument, or of each argument by position or name, for losses that are not PML's
+            and pair rows by their place: rows are ``torch.cat`` of the views, (views * B, ...).
         tile_bytes: The most that one tile of distances may take, in ``rows``. None: a size that is fast on the device. Rows are evaluated
             in tiles and once more in backward, so memory grows with G, not with its square.
         gather: ``"all"``: every rank holds all rows. The two-tower losses also know ``"ring"``.
@@ -146,6 +149,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         mode: Literal["auto", "replicated", "rows", "elements", "moments"] = "auto",
         backward: Backward = "own_slice",
         batch_dims: Mapping[int | str, int | None] | None = None,
+        views: int | Mapping[int | str, int] | None = None,
         tile_bytes: int | None = None,
         gather: Literal["all"] = "all",
         compile_tiles: bool = False,
@@ -160,7 +164,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.loss = loss
         self.mode = mode
         self.backward = backward
-        self.batch_dims = dict(batch_dims or {})
+        self.layout = SampleLayout.of(loss, batch_dims, views, self._title)
         self.tile_bytes = tile_bytes
         self._tile_compiler = TileCompiler() if compile_tiles else None
         self.products = products
@@ -175,6 +179,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         self.value_reading = inputs.ValueReading()
         memories = [module for module in loss.modules() if isinstance(module, CrossBatchMemory)]
         self.queue_position = QueuePosition(memories) if memories else None
+
+    @property
+    def batch_dims(self) -> Mapping[int | str, int | None]:
+        """Dimension that counts samples, by argument."""
+        return self.layout.batch_dims
 
     @property
     def compile_tiles(self) -> bool:
@@ -233,7 +242,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             # 1. what the signature of the call decides: once
             rules = self._current_rules()
             parameters, buffers = self._plans.configuration.weights()
-            signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers], self.batch_dims)
+            signature, tensors = Signature.of(args, kwargs, [*parameters, *buffers], self.layout.batch_dims)
             plan = self._plans.of_calls.get(signature)
             if plan is None:
                 plan = self._plan_call(rules, args, kwargs, tensors)
@@ -255,7 +264,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
 
     def _current_rules(self) -> LossPlan:
         """Return the rules for all calls, as the loss and this object are configured now."""
-        others = (self.mode, self.products, self._tile_compiler is None, *self.batch_dims.items())
+        others = (self.mode, self.products, self._tile_compiler is None, repr(self.layout))
         return self._plans.current(self.loss, self.backward, *others)
 
     def _plan_call(
@@ -350,9 +359,12 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             return by_moments(self.loss, views, self._group)
-        batches = gathered_call.batches_in(self._title, dict(enumerate(args)) | kwargs, self.batch_dims)
+        values = dict(enumerate(args)) | kwargs
+        layout = self.layout.of_call(values, self._title)
+        batches = gathered_call.batches_in(self._title, values, layout)
         gathered = self._gather(call, batches, self.backward)
-        return self._replicated(call.rules, self.loss, TensorCall(args, kwargs, self.batch_dims, gathered))
+        layout.refuse_unnamed_views(values, dict(zip(batches, gathered.counts, strict=True)), self._title)
+        return self._replicated(call.rules, self.loss, TensorCall(args, kwargs, layout, gathered))
 
     def _evaluate_pml(self, call: PreparedCall) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""
