@@ -35,8 +35,8 @@ from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import pml_registry
 from lightning_ddp_losses.losses import tuples as row_tuples
+from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout
 from lightning_ddp_losses.losses.pml_registry import LossFacts
-from lightning_ddp_losses.losses.sample_layout import SampleLayout
 
 _SEED = struct.Struct("<QQ")
 # PML asks whether the references are the very same tensors as the rows

@@ -47,10 +47,10 @@ from lightning_ddp_losses.losses.gathered_call import (
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
+from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout
 from lightning_ddp_losses.losses.pml_registry import PML_NAMES, Mode, labelled_loss
 from lightning_ddp_losses.losses.products import ProductChoice, choose_form
 from lightning_ddp_losses.losses.replicated_value import ReplicatedValue
-from lightning_ddp_losses.losses.sample_layout import SampleLayout
 from lightning_ddp_losses.losses.tile_compiler import TileCompiler
 from lightning_ddp_losses.losses.tiled import TiledCall, tiled_plan
 from lightning_ddp_losses.losses.tuples import GlobalTuples

@@ -173,6 +173,12 @@ def barlow(given: Names) -> tuple[Tensor, None]:
     return (weights * (first.T @ second / ROWS - target).square()).sum(), None
 
 
+def paired(given: Names) -> tuple[Tensor, None]:
+    rows = given["model"](torch.cat([given["view1"], given["view2"]]))
+    first, second = rows.chunk(2)
+    return (first - second).square().mean() - rows.std(0).mean(), None
+
+
 def vic(given: Names) -> tuple[Tensor, None]:
     both = [given["model"](given[name]) for name in ("view1", "view2")]
     value = 25 * (both[0] - both[1]).square().mean()
@@ -466,7 +472,15 @@ BARE: Names = {"bare": True}
 # what a test's Trainer has beside
 QUIETLY = "plugins=[environment], use_distributed_sampler=False, logger=False, enable_checkpointing=False, enable_progress_bar=False, "
 QUIETLY += "enable_model_summary=False, "
-OBJECTIVES = {"BYOL": byol, "Barlow Twins": barlow, "VICReg": vic, "DINO": dino, "SwAV": swav, "MoCo": moco}
+OBJECTIVES = {
+    "BYOL": byol,
+    "Barlow Twins": barlow,
+    "VICReg": vic,
+    "DINO": dino,
+    "SwAV": swav,
+    "MoCo": moco,
+    "W-MSE and MSN": paired,
+}
 IN_FABRIC = ("Fabric(a", "Fabric(plugins=[environment], a")
 RECIPES = {
     "pml": Recipe(simple, arcface, {"model": 1.0, "loss": 2.0}),
