@@ -464,7 +464,7 @@ def _refuse_shared_device(handshakes: dist.ProcessGroup, device: torch.device) -
 @contextlib.contextmanager
 def _new_groups(ranks: Sequence[int]) -> Iterator[None]:
     """Surround the making of groups by all of these ranks: separate keys, and errors that say what to do."""
-    with rendezvous.own_keys(rank(), ranks, _patience()), rendezvous.interface_errors():
+    with rendezvous.own_keys(rank(), ranks, _patience()), rendezvous.group_errors(rank()):
         yield
 
 

@@ -211,7 +211,7 @@ def start_world(
     report = {"problem": gloo_problem(), "device": nccl_device(backend, device), "process": process}
     token, reports = hold_roll_call(store, rank, world_size, timeout=timeout, report=report, judge=_judge_reports)
     own_store = PrefixStore(token, store)
-    with interface_errors():
+    with group_errors(rank):
         dist.init_process_group(
             backend,
             store=own_store,
@@ -353,25 +353,40 @@ def shared_device_error(devices: Sequence[str | None]) -> DDPLossError | None:
 
 
 @contextlib.contextmanager
-def interface_errors() -> Iterator[None]:
-    """Name gloo's interface if it reaches no peer, inside the block."""
+def group_errors(rank: int) -> Iterator[None]:
+    """Say what to do if a peer does not come to make a group inside the block, or if gloo's interface does not reach it."""
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        if isinstance(error, DDPLossError) or not any(mark in text for mark in ("connectFullMesh", "gloo/transport")):
+        if isinstance(error, DDPLossError):
             raise
-        interface = os.environ.get(GLOO_INTERFACE)
-        chosen = (
-            f"{GLOO_INTERFACE}={interface}" if interface else f"the address that {socket.gethostname()} has by name"
-        )
-        raise ConfigurationError(
-            "network interface of gloo",
-            expected="one at which the other ranks can be reached",
-            got=f"{chosen} ({text.splitlines()[0]})",
-            fix=f"Set {GLOO_INTERFACE} on each node to the interface between the nodes (`ip -br address` lists them); where a rank "
-            "has died, its output says more.",
-        ) from error
+        text = str(error)
+        # the first is of a TCP store, the second of a file's
+        if isinstance(error, dist.DistStoreError) or "Wait timeout" in text:
+            raise PeerError(
+                f"rank {rank} waited to make a process group",
+                expected="every rank to come to the first loss, metric or layer of this package",
+                got=f"no answer from some rank ({text.splitlines()[0]})",
+                fix="Look at the ranks' output for the first error; where there is none, a rank left out what the others did "
+                "(a branch on rank or on local data), or has ended.",
+            ) from error
+        if any(mark in text for mark in ("connectFullMesh", "gloo/transport")):
+            raise _interface_error(text) from error
+        raise
+
+
+def _interface_error(text: str) -> ConfigurationError:
+    interface = os.environ.get(GLOO_INTERFACE)
+    chosen = f"the address that {socket.gethostname()} has by name"
+    if interface:
+        chosen = f"{GLOO_INTERFACE}={interface}"
+    return ConfigurationError(
+        "network interface of gloo",
+        expected="one at which the other ranks can be reached",
+        got=f"{chosen} ({text.splitlines()[0]})",
+        fix=f"Set {GLOO_INTERFACE} on each node to the interface between the nodes (`ip -br address` lists them); where a rank "
+        "has died, its output says more.",
+    )
 
 
 # ---------------------------------------------------------------------- groups in a world of somebody else

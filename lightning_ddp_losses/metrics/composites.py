@@ -24,7 +24,7 @@ from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
-from lightning_ddp_losses.metrics.exchange import exchange, plans_of
+from lightning_ddp_losses.metrics.exchange import exchange, naming_caches, plans_of
 from lightning_ddp_losses.metrics.metric import DifferentiableMetric, ForwardCall, run_forward
 from lightning_ddp_losses.metrics.states import ExchangingMetric, detached
 
@@ -56,7 +56,7 @@ class Members:
         exchanged: list[list[Any]] = []
         if waiting:
             title = f"{self._title()}, compute"
-            with handshake.raising_on_all_ranks(title, group=waiting[0].process_group):
+            with naming_caches(), handshake.raising_on_all_ranks(title, group=waiting[0].process_group):
                 exchanged = exchange(title, [leaf.packet() for leaf in waiting], plans_of(self))
         for leaf, values in zip(waiting, exchanged, strict=True):
             leaf._cache = detached(leaf._states())

@@ -27,10 +27,11 @@ Measured (torchmetrics 1.9, torch 2.13, 2026): its own sync is one gather with a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,10 +47,15 @@ from lightning_ddp_losses.distributed.global_values import micro_batch_to_match
 from lightning_ddp_losses.distributed.messages import Agreement, Instance
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.raw_collectives import all_gather_slices_, as_bytes, host_bytes, travels_on_device
+from lightning_ddp_losses.errors import PeerError
 from lightning_ddp_losses.metrics.buffer_plan import BufferPlan, Kind, plan_buffer
 
 # the first byte of a payload
 _INLINE, _IN_GATHER = b"1", b"0"
+_CACHED = (
+    "A metric that had no update since its last compute() returns that value and exchanges nothing: where only some ranks had "
+    "updates, call compute() once after the updates of all ranks, or make the metric with compute_with_cache=False."
+)
 
 
 # ---------------------------------------------------------------------- a metric's message
@@ -236,6 +242,19 @@ def exchange(title: str, packets: Sequence[Packet], plans: Plans[ExchangePlan]) 
         with handshake.raising_on_all_ranks(title, group=together[0].group):
             _exchange_in_group(title, together, plans, reduced)
     return [[reduced[id(state)] for state in packet.states] for packet in packets]
+
+
+@contextlib.contextmanager
+def naming_caches() -> Iterator[None]:
+    """Say in the error of a ``compute`` without an answer that a peer may have had its value in torchmetrics' cache."""
+    try:
+        yield
+    except PeerError as error:
+        # a peer that failed, or that is gone, has no value
+        if "no answer" not in str(error.got):
+            raise
+        parts = {**error.parts_as_text(), "fix": f"{error.fix} {_CACHED}"}
+        raise PeerError(**parts, collective=True) from error
 
 
 def _exchange_in_group(

@@ -26,7 +26,7 @@ from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.errors import expect, listed
 from lightning_ddp_losses.metrics.buffer_plan import Kind
-from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, plans_of
+from lightning_ddp_losses.metrics.exchange import Packet, State, exchange, naming_caches, plans_of
 
 Gather = Literal["auto", "states", "inputs"]
 States = dict[str, Any]
@@ -149,7 +149,7 @@ class ExchangingMetric(Metric):
 
     def _exchange_states(self, title: str, group: Group) -> None:
         """Replace the states by those of all ranks. Communication: one handshake, or one more collective."""
-        with handshake.raising_on_all_ranks(title, group=group):
+        with naming_caches(), handshake.raising_on_all_ranks(title, group=group):
             (values,) = exchange(title, [self.packet()._replace(group=group)], plans_of(self))
         self._receive(values)
 

@@ -147,6 +147,22 @@ def test_a_peer_that_never_comes_is_an_error_within_the_time_out(pool: RankPool)
     pool.run(2, reset_timeout)
 
 
+def start_alone(seconds: float) -> None:
+    process_groups.set_timeout(timedelta(seconds=seconds))
+    if dist.get_rank() == 0:
+        all_gather_with_grad(torch.ones(1))
+    time.sleep(2 * seconds)
+    raise InterruptedError("rank 1 never made a group")
+
+
+def test_a_peer_that_never_comes_to_the_first_exchange(pool: RankPool) -> None:
+    waited, absent = pool.errors(2, start_alone, 2.0, fresh=True)
+    assert waited.is_a("PeerError")
+    assert "expected every rank to come to the first loss" in waited.message
+    assert absent.type == "InterruptedError"
+    pool.run(2, reset_timeout)
+
+
 def reset_timeout() -> None:
     process_groups.set_timeout(None)
 

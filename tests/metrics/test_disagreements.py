@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torchmetrics as tm
 from torch import Tensor
 from torchmetrics.wrappers import MultitaskWrapper
 
+from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.collectives import all_gather_with_grad
 from lightning_ddp_losses.errors import ConfigurationError, RankMismatchError
 from lightning_ddp_losses.metrics import DifferentiableMetric, differentiable, synced
@@ -368,3 +370,25 @@ def test_an_error_reaches_the_peers_of_any_member(pool: RankPool) -> None:
     errors = pool.errors(2, fails_beside_a_member_without_peers)
     assert [error.type for error in errors] == ["PeerError", "RuntimeError"]
     assert "same shape" in errors[0].message
+
+
+def compute_again_on_one_rank() -> None:
+    """Only rank 0 has an update after the first compute: its peer answers from torchmetrics' cache."""
+    process_groups.set_timeout(timedelta(seconds=2))
+    try:
+        metric = synced(tm.MeanSquaredError())
+        metric.update(torch.ones(2), torch.zeros(2))
+        metric.compute()
+        if dist.get_rank() == 0:
+            metric.update(torch.ones(2), torch.zeros(2))
+        metric.compute()
+    finally:
+        process_groups.set_timeout(None)
+    raise InterruptedError("rank 1 has its value")
+
+
+def test_a_peer_that_answers_from_the_cache_is_named(pool: RankPool) -> None:
+    waited, answered = pool.errors(2, compute_again_on_one_rank, fresh=True)
+    assert "no answer from some rank" in waited.message
+    assert "compute_with_cache=False" in waited.message
+    assert answered.type == "InterruptedError"
