@@ -376,6 +376,7 @@ class PendingHandshake:
             expected="every rank to come to a loss, metric, layer or backward of this package",
             got=f"no answer from some rank ({str(error).splitlines()[0]})",
             fix=f"Look at the ranks' output for the first error; where there is none, {fix}",
+            page="F37",
         )
 
     def _receive_rest(self, headers: list[Header], timeout: timedelta | None) -> list[Header]:

@@ -369,6 +369,7 @@ def group_errors(rank: int) -> Iterator[None]:
                 got=f"no answer from some rank ({text.splitlines()[0]})",
                 fix="Look at the ranks' output for the first error; where there is none, a rank left out what the others did "
                 "(a branch on rank or on local data), or has ended.",
+                page="F37",
             ) from error
         if any(mark in text for mark in ("connectFullMesh", "gloo/transport")):
             raise _interface_error(text) from error

@@ -254,7 +254,7 @@ def naming_caches() -> Iterator[None]:
         if "no answer" not in str(error.got):
             raise
         parts = {**error.parts_as_text(), "fix": f"{error.fix} {_CACHED}"}
-        raise PeerError(**parts, collective=True) from error
+        raise PeerError(**parts, collective=True, page=error.page) from error
 
 
 def _exchange_in_group(

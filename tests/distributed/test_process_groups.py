@@ -159,6 +159,7 @@ def test_a_peer_that_never_comes_to_the_first_exchange(pool: RankPool) -> None:
     waited, absent = pool.errors(2, start_alone, 2.0, fresh=True)
     assert waited.is_a("PeerError")
     assert "expected every rank to come to the first loss" in waited.message
+    assert "ddp-losses explain F37" in waited.traceback
     assert absent.type == "InterruptedError"
     pool.run(2, reset_timeout)
 

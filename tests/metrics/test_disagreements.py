@@ -391,4 +391,5 @@ def test_a_peer_that_answers_from_the_cache_is_named(pool: RankPool) -> None:
     waited, answered = pool.errors(2, compute_again_on_one_rank, fresh=True)
     assert "no answer from some rank" in waited.message
     assert "compute_with_cache=False" in waited.message
+    assert "ddp-losses explain F37" in waited.traceback
     assert answered.type == "InterruptedError"
