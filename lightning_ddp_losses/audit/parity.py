@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
@@ -51,7 +52,7 @@ def parity(
     join: Any = "rows",
     dtype: torch.dtype | None = torch.float64,
     precision: torch.dtype | None = None,
-    steps: int = 1,
+    steps: int | None = None,
     timeout_seconds: float = 60.0,
 ) -> AuditReport:
     """Train a few steps with any training loop on N ranks and in one process, and compare every gradient.
@@ -75,7 +76,7 @@ def parity(
             dimension of each tensor (0 if it has none). None in it: every rank gets the whole tensor.
         dtype: Dtype of parameters and batches. None leaves them as they are.
         precision: Dtype of autocast (``torch.bfloat16``, ``torch.float16``), with a ``dtype`` other than float64.
-        steps: Optimizer steps.
+        steps: Optimizer steps. None: as many as the global batches are for, or one if ``batches`` is a function.
         timeout_seconds: Time limit of each run.
 
     Returns:
@@ -110,19 +111,25 @@ def parity(
     # the ranks' batches
     dims = 0 if join == "rows" else join
     if not callable(batches):
-        batches = _of_ranks(batches, steps * accumulate, ranks, splits, dims)
+        given_batches = _listed(batches)
+        steps = steps or max(1, len(given_batches) // accumulate)
+        batches = _of_ranks(given_batches, steps * accumulate, ranks, splits, dims)
     name = wrap if isinstance(wrap, str) else getattr(wrap, "__name__", "no wrapper")
 
     target = LoopTarget(name, timeout_seconds, build, step, loop, batches, wrap, accumulate, dims, dtype, precision)
-    return compare_with_one("parity", target, ranks, steps)
+    return compare_with_one("parity", target, ranks, steps or 1)
 
 
-def _of_ranks(batches: Any, count: int, ranks: int, splits: str | Sequence[int], join: Any) -> list[list[Any]]:
-    """Cut global batches into those of each rank."""
+def _listed(batches: Any) -> list[Any]:
+    """Return global batches as a list."""
     is_list = isinstance(batches, Iterable) and not isinstance(batches, (Tensor, dict))
     expected = "a list of global batches, or a function of (rank, world)"
     expect(is_list, "parity(batches=...)", expected=expected, got=type(batches).__name__)
-    given = list(batches)
+    return list(batches)
+
+
+def _of_ranks(given: Sequence[Any], count: int, ranks: int, splits: str | Sequence[int], join: Any) -> list[list[Any]]:
+    """Cut global batches into those of each rank."""
     got, fix = f"{len(given)}", "Each micro-batch is one entry."
     what = "parity(batches=...)"
     expect(len(given) >= count, what, expected=f"{count} global batches", got=got, fix=fix, error=InputError)
@@ -296,7 +303,9 @@ class _Training(Recorder):
             got=f"an optimizer made before it ({type(make_optimizer).__name__})",
             fix="return model, lambda model: torch.optim.SGD(model.parameters(), 0.1)",
         )
-        return model if self.dtype is None else model.to(self.dtype), make_optimizer
+        if self.dtype is not None:
+            _cast_(model, self.dtype)
+        return model, make_optimizer
 
     def _wrapped(self, model: nn.Module) -> Any:
         wrap = self.target.wrap
@@ -358,7 +367,7 @@ class _Training(Recorder):
         return map_batch_tensors(rows_first(batch, self.target.join, back=True), self._cast)
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
+        return tensor if self.dtype is None else _as_dtype(tensor, self.dtype)
 
     def _make_step(self, step: int, micro_batches: list[Any]) -> None:
         """Make one optimizer step: the user's loop, or a loop around the user's step."""
@@ -442,9 +451,9 @@ def refuse_unequal_build(model: nn.Module) -> None:
     Communication: one gather of names and digests.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own = [(name, tensor_digest(tensor), tensor.flatten()[:1].tolist()) for name, tensor in named.items()]
+    own = [(name, tensor_digest(tensor), str(tensor.flatten()[:1].tolist())) for name, tensor in named.items()]
     found = [list(map(tuple, sent)) for sent in handshake.all_gather_json("build()", {}, own)]
-    nothing: tuple[str, str, list[float]] = ("nothing", "", [])
+    nothing = ("nothing", "", "[]")
     for column in zip_longest(*found, fillvalue=nothing):
         if len({entry[:2] for entry in column}) > 1:
             raise InputError(
@@ -462,3 +471,22 @@ def _as_if_wrapped(model: nn.Module) -> nn.Module:
     extras |= dict.fromkeys(switches, lambda *_, **__: None)
     model.__dict__.update({name: extra for name, extra in extras.items() if not hasattr(model, name)})
     return model
+
+
+def _cast_(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and buffers. ``Module.to`` makes complex ones real."""
+    parts = [*module.parameters(), *module.buffers()]
+    wide = {part: _as_dtype(part.data, dtype) for part in parts if part.is_complex()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Complex modules are a new feature")
+        warnings.filterwarnings("ignore", message="Casting complex values to real")
+        module.to(dtype)
+    for part, data in wide.items():
+        part.data = data
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating tensor in a dtype, and a complex one with parts of it (float32 for narrower ones)."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

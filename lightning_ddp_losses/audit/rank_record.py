@@ -193,7 +193,12 @@ class Entry:
         return math.prod(self.shape)
 
     def pieces(self, size: int = PIECE) -> Iterator[Tensor]:
-        """Read the elements, flat and in order, at most ``size`` at a time, in the dtype they were stored in."""
+        """Read the elements as real numbers, flat and in order, at most ``size`` at a time: of a complex one its two parts."""
+        for piece in self._stored(size):
+            yield torch.view_as_real(piece).flatten() if piece.is_complex() else piece
+
+    def _stored(self, size: int) -> Iterator[Tensor]:
+        """Read the elements in the dtype they were stored in."""
         dtype = getattr(torch, self.dtype)
         with open(self.file, "rb") as file:
             while read := file.read(size * dtype.itemsize):
@@ -203,7 +208,7 @@ class Entry:
         """Read the whole tensor."""
         if self.numel == 0:
             return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
-        (flat,) = self.pieces(self.numel)
+        (flat,) = self._stored(self.numel)
         return flat.reshape(self.shape)
 
 
@@ -213,7 +218,8 @@ NO_TENSOR = Entry("", (), "", "")
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return a tensor's bytes, without a copy if it is contiguous on the CPU. A sparse gradient is taken as a dense one."""
-    dense = tensor.detach()
+    # a conjugated tensor has the memory of the other
+    dense = tensor.detach().resolve_conj().resolve_neg()
     if dense.layout != torch.strided:
         dense = dense.to_dense()
     return as_bytes(dense.cpu()).numpy().data

@@ -208,7 +208,8 @@ class Recorder:
         gradients = {n: g for n, g in given.items() if g.layout == torch.strided and not isinstance(g, DTensor)}
         if not self.run.ranks:
             return {}
-        return dict(zip(gradients, fingerprints(gradients.values()), strict=True))
+        parts = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients.values()]
+        return dict(zip(gradients, fingerprints(parts), strict=True))
 
 
 def wrap_function(
@@ -255,8 +256,11 @@ def load_start_(module: nn.Module, run: Run, rank: int) -> None:
 
 def _projections(values: Tensor) -> list[list[float]]:
     """Return a few random projections of each row, the same ones in every process. A scalar is one row."""
-    wide = values.detach().double().cpu()
-    rows = wide.reshape(len(wide) if wide.ndim else 1, -1)
+    detached = values.detach()
+    if detached.is_complex():
+        detached = torch.view_as_real(detached.resolve_conj())
+    wide = detached.double().cpu()
+    rows = wide.reshape(len(values) if values.ndim else 1, -1)
     generator = torch.Generator().manual_seed(rows.shape[1])
     directions = torch.randn(rows.shape[1], _PROJECTIONS, generator=generator, dtype=torch.float64)
     found: list[list[float]] = (rows @ directions).tolist()

@@ -392,7 +392,7 @@ def _parity_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wrap", default="ddp", help="ddp, fully_shard, none, or my_module:wrap")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches to an optimizer step")
     parser.add_argument("--splits", default="even", help="even, uneven, or rows of each rank: 5,3")
-    parser.add_argument("--steps", type=int, default=1, help="optimizer steps")
+    parser.add_argument("--steps", type=int, help="optimizer steps; all that the batches are for")
     parser.add_argument("--dtype", choices=_DTYPES, default="float64", help="none: as model and batches are")
     parser.add_argument("--precision", choices=_DTYPES, default="none", help="dtype of autocast; none: no autocast")
     parser.add_argument("--timeout-seconds", type=float, default=60.0, help="time limit of each run")

@@ -147,3 +147,59 @@ def test_without_a_wrapper_nobody_reduces_gradients() -> None:
     for given in ({"step": regression}, {"loop": plain_loop}):
         report = parity(encoder, batches=batches(), wrap=None, **given)
         assert [each.fault for each in report.diagnoses] == ["SYNC"], str(report)
+
+
+class Spectrum(nn.Module):
+    """A model with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(self.filter.dtype) @ self.filter).abs())
+
+
+def conjugated_on_ranks(model: Any, batch: Any) -> Tensor:
+    if world() > 1:
+        inner = model.module
+        if not inner.filter._backward_hooks:
+            inner.filter.register_hook(torch.conj)
+    return regression(model, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, None])
+def test_complex_parameters_are_compared_as_complex_numbers(dtype: torch.dtype | None) -> None:
+    healthy = parity(Spectrum, regression, batches(), dtype=dtype)
+    assert healthy.equal, str(healthy)
+    wrong = parity(Spectrum, conjugated_on_ranks, batches(), dtype=dtype)
+    assert "filter" in {row.parameter for row in wrong.rows if row.verdict != "exact"}, str(wrong)
+
+
+class Centred(nn.Module):
+    """A buffer is a running mean of own rows. Gradients show it in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("centre", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x) - self.centre
+        self.centre.lerp_(found.detach().mean(0), 0.5)
+        return found
+
+
+def test_all_batches_are_trained_on() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Centred()
+
+    two = [*batches(), *batches()]
+    assert parity(build, regression, two, steps=1).settings["steps"] == 1
+    report = parity(build, regression, two)
+    assert report.settings["steps"] == 2
+    assert not report.equal
+    assert "centre" in str(report)
