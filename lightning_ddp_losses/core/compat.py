@@ -358,6 +358,11 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     return cast("AbstractContextManager[object]", _python_dispatch._disable_current_modes())
 
 
+def without_function_modes() -> AbstractContextManager[object]:
+    """Return a block that modes of functions (``TorchFunctionMode``) do not see. Torch's public way leaves out subclasses only."""
+    return cast("AbstractContextManager[object]", torch._C.DisableTorchFunction())
+
+
 def reads_scalar(function: Any) -> bool:
     """Return whether an operator that a dispatch mode sees is ``Tensor.item()``."""
     return function is torch.ops.aten._local_scalar_dense.default

@@ -1,0 +1,74 @@
+"""Kinds of tensors by identity, and what a write in place does to tensors that share memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.losses.certificates.kinds import CONSTANT, Blame, Broken, Constant, Kind
+
+
+class KnownTensors:
+    """The kinds of all tensors of a trace. It keeps them alive, so that no two have one identity."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[int, Kind] = {}
+        self._kept: list[Tensor] = []
+        # tensors by their memory
+        self._sharing: dict[int, set[int]] = {}
+        self._spoilt: dict[int, Broken] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._kinds
+
+    def add(self, tensor: Tensor, kind: Kind) -> None:
+        """Set the kind of a tensor."""
+        self._kinds[id(tensor)] = kind
+        self._kept.append(tensor)
+        memory = _memory_of(tensor)
+        if memory is not None:
+            self._sharing.setdefault(memory, set()).add(id(tensor))
+
+    def kind(self, tensor: Tensor, blame: Blame) -> Kind:
+        """Return the kind of a tensor. One that no operator has returned is a constant, unless it shares the memory of another.
+
+        Args:
+            tensor: Any tensor.
+            blame: Makes the reason of the operator that reads it.
+        """
+        memory = _memory_of(tensor)
+        if memory in self._spoilt:
+            return self._spoilt[memory]
+        found = self._kinds.get(id(tensor))
+        if found is not None:
+            return found
+        if memory is None:
+            return Broken((blame("a tensor without memory of its own"),))
+        others = self._sharing.get(memory, set())
+        if all(isinstance(self._kinds[other], Constant) for other in others):
+            return CONSTANT
+        return Broken((blame("a tensor that shares the memory of rows, and that no operator returned"),))
+
+    def write(self, tensor: Tensor, kind: Kind, blame: Blame) -> bool:
+        """Note a write in place. All tensors that share its memory are broken then, unless the values stay constant.
+
+        Returns:
+            Whether values that were there before the trace follow from rows now.
+        """
+        memory = _memory_of(tensor)
+        if isinstance(kind, Constant):
+            return False
+        is_new = id(tensor) not in self._kinds
+        others = self._sharing.get(memory, set()) - {id(tensor)} if memory is not None else set()
+        if others or memory is None:
+            spoilt = Broken((blame("a write in place that other tensors see"),))
+            kind = spoilt
+            if memory is not None:
+                self._spoilt[memory] = spoilt
+        self.add(tensor, kind)
+        return is_new
+
+
+def _memory_of(tensor: Tensor) -> int | None:
+    reference = compat.memory_reference(tensor)
+    return None if reference is None else int(reference.cdata)
