@@ -93,11 +93,13 @@ from lightning_ddp_losses.errors import (
 from lightning_ddp_losses.integrations import register_fabric_strategies
 from lightning_ddp_losses.layers import SyncBatchNorm
 from lightning_ddp_losses.losses import (
+    Certificate,
     ClassShardedLoss,
     ClipLoss,
     GlobalBatchLoss,
     GlobalBatchMiner,
     SigLipLoss,
+    certify,
     global_mean,
 )
 from lightning_ddp_losses.metrics import DifferentiableMetric, EmbeddingRetrieval, differentiable, synced
@@ -118,6 +120,7 @@ __all__ = [
     "AuditReport",
     "BatchCheck",
     "BufferSyncCheck",
+    "Certificate",
     "CheckpointCheck",
     "ClassShardedLoss",
     "ClipLoss",
@@ -148,6 +151,7 @@ __all__ = [
     "accumulation_window",
     "assert_parity",
     "audit",
+    "certify",
     "differentiable",
     "gather_predictions",
     "global_mean",

@@ -2,6 +2,7 @@
 
 * ``app``: the subcommands and their options, audit and parity among them.
 * ``report``: the table and the pictures at the end of a run.
+* ``certify``: the certificate of a loss.
 * ``configs``: the configs that come with the package.
 * ``doctor``: versions, and a short training of two ranks.
 * ``manual``: pages of the manual, for ``explain`` and HTML. ``pages/`` holds the recipes for users of other libraries.

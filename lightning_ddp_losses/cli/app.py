@@ -1,7 +1,7 @@
 """The command line: `ddp-losses fit|validate|test|predict|audit --config X` trains any LightningModule with exact distributed losses.
 
-`ddp-losses parity` compares loops without a Trainer, `explain` is the manual, `configs` lists the configs that come with the
-package, `doctor` looks at the installation.
+`ddp-losses parity` compares loops without a Trainer, `certify` tells whether DDP is right for a loss, `explain` is the manual, `configs`
+lists the configs that come with the package, `doctor` looks at the installation.
 
 LightningCLI with our defaults, a progress bar for every kind of terminal, and the report at the end. What can be known to be
 wrong before training is found before anything is written.
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import inspect
 import os
 import pydoc
@@ -26,7 +25,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, List, Optional, Union  # noqa: UP035 - read by jsonargparse at run time on every Python
 
@@ -40,6 +38,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from rich.console import Console
 
 from lightning_ddp_losses.audit import AuditReport, audit, parity
+from lightning_ddp_losses.cli.certify import named, run_certify
 from lightning_ddp_losses.cli.configs import named_configs, run_configs, with_shipped_configs
 from lightning_ddp_losses.cli.doctor import run_doctor, version_line
 from lightning_ddp_losses.cli.manual import run_explain
@@ -59,9 +58,10 @@ QUIET = (
 
 DESCRIPTION = "Train on N GPUs and get the gradients you would get on one: LightningCLI with exact distributed losses."
 MORE_COMMANDS = (
-    "Also: `ddp-losses parity` compares any training loop on N ranks with one process; `ddp-losses explain` is the manual, with known "
-    "faults and what to do about them; `ddp-losses configs` lists the configs that come with the package; `ddp-losses doctor` looks at the "
-    "installation; `ddp-losses --version`."
+    "Also: `ddp-losses parity` compares any training loop on N ranks with one process; `ddp-losses certify` says whether plain DDP is "
+    "right for a loss, and which line is not; `ddp-losses explain` is the manual, with known faults and what to do about them; "
+    "`ddp-losses configs` lists the configs that come with the package; `ddp-losses doctor` looks at the installation; "
+    "`ddp-losses --version`."
 )
 """Help text of these commands."""
 
@@ -330,9 +330,9 @@ def run_parity(arguments: Sequence[str]) -> int:
 def _parity_options(given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``parity``, read and imported."""
     form = "loop" if given.pop("loop") else "step"
-    function = named(given.pop("function"))
-    options = given | {"build": named(given["build"]), form: function}
-    batches = named(given["batches"])
+    function = named("ddp-losses parity", given.pop("function"))
+    options = given | {"build": named("ddp-losses parity", given["build"]), form: function}
+    batches = named("ddp-losses parity", given["batches"])
     if callable(batches):
         parameters = inspect.signature(batches).parameters.values()
         if all(parameter.default is not parameter.empty for parameter in parameters):  # it needs no rank
@@ -341,21 +341,10 @@ def _parity_options(given: dict[str, Any]) -> dict[str, Any]:
     if given["splits"] not in ("even", "uneven"):
         options["splits"] = [int(part) for part in given["splits"].split(",")]
     if ":" in given["wrap"]:
-        options["wrap"] = named(given["wrap"])
+        options["wrap"] = named("ddp-losses parity", given["wrap"])
     elif given["wrap"] == "none":
         options["wrap"] = None
     return options | {"batches": batches}
-
-
-def named(place: str) -> Any:
-    """Return the object that ``my_module:name`` names.
-
-    Raises:
-        ConfigurationError: Another form.
-    """
-    module, colon, name = place.partition(":")
-    expect(bool(colon and module and name), "ddp-losses parity", expected="my_module:name", got=place)
-    return attrgetter(name)(importlib.import_module(module))
 
 
 def show_report(report: AuditReport, folder: Path | None) -> None:
@@ -404,12 +393,13 @@ def _parity_parser() -> argparse.ArgumentParser:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "parity": run_parity,
+    "certify": run_certify,
     "explain": run_explain,
     "configs": run_configs,
     "doctor": run_doctor,
 }
 """Commands other than training and auditing, by their first word."""
-COMPARING = ("audit", "parity")
+COMPARING = ("audit", "parity", "certify")
 """Commands with the exit status of a comparison."""
 
 

@@ -308,6 +308,7 @@ READERS
 
 * `ddp-losses explain losses`: every loss by its usual name, with the call and its cost
 * `ddp-losses explain loop`: is my loop right? N ranks of any training loop against one process
+* `ddp-losses explain certificates`: is plain DDP right for my loss, and if not, which line?
 * `ddp-losses explain own_data`: train on a csv file or arrays of yours, without programming
 * `ddp-losses explain retrieval`: recall@k, MAP@R and kNN accuracy over all ranks
 * `ddp-losses explain testing`: parity as a test, in continuous integration

@@ -34,6 +34,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``class_sharded``, ``sharded_weight``, ``class_heads`` | `ClassShardedLoss`: classes by rank, places of classes and targets, logits |
 | ``sharded_softmax`` | its cross entropy |
 | ``partial_fc`` | sampled classes |
+| ``certificates`` | `certify`: is DDP's mean over ranks right for a loss, and if not, which line? |
 | ``clip``, ``siglip``, ``two_towers``, ``tower_tiles`` | losses between two towers, and their products in tiles |
 
 The way of a call: its signature (``core.signature``) leads to a plan, which is made once, refuses bad input and chooses an evaluation
@@ -53,6 +54,7 @@ leaves its weight out of the graph on that rank alone, so parameters always stay
 gathered in rank order: own rows first would make losses that depend on the index, and memories, differ by rank.
 """
 
+from lightning_ddp_losses.losses.certificates import Certificate, certify
 from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.evaluations import check_separable
@@ -62,11 +64,13 @@ from lightning_ddp_losses.losses.pml_registry import register_element_wise, regi
 from lightning_ddp_losses.losses.siglip import SigLipLoss
 
 __all__ = [
+    "Certificate",
     "ClassShardedLoss",
     "ClipLoss",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
     "SigLipLoss",
+    "certify",
     "check_separable",
     "global_mean",
     "register_element_wise",

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from lightning_ddp_losses.errors import ConfigurationError, InputError, expect
 from lightning_ddp_losses.losses.certificates.certificate import Certificate, Reason, Sent, Verdict
 from lightning_ddp_losses.losses.certificates.followed_numbers import Followed
 from lightning_ddp_losses.losses.certificates.kinds import Broken, Constant, Kind, Sum, merged
+from lightning_ddp_losses.losses.certificates.lines import blame_here, blame_of_error
 from lightning_ddp_losses.losses.certificates.tracing import Trace
 from lightning_ddp_losses.losses.global_batch_options import refuse_unfit
 from lightning_ddp_losses.losses.plans.global_batch import LossPlan
@@ -36,6 +38,7 @@ RANKS = 8
 """Ranks that the bytes are stated for."""
 _SIZES = (11, 13, 17, 19, 23, 29, 31)  # rows of the traced parts
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
+_SMALLEST = 1e-6  # of values and gradients. Below it is rounding, of a loss that is zero in truth
 _SEED = 0
 
 
@@ -70,7 +73,9 @@ def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
         >>> certify(lambda rows: rows.mean(0).square().sum(), torch.randn(8, 2)).verdict
         'wrong'
     """
-    expect(callable(loss) and not isinstance(loss, type), "certify: loss", expected="a module or function", got=repr(loss))
+    expect(
+        callable(loss) and not isinstance(loss, type), "certify: loss", expected="a module or function", got=repr(loss)
+    )
     expect(
         not getattr(loss, "sees_global_batch", False),
         "certify: loss",
@@ -88,7 +93,7 @@ def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
         sizes = given.sizes_to_trace(loss)
         traces = [subject.traced(size) for size in sizes]
     verdict, reasons = _judge(_name_of(loss), traces, changes, difference)
-    limits = merged(*(each.limits for each in traces))
+    limits = merged(*(each.branches + each.assumptions for each in traces))
     return Certificate(verdict, reasons, limits, sent_for(loss, given.tensors, given.rows), difference)
 
 
@@ -161,14 +166,16 @@ class _Traced:
 
     Attributes:
         kind: Kind of the value.
-        limits: Branches of Python on values.
+        branches: Branches of Python on values.
+        assumptions: What else the kind assumes about values.
         escapes: What cannot be followed.
         numbers: Numbers among the arguments of each operator.
         rounding: Relative difference that may be rounding in the narrowest dtype of its operators.
     """
 
     kind: Kind
-    limits: tuple[Reason, ...] = ()
+    branches: tuple[Reason, ...] = ()
+    assumptions: tuple[Reason, ...] = ()
     escapes: tuple[Reason, ...] = ()
     numbers: tuple[Any, ...] = ()
     rounding: float = 1e-9
@@ -243,8 +250,12 @@ class _Subject:
         for whole, a, b in zip(of_rows, first[2], second[2], strict=True):
             joined = torch.cat([a, b]) / 2 if whole.ndim else (a + b) / 2
             pairs.append((whole, joined))
-        found = [_relative(whole, part) for whole, part in pairs]
-        return max(found) if all(each == each for each in found) else None
+        # relative to the largest: a gradient that is zero in truth is all rounding
+        scale = max(_SMALLEST, *(float(each.norm()) for pair in pairs for each in pair))
+        found = [float((whole - part).norm()) for whole, part in pairs]
+        if not all(map(math.isfinite, (scale, *found))):
+            return None
+        return max(found) / scale
 
     def traced(self, size: int) -> _Traced:
         """Trace the loss on a number of rows."""
@@ -256,11 +267,13 @@ class _Subject:
             kind, value = trace.run(loss, args, of_rows)
         except Exception as error:  # the user's loss may raise anything on a part
             why = f"the loss cannot be followed on a part of the example: {type(error).__name__}: {error}"
-            kind = Broken((Reason("", 0, "", _name_of(loss), why.splitlines()[0]),))
+            kind = Broken((blame_of_error(error, _name_of(loss))(why.splitlines()[0]),))
             value = None
         escapes = [*trace.escapes, *_own_gradients(value), *_states_of_rows(loss, trace)]
         rounding = max(_ROUNDING.get(dtype, 0.1) for dtype in (torch.float64, *trace.dtypes))
-        return _Traced(kind, tuple(trace.limits), tuple(escapes), tuple(trace.numbers), rounding)
+        return _Traced(
+            kind, tuple(trace.branches), tuple(trace.assumptions), tuple(escapes), tuple(trace.numbers), rounding
+        )
 
 
 def _name_of(loss: Any) -> str:
@@ -306,14 +319,6 @@ def _check_value(value: object) -> None:
     expect(value.requires_grad, "certify: loss", expected="a value with a gradient", got="one without")
 
 
-def _relative(whole: Tensor, found: Tensor) -> float:
-    """Return the size of a difference relative to the larger of both. NaN if one is not finite."""
-    scale = max(float(whole.norm()), float(found.norm()))
-    if scale == 0:
-        return 0.0
-    return float((whole - found).norm()) / scale
-
-
 def _own_gradients(value: Tensor | None) -> Iterator[Reason]:
     """Yield a reason for each function in a graph whose backward is Python of the user's."""
     if value is None or value.grad_fn is None:
@@ -325,7 +330,7 @@ def _own_gradients(value: Tensor | None) -> Iterator[Reason]:
             continue
         seen.add(node)
         stack += [after for after, _ in node.next_functions if after is not None]
-        if isinstance(node, BackwardCFunction):
+        if issubclass(type(node), BackwardCFunction):
             name = type(node).__name__.removesuffix("Backward")
             yield Reason("", 0, "", name, "an autograd.Function, whose backward is not traced")
 
@@ -338,13 +343,15 @@ def _states_of_rows(loss: Any, trace: Trace) -> Iterator[Reason]:
         for name, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
             if any(_follows_from_rows(each, trace) for each in compat.tree_leaves(value)):
                 place = f"{path}.{name}" if path else name
-                yield Reason("", 0, "", place, "an attribute that the loss sets, and that follows from the rows of one rank")
+                yield Reason(
+                    "", 0, "", place, "an attribute that the loss sets, and that follows from the rows of one rank"
+                )
 
 
 def _follows_from_rows(value: Any, trace: Trace) -> bool:
     if isinstance(value, Followed):
         return True
-    return isinstance(value, Tensor) and not isinstance(trace.known.kind(value, trace.blame("state")), Constant)
+    return isinstance(value, Tensor) and not isinstance(trace.known.kind(value, blame_here("state")), Constant)
 
 
 # ---------------------------------------------------------------------- the verdict
@@ -366,9 +373,9 @@ def _judge(
     counts = merged(*(each.kind.scale.counts for each in traces if isinstance(each.kind, Sum)))
     if counts:
         return "right for equal counts only", counts
-    branches = merged(*(each.limits for each in traces))
-    if is_different and branches:
-        return "wrong", branches
+    branches = merged(*(each.branches for each in traces))
+    if branches:
+        return ("wrong" if is_different else "right on this path only"), branches
     if is_different:
         why = "operators say that it is a mean over rows, and two simulated ranks differ from the whole example"
         return "cannot tell", (Reason("", 0, "", name, why),)

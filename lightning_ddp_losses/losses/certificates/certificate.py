@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _SHOWN = 4  # reasons of each kind in the text
-Verdict = Literal["right", "right for equal counts only", "wrong", "cannot tell"]
+Verdict = Literal["right", "right for equal counts only", "right on this path only", "wrong", "cannot tell"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,13 @@ class Sent:
         moved = "no rows are gathered"
         if self.gathered_bytes:
             moved = f"each rank gathers {self.gathered_bytes:,} bytes of rows"
-        return (
-            f"GlobalBatchLoss is exact for any ranks. {self.text}\n{self.ranks} ranks with {self.rows} rows each: {moved}."
-        )
+        return f"GlobalBatchLoss is exact for any ranks. {self.text}\n{self.ranks} ranks with {self.rows} rows each: {moved}."
 
 
 _SENTENCES: dict[str, str] = {
     "right": "Right under plain DDP for ranks with equally many rows: the loss is a mean over rows.",
     "right for equal counts only": "Right under plain DDP only if all ranks have equally many rows and equal counts.",
+    "right on this path only": "Right under plain DDP only where these branches come out alike on all ranks and on the whole batch.",
     "wrong": "Wrong under plain DDP: the mean over ranks is not the loss of the whole batch.",
     "cannot tell": "Cannot tell whether this loss is right under plain DDP.",
 }
@@ -81,10 +80,11 @@ class Certificate:
 
     Attributes:
         verdict: ``"right"``: for ranks with equally many rows, whatever their number and the rows. ``"right for equal counts only"``: if
-            also the counts that ``reasons`` names are equal on all ranks. ``"wrong"``: two simulated ranks gave another value or gradient
+            also the counts that ``reasons`` names are equal on all ranks. ``"right on this path only"``: if the branches of Python that
+            ``reasons`` names come out as on the example. ``"wrong"``: two simulated ranks gave another value or gradient
             than the whole example. ``"cannot tell"``: neither was shown.
         reasons: The lines that decide, unless the verdict is ``"right"``.
-        limits: Lines whose outcome the verdict assumes: branches of Python on values.
+        limits: Lines whose outcome the verdict assumes: branches of Python on values, and targets that are not ignored.
         sent: What ``GlobalBatchLoss`` sends for the loss.
         difference: Largest relative difference between two simulated ranks and the whole example. None if it could not be measured.
 
@@ -106,9 +106,12 @@ class Certificate:
         lines = [_SENTENCES[self.verdict], *_shown(self.reasons)]
         if self.verdict == "wrong" and self.difference is not None:
             lines.append(f"Two simulated ranks differ from the whole example by {self.difference:.1e} of its size.")
-        if self.limits:
+        limits: tuple[Reason, ...] = ()
+        if self.verdict.startswith("right"):
+            limits = tuple(limit for limit in self.limits if limit not in self.reasons)
+        if limits:
             lines.append("This holds as long as these lines come out as on the example:")
-        return "\n".join([*lines, *_shown(self.limits), str(self.sent)])
+        return "\n".join([*lines, *_shown(limits), str(self.sent)])
 
     def to_json(self) -> str:
         """Return everything as JSON."""

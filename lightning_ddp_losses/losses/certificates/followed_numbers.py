@@ -191,7 +191,7 @@ def _result(name: str, compute: Callable[[Any, Any], Any], left: Any, right: Any
     """Return the result of two numbers, with its kind."""
     if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
         return NotImplemented
-    trace = left.trace if isinstance(left, Followed) else right.trace
+    trace: Follower = next(number.trace for number in (left, right) if isinstance(number, Followed))
     value = compute(plain(left), plain(right))
     kind = trace.combined(name, kind_of_number(left), kind_of_number(right), right)
     return followed(value, kind, trace)

@@ -1,7 +1,7 @@
 """Functions of torch that divide by a number inside, where a trace of operators would only see the number: their kinds.
 
-``cross_entropy`` and ``nll_loss`` divide by the number, or the weights, of the targets that count. ``kl_div`` with ``"batchmean"`` divides by
-the number of rows. ``one_hot`` looks at the values only to refuse some.
+``cross_entropy`` and ``nll_loss`` divide by the number, or the weights, of the targets that count. ``kl_div`` with ``"batchmean"``
+divides by the number of rows. ``one_hot`` looks at the values only to refuse some.
 """
 
 from __future__ import annotations
@@ -9,56 +9,66 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.losses.certificates.kinds import Blame, Broken, Constant, Kind, Rows, Scale, Sum
-
-if TYPE_CHECKING:
-    from lightning_ddp_losses.losses.certificates.tracing import Trace
+from lightning_ddp_losses.losses.certificates.certificate import Reason
+from lightning_ddp_losses.losses.certificates.kinds import Broken, Constant, Kind, Rows, Scale, Sum
+from lightning_ddp_losses.losses.certificates.lines import Blame
+from lightning_ddp_losses.losses.certificates.memory import KnownTensors
 
 _IGNORED = -100  # torch's default of ignore_index
-_NO_LIMIT = "no target is ignore_index (-100). With such targets all ranks need equally many others"
+_NONE_IGNORED = "no target is ignore_index (-100). With such targets all ranks need equally many others"
 
 
-def _class_loss(trace: Trace, function: Any, given: dict[str, Any], blame: Blame) -> Any:
+class Ruled(NamedTuple):
+    """The result of a function that has a rule.
+
+    Attributes:
+        value: What it returned.
+        kind: Its kind.
+        assumption: What the kind assumes about values.
+    """
+
+    value: Tensor
+    kind: Kind
+    assumption: Reason | None = None
+
+
+def _class_loss(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Ruled:
     """Run ``cross_entropy`` or ``nll_loss`` with ``reduction="mean"``."""
-    kind = _kind_of_elements(trace, function, given, blame)
+    kind = _kind_of_elements(known, function, given, blame)
     with compat.without_dispatch_modes():
         value = function(**given)
         has_ignored = bool((given["target"] == given["ignore_index"]).any())
-    if isinstance(kind, Sum):
-        counted: tuple[Any, ...] = ()
-        # classes as probabilities: all rows count
-        if not given["target"].is_floating_point():
-            if given["weight"] is not None:
-                counted = (blame("the divisor is the sum of the class weights of one rank's targets"),)
-            elif given["ignore_index"] != _IGNORED or has_ignored:
-                counted = (blame("the divisor is the number of one rank's targets that are not ignore_index"),)
-            else:
-                trace.note_limit(blame(_NO_LIMIT))
-        kind = replace(kind, scale=kind.scale.times(Scale(0, counted)))
-    trace.known.add(value, kind)
-    return value
+    # classes as probabilities: all rows count
+    if not isinstance(kind, Sum) or given["target"].is_floating_point():
+        return Ruled(value, kind)
+    if given["weight"] is not None:
+        counted = blame("the divisor is the sum of the class weights of one rank's targets")
+    elif given["ignore_index"] != _IGNORED or has_ignored:
+        counted = blame("the divisor is the number of one rank's targets that are not ignore_index")
+    else:
+        return Ruled(value, kind, blame(_NONE_IGNORED))
+    return Ruled(value, replace(kind, scale=kind.scale.times(Scale(0, (counted,)))))
 
 
-def _kl_div(trace: Trace, function: Any, given: dict[str, Any], blame: Blame) -> Any:
+def _kl_div(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Ruled:
     """Run ``kl_div`` with ``reduction="batchmean"``."""
-    kind = _kind_of_elements(trace, function, given, blame)
+    kind = _kind_of_elements(known, function, given, blame)
     with compat.without_dispatch_modes():
         value = function(**given)
-    trace.known.add(value, kind)
-    return value
+    return Ruled(value, kind)
 
 
-def _kind_of_elements(trace: Trace, function: Any, given: dict[str, Any], blame: Blame) -> Kind:
+def _kind_of_elements(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Kind:
     """Return the kind of the mean over rows of a loss: a sum, if its elements are rows."""
     elements = function(**{**given, "reduction": "none"})
-    kind = trace.known.kind(elements, blame)
+    kind = known.kind(elements, blame)
     if isinstance(kind, (Broken, Constant)):
         return kind
     if not isinstance(kind, Rows) or not kind.scale.is_one or kind.is_position:
@@ -69,9 +79,9 @@ def _kind_of_elements(trace: Trace, function: Any, given: dict[str, Any], blame:
     return Sum(Scale(-1, counted), blame(""), has_grad=elements.requires_grad)
 
 
-def _one_hot(trace: Trace, function: Any, given: dict[str, Any], blame: Blame) -> Any:
+def _one_hot(known: KnownTensors, function: Any, given: dict[str, Any], blame: Blame) -> Ruled:
     """Run ``one_hot``."""
-    kind = trace.known.kind(given["self"], blame)
+    kind = known.kind(given["self"], blame)
     with compat.without_dispatch_modes():
         value = function(*given.values())
     if isinstance(kind, Rows):
@@ -83,13 +93,12 @@ def _one_hot(trace: Trace, function: Any, given: dict[str, Any], blame: Blame) -
             kind = replace(kind, is_same=False, is_integral=True)
     elif not isinstance(kind, (Broken, Constant)):
         kind = Broken((blame("not a linear function, of a sum or mean over the rows of one rank"),))
-    trace.known.add(value, kind)
-    return value
+    return Ruled(value, kind)
 
 
 _MEANS = {"size_average": None, "reduce": None, "reduction": "mean"}
 _BATCH_MEANS = {**_MEANS, "reduction": "batchmean"}
-Run = Callable[..., Any]
+Run = Callable[[KnownTensors, Any, dict[str, Any], Blame], Ruled]
 # function, the options that its rule is for, and names of its arguments if torch does not tell them
 _RULES: dict[Any, tuple[Run, dict[str, Any], tuple[str, ...]]] = {
     functional.cross_entropy: (_class_loss, _MEANS, ()),

@@ -17,13 +17,11 @@ and is noted: equal on all ranks, it divides as n does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_ddp_losses.losses.certificates.certificate import Reason
-
-Blame = Callable[[str], Reason]
-"""Makes the reason of the operator that runs, from what is wrong with it."""
+from lightning_ddp_losses.losses.certificates.lines import Blame
 
 
 @dataclass(frozen=True)
@@ -160,11 +158,11 @@ def product(left: Kind, right: Kind, blame: Blame) -> Kind:
     """Return the kind of a product of two values without rows."""
     if isinstance(left, Constant) and isinstance(right, Constant):
         return CONSTANT
+    if not isinstance(left, Sum) and not isinstance(right, Sum):
+        scales = [kind.scale for kind in (left, right) if isinstance(kind, Count)]
+        return Count(scales[0].times(scales[-1]) if len(scales) > 1 else scales[0])
     if not isinstance(left, Sum):
         left, right = right, left
-    if isinstance(left, Count):
-        factor = right.scale if isinstance(right, Count) else Scale()
-        return Count(left.scale.times(factor))
     assert isinstance(left, Sum)
     if isinstance(right, Sum):
         return _product_of_sums(left, right, blame)
@@ -219,25 +217,28 @@ def as_count(total: Sum, blame: Blame) -> Kind:
     return Count(Scale(total.scale.degree + 1, merged(total.scale.counts, (counted,))))
 
 
-def added(kinds: Sequence[Kind], blame: Blame) -> Kind:
+def added(terms: Sequence[Kind], blame: Blame) -> Kind:
     """Return the kind of a sum, difference or join of values without rows of their own."""
-    kinds = list(dict.fromkeys(kinds))
-    totals = [kind for kind in kinds if isinstance(kind, Sum)]
-    counts = [kind for kind in kinds if isinstance(kind, Count)]
+    kinds = list(dict.fromkeys(terms))
     if len(kinds) == 1:
         return kinds[0]
-    if not totals and not counts:
-        return CONSTANT
-    if not totals:
+    totals = [kind for kind in kinds if isinstance(kind, Sum)]
+    counts = [kind for kind in kinds if isinstance(kind, Count)]
+    if counts and not totals:
         return Broken((blame("a number that is not proportional to the number of rows"),))
     to_blame = merged(*(total.blame() for total in totals))
     if counts:
         return Broken((*to_blame, blame("a number of rows is added to a sum over rows")))
-    if len({total.scale.degree for total in totals}) > 1:
-        return Broken(to_blame)
     has_constant = len(totals) < len(kinds)
     if has_constant and to_blame:
         return Broken((*to_blame, blame("a constant is added to a sum over rows that is not a mean")))
+    if len({total.scale.degree for total in totals}) > 1:
+        return Broken(to_blame)
+    return _joined(totals, has_constant)
+
+
+def _joined(totals: list[Sum], has_constant: bool) -> Sum:
+    """Return a sum of sums that have the same factor."""
     first = totals[0]
     scale = Scale(first.scale.degree, merged(*(total.scale.counts for total in totals)))
     return Sum(

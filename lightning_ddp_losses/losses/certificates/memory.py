@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.losses.certificates.kinds import CONSTANT, Blame, Broken, Constant, Kind
+from lightning_ddp_losses.losses.certificates.kinds import CONSTANT, Broken, Constant, Kind
+from lightning_ddp_losses.losses.certificates.lines import Blame
 
 
 class KnownTensors:
@@ -61,7 +62,8 @@ class KnownTensors:
         is_new = id(tensor) not in self._kinds
         others = self._sharing.get(memory, set()) - {id(tensor)} if memory is not None else set()
         if others or memory is None:
-            spoilt = Broken((blame("a write in place that other tensors see"),))
+            earlier = kind.reasons if isinstance(kind, Broken) else ()
+            spoilt = Broken((*earlier, blame("a write in place that other tensors see")))
             kind = spoilt
             if memory is not None:
                 self._spoilt[memory] = spoilt

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.losses.certificates.kinds import Blame, Broken, Kind, Rows
+from lightning_ddp_losses.losses.certificates.kinds import Broken, Constant, Kind, Rows
+from lightning_ddp_losses.losses.certificates.lines import Blame
 
 _FEWEST_SELECTED = 2  # rows that a mask has selected, below which their place in a result is ambiguous
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the names in a text."""
+    return frozenset(text.split())
 
 
 class Operation:
@@ -40,11 +46,13 @@ class Operation:
         schema = compat.operator_schema(function)
         space, _, name = schema.name.partition("::")
         # a library's own operator has no rule, whatever its name
-        self.name = name if space == "aten" else schema.name
+        self.name: str = name if space == "aten" else schema.name
         self.given = {argument.name: argument.default_value for argument in schema.arguments}
         self.given |= {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         self.writes = schema.is_mutable
-        self.tensors = [(each, kind_of(each)) for each in compat.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self.tensors = [
+            (each, kind_of(each)) for each in compat.tree_leaves((args, kwargs)) if isinstance(each, Tensor)
+        ]
         self._kind_of = kind_of
 
     @property
@@ -61,6 +69,17 @@ class Operation:
     def of_rows(self) -> list[tuple[Tensor, Rows]]:
         """Tensors with rows among the arguments, in order."""
         return [(tensor, kind) for tensor, kind in self.tensors if isinstance(kind, Rows)]
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether autograd follows the result."""
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in self.tensors)
+
+    @property
+    def is_data(self) -> bool:
+        """Whether the result follows from constants and inputs without a gradient only."""
+        are_data = all(isinstance(each, Constant) or (isinstance(each, Rows) and each.is_data) for each in self.kinds)
+        return are_data and not self.has_grad
 
     def kind(self, argument: str) -> Kind | None:
         """Return the kind of an argument. None if it is not a tensor."""

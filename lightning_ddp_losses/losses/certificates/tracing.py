@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import linecache
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, has_torch_function
 
 from lightning_ddp_losses.core import compat
-from lightning_ddp_losses.distributed.user_line import callers, package_of
 from lightning_ddp_losses.losses.certificates import functions, kinds, rules
 from lightning_ddp_losses.losses.certificates.certificate import Reason
-from lightning_ddp_losses.losses.certificates.followed_numbers import Followed, followed, kind_of_number, plain
+from lightning_ddp_losses.losses.certificates.followed_numbers import Followed, followed, plain
 from lightning_ddp_losses.losses.certificates.kinds import Broken, Constant, Count, Kind, Rows, Scale
+from lightning_ddp_losses.losses.certificates.lines import Blame, blame_here
 from lightning_ddp_losses.losses.certificates.memory import KnownTensors
-from lightning_ddp_losses.losses.certificates.operation import Operation
+from lightning_ddp_losses.losses.certificates.operation import Operation, words
 
-_ARITHMETIC = frozenset(
+_ARITHMETIC = words(
     "add sub mul div true_divide multiply divide subtract rsub add_ sub_ mul_ div_ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ "
-    "__truediv__ __rtruediv__ __iadd__ __isub__ __imul__ __itruediv__ __div__ __rdiv__ __idiv__".split()
+    "__truediv__ __rtruediv__ __iadd__ __isub__ __imul__ __itruediv__ __div__ __rdiv__ __idiv__"
 )
 _BRANCHES = frozenset(["__bool__", "is_nonzero", "equal", "allclose", "__contains__", "is_same_size"])
 _PLAIN_READS = frozenset(["dim", "ndimension", "element_size", "get_device", "__get__ndim", "__get__itemsize"])
@@ -37,26 +34,6 @@ _FROM_NUMBERS = frozenset(["tensor", "as_tensor", "scalar_tensor", "asarray"])
 # functions that read values only to refuse some
 _VALIDATES = frozenset(["gaussian_nll_loss"])
 _NUMBER_TYPES = ("number", "Optional[number]", "float", "Optional[float]", "Tensor", "Optional[Tensor]")
-
-
-class OperatorBlame(NamedTuple):
-    """Makes reasons of one operator.
-
-    Attributes:
-        file: File of the line that calls it.
-        line: Number of that line.
-        text: Its source.
-        operator: Name of the operator.
-    """
-
-    file: str
-    line: int
-    text: str
-    operator: str
-
-    def __call__(self, why: str) -> Reason:
-        """Return a reason."""
-        return Reason(self.file, self.line, self.text, self.operator, why)
 
 
 class Trace:
@@ -67,7 +44,8 @@ class Trace:
 
     Attributes:
         known: Kinds of all tensors.
-        limits: Branches of Python on values.
+        branches: Branches of Python on values.
+        assumptions: What else the kinds assume about values.
         escapes: What cannot be followed, so that no verdict can be given.
         numbers: Numbers among the arguments of each operator. They must not change with the number of rows.
         dtypes: Floating dtypes of all results.
@@ -76,9 +54,10 @@ class Trace:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.known = KnownTensors()
-        self.limits: dict[Reason, None] = {}
+        self.branches: dict[Reason, None] = {}
+        self.assumptions: dict[Reason, None] = {}
         self.escapes: dict[Reason, None] = {}
-        self.numbers: list[tuple[OperatorBlame, tuple[Any, ...]]] = []
+        self.numbers: list[tuple[Blame, tuple[Any, ...]]] = []
         self.dtypes: set[torch.dtype] = set()
 
     def run(self, loss: Callable[..., Any], args: tuple[Any, ...], row_tensors: list[Tensor]) -> tuple[Kind, Tensor]:
@@ -94,30 +73,23 @@ class Trace:
             self.known.add(tensor, Rows(0, is_integral=integral, is_data=not tensor.requires_grad))
         operators = _Operators(self)
         with torch.compiler.set_stance("force_eager"), followed_len(self), operators, _Functions(self, operators):
-            value = loss(*args)
-        return self.known.kind(value, self.blame("the value")), value
-
-    def blame(self, operator: str) -> OperatorBlame:
-        """Return the maker of reasons of an operator that runs now."""
-        return OperatorBlame(*_line_of(sys._getframe(1)), operator)
+            value = run_loss(loss, args)
+        return self.known.kind(value, blame_here("the value")), value
 
     # ------------------------------------------------------------------ notes
 
-    def note_limit(self, reason: Reason) -> None:
-        """Note what the verdict assumes."""
-        self.limits[reason] = None
-
     def note_branch(self, name: str, outcome: object) -> None:
         """Note that Python reads an outcome that depends on rows."""
-        self.note_limit(self.blame(name)(f"a branch of Python on a value that depends on the rows ({outcome} here)"))
+        why = f"a branch of Python on a value that depends on the rows ({outcome} on the example)"
+        self.branches[blame_here(name)(why)] = None
 
     def note_escape(self, name: str, why: str) -> None:
         """Note that a value cannot be followed."""
-        self.escapes[self.blame(name)(why)] = None
+        self.escapes[blame_here(name)(why)] = None
 
     def combined(self, name: str, left: Kind, right: Kind, exponent: object) -> Kind:
         """Return the kind of a result of two of Python's numbers."""
-        blame = self.blame(name)
+        blame = blame_here(name)
         broken = kinds.broken_of([left, right])
         if broken is not None:
             return broken
@@ -127,9 +99,19 @@ class Trace:
             return kinds.quotient(left, right, blame)
         if name in ("add", "sub"):
             return kinds.added([left, right], blame)
-        if name == "pow" and isinstance(left, Count) and isinstance(right, Constant) and isinstance(exponent, (int, float)):
+        if (
+            name == "pow"
+            and isinstance(left, Count)
+            and isinstance(right, Constant)
+            and isinstance(exponent, (int, float))
+        ):
             return Count(Scale(left.scale.degree * exponent, left.scale.counts))
         return Broken((blame("a number that is not proportional to the number of rows"),))
+
+
+def run_loss(loss: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    """Call the loss. This frame is the end of its lines (``lines.ENTRY``)."""
+    return loss(*args)
 
 
 # ---------------------------------------------------------------------- functions that Python calls
@@ -146,11 +128,15 @@ class _Functions(TorchFunctionMode):
         """Run a function, and follow what it returns."""
         given = dict(kwargs or {})
         trace, name = self._trace, _name_of(func)
-        blame = trace.blame(name)
+        blame = blame_here(name)
         special = functions.rule_of(func, args, given)
         if special is not None:
             run, bound = special
-            return run(trace, func, bound, blame)
+            ruled = run(trace.known, func, bound, blame)
+            trace.known.add(ruled.value, ruled.kind)
+            if ruled.assumption is not None:
+                trace.assumptions[ruled.assumption] = None
+            return ruled.value
         values = list(_values_in((args, given)))
         numbers = [value for value in values if isinstance(value, Followed)]
         is_arithmetic = name in _ARITHMETIC
@@ -158,6 +144,7 @@ class _Functions(TorchFunctionMode):
         given = _without_numbers(given, trace, as_tensors=is_arithmetic)
         with self._operators.inside(name, has_sizes=bool(numbers) and not is_arithmetic):
             result = func(*args, **given)
+        self._refuse_outside_tensors(result, blame)
         tensors = [value for value in values if isinstance(value, Tensor)]
         followed_kinds = [trace.known.kind(tensor, blame) for tensor in tensors]
         if all(isinstance(kind, Constant) for kind in followed_kinds) and not numbers:
@@ -168,11 +155,18 @@ class _Functions(TorchFunctionMode):
             return _followed_result(trace, name, result, tensors[0], (args, given), blame)
         return result
 
+    def _refuse_outside_tensors(self, result: Any, blame: Blame) -> None:
+        """Note tensors that no operator has made, from an array for example, with a number for each row."""
+        trace = self._trace
+        for output in (value for value in compat.tree_leaves(result) if isinstance(value, Tensor)):
+            if output not in trace.known and any(size and size % trace.rows == 0 for size in output.shape):
+                trace.known.add(output, Broken((blame("an array with a number for each row of the batch"),)))
+
 
 def _name_of(function: Any) -> str:
-    """Return the name of a function of torch. That of an attribute begins with ``__get__``."""
+    """Return the name of a function of torch. That of an attribute begins with ``__get__`` or ``__set__``."""
     name = str(getattr(function, "__name__", function))
-    if name == "__get__":
+    if name in ("__get__", "__set__"):
         name += str(getattr(getattr(function, "__self__", None), "__name__", ""))
     return name
 
@@ -190,15 +184,11 @@ def _without_numbers(nest: Any, trace: Trace, *, as_tensors: bool) -> Any:
     """Return arguments with followed numbers as tensors, whose kinds operators see, or as plain numbers."""
     if isinstance(nest, dict):
         return {name: _without_numbers(value, trace, as_tensors=as_tensors) for name, value in nest.items()}
-    if isinstance(nest, torch.Size):
-        return torch.Size([plain(size) for size in nest])
-    if type(nest) in (tuple, list):
+    if type(nest) in (tuple, list, torch.Size):
         return type(nest)(_without_numbers(value, trace, as_tensors=as_tensors) for value in nest)
     if isinstance(nest, slice):
         return slice(plain(nest.start), plain(nest.stop), plain(nest.step))
-    if not isinstance(nest, Followed):
-        return nest
-    if not as_tensors:
+    if not isinstance(nest, Followed) or not as_tensors:
         return plain(nest)
     with compat.without_dispatch_modes():
         tensor = torch.tensor(plain(nest))
@@ -206,7 +196,7 @@ def _without_numbers(nest: Any, trace: Trace, *, as_tensors: bool) -> Any:
     return tensor
 
 
-def _check_sizes(trace: Trace, name: str, numbers: list[Followed], result: Any, blame: OperatorBlame) -> None:
+def _check_sizes(trace: Trace, name: str, numbers: list[Followed], result: Any, blame: Blame) -> None:
     """Refuse results whose size, or whose entries, depend on the number of rows in another way than one entry for each row."""
     outputs = [value for value in compat.tree_leaves(result) if isinstance(value, Tensor)]
     for output in outputs:
@@ -222,7 +212,7 @@ def _check_sizes(trace: Trace, name: str, numbers: list[Followed], result: Any, 
             trace.known.add(output, Broken((blame("a size or number that depends on the number of rows"),)))
 
 
-def _followed_result(trace: Trace, name: str, result: Any, first: Tensor, given: Any, blame: OperatorBlame) -> Any:
+def _followed_result(trace: Trace, name: str, result: Any, first: Tensor, given: Any, blame: Blame) -> Any:
     """Return the result of a function of followed tensors: sizes and values as numbers with a kind."""
     kind = trace.known.kind(first, blame)
     outputs = [value for value in compat.tree_leaves(result) if isinstance(value, Tensor)]
@@ -230,6 +220,9 @@ def _followed_result(trace: Trace, name: str, result: Any, first: Tensor, given:
         if output not in trace.known:
             trace.known.add(output, Broken((blame("a result that no operator returned"),)))
     if outputs:
+        return result
+    if name == "__set__data":
+        trace.known.add(first, Broken((blame("a write in place that is not followed"),)))
         return result
     if name in ("__get__shape", "size", "numel", "nelement", "__len__"):
         return _followed_size(trace, result, first, kind, given, blame)
@@ -253,7 +246,7 @@ def _is_harmless(name: str, result: Any) -> bool:
     return is_plain or name in _PLAIN_READS or name.startswith("__get__grad") or name == "__setitem__"
 
 
-def _followed_size(trace: Trace, result: Any, tensor: Tensor, kind: Kind, given: Any, blame: OperatorBlame) -> Any:
+def _followed_size(trace: Trace, result: Any, tensor: Tensor, kind: Kind, given: Any, blame: Blame) -> Any:
     """Return a size, or all of a shape, with the kinds of their numbers."""
     size = size_kind(kind, blame)
     if isinstance(size, Constant):
@@ -269,7 +262,7 @@ def _followed_size(trace: Trace, result: Any, tensor: Tensor, kind: Kind, given:
     return followed(result, size, trace)
 
 
-def size_kind(kind: Kind, blame: OperatorBlame) -> Kind:
+def size_kind(kind: Kind, blame: Blame) -> Kind:
     """Return the kind of the number of a tensor's rows."""
     if isinstance(kind, Broken):
         return kind
@@ -293,13 +286,13 @@ def followed_len(trace: Trace) -> Iterator[None]:
         if not isinstance(value, Tensor) or not has_torch_function((value,)):
             return found
         with compat.without_function_modes():
-            blame = trace.blame("len")
+            blame = blame_here("len")
             kind = trace.known.kind(value, blame)
         if isinstance(kind, Rows) and kind.dim != 0:
             return found
         return followed(found, size_kind(kind, blame), trace)  # type: ignore[no-any-return]
 
-    builtins.len = len_of_rows  # type: ignore[assignment]
+    builtins.len = len_of_rows
     try:
         yield
     finally:
@@ -313,7 +306,7 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operators, and applies the rules."""
 
     def __init__(self, trace: Trace) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._function, self._has_sizes = "", False
 
@@ -340,7 +333,7 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _followed(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """Run an operator, and note the kind of its result."""
         trace, known = self._trace, self._trace.known
-        blame = trace.blame(func.__name__.partition(".")[0].strip("_"))
+        blame = blame_here(func.__name__.partition(".")[0].strip("_"))
         op = Operation(func, args, given, lambda tensor: known.kind(tensor, blame), blame, trace.rows)
         if not self._has_sizes:
             trace.numbers.append((blame, _numbers_of(func, op)))
@@ -367,7 +360,9 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write(self, func: Any, op: Operation) -> None:
         """Set the kind of what an operator has written to."""
-        written = [op.given[argument.name] for argument in compat.operator_schema(func).arguments if _is_written(argument)]
+        written = [
+            op.given[argument.name] for argument in compat.operator_schema(func).arguments if _is_written(argument)
+        ]
         tensors = [tensor for tensor in written if isinstance(tensor, Tensor)]
         is_in_place = len(tensors) == 1 and op.base_name != op.name
         for tensor in tensors:
@@ -391,33 +386,3 @@ def _numbers_of(func: Any, op: Operation) -> tuple[Any, ...]:
         if is_number and str(argument.type) in _NUMBER_TYPES:
             found.append(value)
     return tuple(found)
-
-
-# ---------------------------------------------------------------------- lines
-
-
-def _line_of(frame: FrameType | None) -> tuple[str, int, str]:
-    """Return file, number and text of the user's line that a frame was called from, else of the innermost line outside of torch."""
-    others: list[tuple[str, FrameType]] = []
-    for each in callers(frame):
-        file = each.f_code.co_filename
-        if file == __file__ and each.f_code.co_name == "run":
-            break
-        package = package_of(file)
-        if not package:
-            return _shown(each)
-        if not file.startswith(_FOLDER):
-            others.append((package, each))
-    # the line of another library, else torch's own method that the loss consists of
-    of_libraries = [each for package, each in others if package not in ("torch", "python")]
-    of_torch = [each for _, each in others if not each.f_code.co_name.endswith("_call_impl")]
-    found = of_libraries[:1] or of_torch[-1:]
-    return _shown(found[0]) if found else ("", 0, "")
-
-
-def _shown(frame: FrameType) -> tuple[str, int, str]:
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    return file, line, linecache.getline(file, line, frame.f_globals).strip()
-
-
-_FOLDER = __file__.rpartition("tracing")[0]
