@@ -52,7 +52,7 @@ def certify(loss: Callable[..., Tensor], *example: Any) -> Certificate:
     example. All else is *cannot tell*.
 
     Args:
-        loss: A module or function from rows to a scalar: torch.nn's, your own. Neither it nor its parameters are changed.
+        loss: A module or function from rows to a scalar: torch.nn's, your own. A module is copied, and stays as it is.
         *example: Its arguments: tensors whose dimension 0 counts rows, nested in lists and dicts or not. 0-dim tensors and other values
             belong to no row. Tensors that get a gradient have ``requires_grad=True``. If none has, all floating ones get one. 8 rows are
             enough. Values as in training make sure that the loss takes the same branches.

@@ -67,7 +67,7 @@ class Sent:
 
 _SENTENCES: dict[str, str] = {
     "right": "Right under plain DDP for ranks with equally many rows: the loss is a mean over rows.",
-    "right for equal counts only": "Right under plain DDP only if all ranks have equally many rows and equal counts.",
+    "right for equal counts only": "Right under plain DDP only if all ranks have equally many rows, and equal counts above 0.",
     "right on this path only": "Right under plain DDP only where these branches come out alike on all ranks and on the whole batch.",
     "wrong": "Wrong under plain DDP: the mean over ranks is not the loss of the whole batch.",
     "cannot tell": "Cannot tell whether this loss is right under plain DDP.",
