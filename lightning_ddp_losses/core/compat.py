@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import signal
 import sys
@@ -267,6 +268,18 @@ def sharded_reductions(module: FSDPModule) -> Iterator[tuple[float | None, bool,
         mesh = group.mesh_info
         own_ranks = getattr(mesh, "shard_mesh_size", 1)
         yield group.gradient_divide_factor, group.force_sum_reduction_for_comms, mesh.mesh, own_ranks
+
+
+def note_calls(cls: type, name: str, note: Callable[[Any], None]) -> None:
+    """Let a function note each object on which a method of torch's is called. Torch has no reader for what some of its setters set."""
+    own = getattr(cls, name)
+
+    @functools.wraps(own)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(self)
+        return own(self, *args, **kwargs)
+
+    setattr(cls, name, noting)
 
 
 def foreign_comm_hooks(ddp: DistributedDataParallel) -> list[str]:

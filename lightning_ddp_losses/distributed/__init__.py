@@ -12,6 +12,7 @@
 * ``accumulation``: windows of several micro-batches, divided by the counts of all of them. ``accumulation_window`` for hand-written loops
 * ``window_parts``: the parts of a loss in a window, their counts and weights. ``window_terms``: by which name a loss is known in a window
 * ``window_graph``: what a backward in a window runs through. ``window_gradients``: the gradients that a window corrects
+* ``other_reductions``: modules whose gradients may end as something else than a mean
 * ``window_end``: what each rank has back-propagated, and the factor of all gradients that follows
 * ``collective_trace``: collectives that cut the graph of a loss, with the user's line
 * ``global_values``: values over the rows of all ranks: how the model's gradients are reduced, the open window, upstream gradients

@@ -82,7 +82,8 @@ def accumulation_window(
         model: The model, or its DDP. ``no_sync`` stays the caller's.
         losses: Modules with further parameters.
         micro_batches: About how many there will be, the same number on every rank. Only the size of gradients inside the block depends on
-            it, which matters for a scaler of half precision.
+            it, which matters for a scaler of half precision. With ``counts`` and without ``window.micro_batch()`` it is the number of
+            calls of each loss.
         counts: This rank's count in all micro-batches together, as the losses count: one number for all of them, or by loss, by its path
             in the model, or by the name of a ``global_mean``. Each loss needs its count. Gradients are then divided by the right number
             from the start, without a correction at the end, and other terms may be added to the losses. If None, the forward of each
@@ -99,6 +100,9 @@ def accumulation_window(
     Those without are known by the line of the program that calls them. Calls of one loss in a micro-batch are told apart by their order. So
     a loss, or a line, that computes another task in each micro-batch is taken for one task, and its means are merged: give each task a
     loss of its own in the model, or a ``name=``.
+
+    Not seen: gradients that are changed through ``.data``, and hooks of parameters that are not linear in the gradient (a clamp). They get
+    gradients that are not corrected yet.
 
     Gradient: inside the block in proportion to the true one. On leaving it all gradients of ``model`` and ``losses``, and of other tensors
         that the losses depend on, are corrected. A micro-batch counts if it was back-propagated. Ranks may leave out different ones. If an
@@ -185,6 +189,7 @@ class AccumulationWindow:
         self._declared = 0
         self._is_last = False
         self._calls_now = Counter[str]()  # of the micro-batch that runs
+        self._undeclared = Counter[str]()  # calls outside of declared micro-batches
         self._unnamed: dict[int, set[str]] = {}
         self._regularised: set[str] = set()  # terms without rows and without a mean that were back-propagated
         self._failure = ""
@@ -238,10 +243,12 @@ class AccumulationWindow:
         """
         name, shown = self.terms.known_as(source, title)
         if self.number is None:
-            self._refuse_undeclared(name, shown, len(parts))
+            self._refuse_undeclared(shown)
         number = self._calls_now[name]
         if self.number is not None:
             self._calls_now[name] += 1
+        else:
+            self._undeclared[shown] += 1
         if number:
             shown += f", call {number + 1}"
         if name.startswith("line "):
@@ -272,11 +279,10 @@ class AccumulationWindow:
         else:
             term.kind = "beside" if part.kind == "once" and has_mean else "sum"
 
-    def _refuse_undeclared(self, name: str, shown: str, parts: int) -> None:
+    def _refuse_undeclared(self, shown: str) -> None:
         """Refuse a loss outside of a micro-batch, unless its divisor is known."""
-        is_clear = self.terms.has_counts and (parts > 1 or not self.terms.has_several(name))
         expect(
-            is_clear,
+            self.terms.has_counts,
             f"accumulation window: {shown}",
             expected="a forward inside a micro-batch, or the counts of the window",
             got="neither",
@@ -454,7 +460,20 @@ class AccumulationWindow:
         )
         if self.has_begun:
             self.gradients.refuse_changed()
+        self._refuse_several_undeclared()
         return Note.of(self.calls, self._unnamed)
+
+    def _refuse_several_undeclared(self) -> None:
+        """Refuse undeclared calls of a loss that need not be one in each micro-batch: those of one would be divided by too much."""
+        for shown, number in self._undeclared.items():
+            expect(
+                number in (1, self.expected_micro_batches),
+                f"accumulation window: {shown}, outside of declared micro-batches",
+                expected=f"one call in each of micro_batches={self.expected_micro_batches}",
+                got=f"{number} calls",
+                fix=f"Give accumulation_window(model, micro_batches={number}, counts=...) if each micro-batch calls it once. If one calls "
+                "it several times, put its forward into `with window.micro_batch():`, and give a count for each call.",
+            )
 
     def note_of_all(self) -> Note:
         """Return what all ranks have back-propagated, where their losses were compared in each backward and so are the same."""

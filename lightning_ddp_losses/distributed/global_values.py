@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.core.modules import eager_recursive
-from lightning_ddp_losses.distributed import process_groups
+from lightning_ddp_losses.distributed import other_reductions, process_groups
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.window_graph import TITLE
 from lightning_ddp_losses.distributed.window_parts import WindowCall, WindowPart, is_window_part
@@ -92,7 +92,13 @@ class GradientReduction:
         return f"{divided} over {len(self.ranks)} ranks ({self.source})"
 
 
-_current: ContextVar[Callable[[], GradientReduction | None]] = ContextVar("reduction", default=lambda: None)
+def _unknown() -> GradientReduction | None:
+    """Stand for the reduction of a loop without a strategy and without a window."""
+    return None
+
+
+_current: ContextVar[Callable[[], GradientReduction | None]] = ContextVar("reduction", default=_unknown)
+other_reductions.watch_setters()
 
 
 def current_reduction() -> GradientReduction | None:
@@ -178,7 +184,7 @@ def _of_sharded(module: FSDPModule, path: str) -> Iterator[GradientReduction]:
 
 
 def chosen_reduction(
-    reduces: str | float, module: nn.Module | None, group: Group, *, exact_ranks: bool
+    reduces: str | float, module: nn.Module | None, group: Group, *, exact_ranks: bool, has_graph: bool
 ) -> GradientReduction | None:
     """Return how a value's gradient will be reduced. None is a mean.
 
@@ -187,9 +193,11 @@ def chosen_reduction(
         module: Model to ask if there is neither a strategy nor a window.
         group: Ranks with different rows.
         exact_ranks: The model must be reduced over all of them.
+        has_graph: Whether the value has a gradient.
 
     Raises:
-        ConfigurationError: for what cannot be read, and for another reduction than the model's.
+        ConfigurationError: for what cannot be read, for another reduction than the model's, and without a model if some module of the
+            process is not reduced by a mean.
     """
     if reduces not in ("auto", "mean", "sum"):
         is_divisor = not isinstance(reduces, (str, bool)) and math.isfinite(reduces) and reduces > 0
@@ -198,6 +206,8 @@ def chosen_reduction(
     if model is None and module is not None:
         model = gradient_reduction_of(module.named_modules())
     if model is None and reduces == "auto":
+        if has_graph and module is None and other_reductions.noted and _current.get() is _unknown:
+            _refuse_guess()
         return None
     ranks = process_groups.members(group)
     if model is not None and exact_ranks and not set(ranks) <= set(model.ranks):
@@ -222,6 +232,18 @@ def chosen_reduction(
     is_models = model is None or model.divisor is None or model.divisor == chosen.divisor
     expect(is_models, "reduces", expected=f"that of the model: {model}", got=str(chosen), fix='Take "auto".')
     return chosen
+
+
+def _refuse_guess() -> None:
+    """Refuse a gradient that is made for a mean, if some module of this process is reduced in another way."""
+    other = other_reductions.other_reduction()
+    expect(
+        not other,
+        "reduces",
+        expected='the model, as module=, or its reduction: "mean", "sum", or a number',
+        got=f'"auto" without them, next to {other}',
+        fix="Hand in the model whose gradients the value has: global_mean(..., module=model), or say how they are reduced: reduces='mean'.",
+    )
 
 
 # ---------------------------------------------------------------------- the accumulation window

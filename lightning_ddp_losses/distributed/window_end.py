@@ -15,6 +15,8 @@ from typing import Any
 from lightning_ddp_losses.distributed.window_parts import EQUAL, Term, WindowCall, is_equal, other_slopes
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
+_TOTALS = 1e-6  # relative difference of totals that counts as rounding
+
 
 @dataclass
 class Note:
@@ -110,10 +112,10 @@ def end_of_window(terms: Collection[Term], calls: Sequence[WindowCall], notes: S
         counted[id(term)] = _counted(term, notes)
         titles[id(term)] = term
     for term in titles.values():
-        _refuse_other_numbers("count", term.title, term.expected, counted[id(term)])
+        _refuse_other_numbers("count", term, term.expected, counted[id(term)])
         totals = [note.totals[term.key] for note in notes if term.key in note.totals]
         total = totals[0] if totals else 0.0
-        _refuse_other_numbers("total", term.title, term.expected_total, total)
+        _refuse_other_numbers("total", term, term.expected_total, total)
     _refuse_no_rows(calls, counted)
     # 2. one factor for all of them
     used = [term for term in titles.values() if term.kind != "beside" and counted[id(term)]]
@@ -220,13 +222,16 @@ def _describe(term: Term, counted: float) -> str:
     return f"{term.title}: divided by {term.divisor:.17g}, counted {counted:.17g}"
 
 
-def _refuse_other_numbers(what: str, title: str, expected: float | None, got: float | None) -> None:
+def _refuse_other_numbers(what: str, term: Term, expected: float | None, got: float | None) -> None:
     """Refuse numbers of a window that are not those that the user gave."""
     if expected is None or got is None:
         return
+    rounding = _TOTALS
+    if what == "count":
+        rounding = EQUAL if expected.is_integer() else term.rounding
     expect(
-        math.isclose(got, expected, rel_tol=EQUAL if what == "count" else 1e-6),
-        f"accumulation window: {what} in expect_counts of {title}",
+        math.isclose(got, expected, rel_tol=rounding),
+        f"accumulation window: {what} in expect_counts of {term.title}",
         expected=f"{expected:.17g} over all ranks and micro-batches, as was said",
         got=f"{got:.17g}",
         fix=f"Give this rank's {what} in all micro-batches of the window, as the loss counts. If a micro-batch calls the loss several "

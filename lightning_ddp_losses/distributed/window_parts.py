@@ -27,6 +27,7 @@ from lightning_ddp_losses.distributed.user_line import callers
 from lightning_ddp_losses.errors import ConfigurationError, expect
 
 EQUAL = 1e-12  # relative difference of two factors that counts as rounding
+_SUMMED = 64  # units in the last place that a sum of weights may be off by
 _PARTS = "lightning_ddp_losses: parts"  # a key of a graph node's metadata
 _LIBRARIES = ("lightning_ddp_losses", "torch", "torchmetrics", "pytorch_metric_learning")
 _PROGRAMS = "lightning_ddp_losses.demo"
@@ -57,21 +58,25 @@ class Term:
 
     Attributes:
         key: Text, the same on all ranks whose rows it counts.
+        name: Name of the loss (``WindowTerms.known_as``). Empty before its first call.
         title: Title of the loss in messages.
         kind: ``"beside"`` is a regulariser without rows, which is corrected as the mean next to it.
         expected: The sum over its ranks of the given ``counts``.
         expected_total: The sum over its ranks of the given ``totals``.
         estimate: D, the same on all ranks. None until a count was not zero.
         is_together: Whether all ranks have to back-propagate the same micro-batches.
+        rounding: Relative difference of counts that are no whole numbers (sums of weights in the precision of the loss).
     """
 
     key: str
     title: str
+    name: str = ""
     kind: Literal["mean", "sum", "beside"] = "mean"
     expected: float | None = None
     expected_total: float | None = None
     estimate: float | None = None
     is_together: bool = False
+    rounding: float = EQUAL
 
     def take_(self, part: WindowPart, micro_batches: int) -> None:
         """Take a part of the next micro-batch. The first count that is not zero gives the estimate."""
@@ -117,6 +122,9 @@ class WindowCall:
 
     def mark(self, value: Tensor, first: int = 0) -> Tensor:
         """Return the value of a part, or of several parts from ``first`` on. Its gradient will be weighed."""
+        rounding = _SUMMED * min(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps)
+        for term in self.terms:
+            term.rounding = max(term.rounding, rounding)
         return _Part.apply(value, self, first)  # type: ignore[no-untyped-call, no-any-return]
 
     @property

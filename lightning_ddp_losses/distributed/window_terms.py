@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ddp_losses.distributed.window_parts import Term, calling_line
 from lightning_ddp_losses.errors import InputError, expect, listed
@@ -44,7 +46,6 @@ class WindowTerms:
         self._terms: dict[tuple[str, int, int], Term] = {}  # by name, number of the call in its micro-batch, and part
         self._expected_of_all: float | None = None
         self._given: list[object] = []  # losses outside the modules that counts were given for
-        self._several: set[str] = set()  # losses with counts of several calls, or means
 
     def all(self) -> Collection[Term]:
         """Return each term once."""
@@ -108,14 +109,18 @@ class WindowTerms:
         term = self._terms.get((name, call, part))
         if term is None:
             term = self._terms[name, call, part] = Term("", title, expected=self._expected_of_all)
+        expect(
+            term.name in ("", name),
+            f"accumulation window: counts of {title}",
+            expected="a name that belongs to one loss",
+            got=f"that of {term.title}, too",
+            fix="Give the global_mean a name= that is no path of a loss in the model.",
+        )
+        term.name = name
         # a loss of some ranks has its own counts there
         term.key = f"{name}|{call}|{part}|{ranks[0]}+{len(ranks)}"
         term.title = title
         return term
-
-    def has_several(self, name: str) -> bool:
-        """Return whether a list of counts was given for a loss."""
-        return name in self._several
 
     # ------------------------------------------------------------------ counts that are known before
 
@@ -128,12 +133,18 @@ class WindowTerms:
         by_loss = _by_loss(counts)
         totals = totals or {}
         titles = [*map(_title_of, by_loss), *(f"total of `{name}`" for name in totals)]
-        own = [*map(_listed, by_loss.values()), *map(_listed, totals.values())]
-        for i, (title, numbers) in enumerate(zip(titles, own, strict=True)):
-            is_count = i < len(by_loss)
-            is_right = all(math.isfinite(number) and (number >= 0 or not is_count) for number in numbers)
-            expected = "finite counts, not negative" if is_count else "finite sums"
-            expect(is_right, f"expect_counts: {title}", expected=expected, got=numbers, error=InputError)
+        own: list[list[float]] = []
+        for title, numbers in zip(titles, [*by_loss.values(), *totals.values()], strict=True):
+            own.append(_numbers(f"expect_counts: {title}", numbers, is_count=len(own) < len(by_loss)))
+        is_one = _ALL not in by_loss or len(own[0]) == 1
+        expect(
+            is_one,
+            "expect_counts: all losses",
+            expected="one number",
+            got=own,
+            fix="Give a list by loss.",
+            error=InputError,
+        )
         for name in totals:
             what = f"expect_counts: total of `{name}`"
             expect(_ALL in by_loss or name in by_loss, what, expected="its count, too", got="none", error=InputError)
@@ -157,32 +168,83 @@ class WindowTerms:
         if source is _ALL:
             (self._expected_of_all,) = several
             return
-        # a path in the module, a loss, or the name of a global_mean
-        if isinstance(source, str) and source not in self._losses:
-            name = f"mean {source}"
-        else:
-            inner = _inner(self._losses[source] if isinstance(source, str) else source)
-            path = self._paths.get(id(inner))
-            name = f"loss {path}"
-            if path is None:
-                name = f"given {len(self._given)}"
-                self._given.append(inner)
-        if len(several) > 1:
-            self._several.add(name)
+        names = []
+        if isinstance(source, str):
+            # the name of a global_mean, or the path of a module. The first call decides
+            names.append(f"mean {source}")
+        inner = _inner(self._losses.get(source) if isinstance(source, str) else source)
+        path = self._paths.get(id(inner))
+        if path is not None:
+            names.append(f"loss {path}")
+        elif not names:
+            names.append(f"given {len(self._given)}")
+            self._given.append(inner)
         for i, number in enumerate(several):
-            # several calls of one mean each, or one call of several means
-            term = Term(f"{name}|{i}", _title_of(source), expected=number)
-            self._terms[name, i, 0] = self._terms[name, 0, i] = term
+            term = Term(f"{names[0]}|{i}", _title_of(source), expected=number)
+            for name in names:
+                # several calls of one mean each, or one call of several means
+                self._terms[name, i, 0] = self._terms[name, 0, i] = term
 
 
-def _by_loss(counts: Counts | None) -> Mapping[Any, float | Sequence[float]]:
+def _by_loss(counts: Any) -> Mapping[Any, Any]:
     if counts is None:
         return {}
     return counts if isinstance(counts, Mapping) else {_ALL: counts}
 
 
-def _listed(number: float | Sequence[float]) -> list[float]:
-    return [float(each) for each in number] if isinstance(number, Sequence) else [float(number)]
+def _numbers(title: str, given: object, *, is_count: bool) -> list[float]:
+    """Return one number, or several, as a list.
+
+    Raises:
+        InputError: for what is no finite number, and for a negative count.
+    """
+    several: Any = given.tolist() if isinstance(given, Tensor) else given
+    if not isinstance(several, Sequence) or isinstance(several, str):
+        several = [several]
+    is_right = all(isinstance(number, (Real, Tensor)) and math.isfinite(number) for number in several)
+    if is_count:
+        is_right = is_right and min(several, default=0) >= 0
+    expected = "finite counts, not negative" if is_count else "finite sums"
+    expect(is_right, title, expected=expected, got=given, error=InputError)
+    return list(map(float, several))
+
+
+def add_counts(title: str, of_batches: Sequence[object]) -> Counts:
+    """Return the counts of several batches together.
+
+    Args:
+        title: Name of what has counted, in messages.
+        of_batches: The counts of each batch, as those of a window.
+
+    Raises:
+        InputError: for counts that are no finite numbers or negative, and for other losses, or numbers of calls, in some batches.
+    """
+    sums: dict[Any, list[float]] = {}
+    for number, counts in enumerate(of_batches):
+        by_loss = _by_loss(counts)
+        own = {}
+        for source, given in by_loss.items():
+            own[source] = _numbers(
+                f"{title}: {_title_of(source)}, batch {number + 1} of the window", given, is_count=True
+            )
+        if number == 0:
+            sums = own
+            continue
+        expect(
+            {source: len(each) for source, each in own.items()} == {source: len(each) for source, each in sums.items()},
+            title,
+            expected=f"counts of the same losses in each batch of the window: {_described(sums)}",
+            got=f"{_described(own)} in batch {number + 1}",
+            fix="Give 0 for a loss that counts nothing in a batch.",
+            error=InputError,
+        )
+        for source, each in own.items():
+            sums[source] = list(map(operator.add, sums[source], each))
+    return sums
+
+
+def _described(counts: Mapping[Any, Sequence[float]]) -> str:
+    return ", ".join(f"{_title_of(source)} ({len(each)})" for source, each in counts.items()) or "none"
 
 
 def _inner(source: object) -> object:

@@ -82,6 +82,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
     ) -> None:
         self._loss, self._count = loss_or_sum, count
         self._args: Any = None
+        self._model: nn.Module | None = None
         self._optimizer: Any = None
         self._is_verified = False
 
@@ -92,6 +93,7 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse parameters of the loss that the model does not hold. The Trainer would neither train nor reduce them."""
         self._optimizer, self._is_verified = kwargs.get("optimizer"), False
+        self._model = kwargs.get("model")
         if not isinstance(self._loss, nn.Module):
             return
         known = set(map(id, kwargs["model"].parameters()))
@@ -120,7 +122,9 @@ class TrainerLoss(TrainerCallback):  # type: ignore[misc]  # no types there
                 "With gradient_accumulation_steps=1 and a larger batch, microbatched(model, rows) runs the encoder in pieces.",
             )
         else:
-            value = global_mean(value, self._own_count(outputs, labels, num_items_in_batch), name="hf_loss")
+            own_count = self._own_count(outputs, labels, num_items_in_batch)
+            # the Trainer averages over ranks. A model that fully_shard reduces in another way is an error
+            value = global_mean(value, own_count, name="hf_loss", reduces="mean", module=self._model)
         factor = 1
         if self._args.average_tokens_across_devices and num_items_in_batch is not None:
             factor = process_groups.world_size()

@@ -77,6 +77,7 @@ class _OverAllRanks:
 class _Ranking(_OverAllRanks):
     """Evaluates a ranking loss: each rank its own anchors if anchors are independent, else every rank all of them."""
 
+    model: nn.Module
     directions: tuple[str, ...]
     hardness_mode: str | None
 
@@ -109,7 +110,8 @@ class _Ranking(_OverAllRanks):
             else:
                 total = torch.stack([rows.sum() for rows in (anchors, *rolled)]).sum() * 0
             # 3. the mean over those of all ranks
-            return global_mean(total, len(anchors), name=type(self).__name__)
+            # their Trainer averages over ranks. A model that fully_shard reduces in another way is an error
+            return global_mean(total, len(anchors), name=type(self).__name__, reduces="mean", module=self.model)
 
 
 class MultipleNegativesRankingLoss(_Ranking, theirs.MultipleNegativesRankingLoss):  # type: ignore[misc]  # no types there

@@ -548,7 +548,7 @@ def global_mean(
         copies: Dimensions along which ranks hold the same rows, which count once: ``mesh["tp"]``.
         reduces: Reduction of the gradients. ``"mean"`` or ``"sum"`` over the ranks of ``mesh``, or the divisor of that sum
             (``set_gradient_divide_factor``). ``"auto"``: as the strategy's model, else that of the accumulation window, else ``module``.
-            Without these a mean.
+            Without these a mean, and an error if some module of this process is reduced in another way.
         module: The model, in a loop without a strategy and without a window: a DDP, or one that ``fully_shard`` has divided.
 
     Returns:
@@ -581,7 +581,8 @@ def global_mean(
         if mesh is not None or copies is not None:  # first: an error goes to the ranks of the group
             group = process_groups.group_of_mesh(title, mesh, copies, group)
         counts = _checked_counts(title, total, count)
-        reduction = chosen_reduction(reduces, module, group, exact_ranks=mesh is not None)
+        has_graph = total.requires_grad and torch.is_grad_enabled()
+        reduction = chosen_reduction(reduces, module, group, exact_ranks=mesh is not None, has_graph=has_graph)
         scale = 1.0 if reduction is None else reduction.scale
     except Exception as error:
         handshake.raise_on_all_ranks(error, title, group=group)
@@ -591,7 +592,6 @@ def global_mean(
         _refuse_other_copies(title, copies, totals, counts, group)
     # 2. the sums of all ranks
     watch = UpstreamGradWatch.of(title, group)
-    has_graph = total.requires_grad and torch.is_grad_enabled()
     on_device = travels_on_device(totals, group) and len(counts) > 0
     numbers = counts if on_device else [*counts, *totals.detach().view(-1).tolist()]
     agreement, form = _plan_of_means(

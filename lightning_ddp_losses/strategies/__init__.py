@@ -11,7 +11,8 @@
 * ``loss_reducer``: the mean of the losses' gradients after backward.
 * ``epoch_ends``: training epochs that end on every rank at the same batch, and batches for a rank that ran out.
 * ``training_data``: samplers and data sets of training loaders. ``evaluation``: each row once in evaluation, and one meeting after it.
-* ``windows``: accumulation windows in Lightning's loops, and its counters. ``interruptions``: signals, and checkpoints after errors.
+* ``windows``: accumulation windows in Lightning's loops, and its counters. ``window_batches``: batches of a window that are
+  read, and counted, before its first step. ``interruptions``: signals, and checkpoints after errors.
 * ``resume``: the rows and random numbers that come next, in a checkpoint, and loaders that have a state.
 * ``shards``: weights with classes divided over the ranks: norms, overflows, parts and wholes.
 * ``checkpoint_files``: files that are whole or not there, and the same error on

@@ -16,7 +16,7 @@ loaders are made in that epoch, as Lightning does).
 A checkpoint inside an accumulation window has lost the window's gradients: it resumes at the window's first micro-batch.
 
 On another number of ranks, generators are seeded from the run's seed, the step and the rank, and the log reports it. Not restored inside an
-epoch: random numbers of workers, and those of a batch that was fetched ahead (a loader without a length).
+epoch: random numbers of workers, and those of a batch that was fetched ahead (a loader without a length; windows that are counted first).
 
 Loaders with a state: Lightning saves that of rank 0 for all, a batch too far if it fetches ahead, and none of a data set. So each rank
 notes the state before each fetch, and a checkpoint takes the note of the batch with which training continues.

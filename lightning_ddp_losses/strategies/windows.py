@@ -16,12 +16,15 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.accumulation import AccumulationWindow, active, step_inside_window
 from lightning_ddp_losses.distributed.window_end import Note, refuse_failures
 from lightning_ddp_losses.distributed.window_parts import SLOPES, WindowCall
 from lightning_ddp_losses.distributed.window_terms import Counts
 from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.strategies.epoch_ends import as_combined
 from lightning_ddp_losses.strategies.fit_part import Fit, FitPart
+from lightning_ddp_losses.strategies.window_batches import WindowLoader, counts_first
 
 
 class LightningWindows(FitPart):
@@ -47,6 +50,16 @@ class LightningWindows(FitPart):
 
     # ------------------------------------------------------------------ automatic optimisation
 
+    def setup(self) -> None:
+        """Let the batches of a window be read before its first step, if the module counts in them. It is the outermost loader."""
+        if not self.fit.is_fitting or not counts_first(self.fit):
+            return
+
+        def reading_ahead(request: Callable[[], Any]) -> Any:
+            return as_combined(request(), WindowLoader, fit=self.fit)
+
+        self.undo.callback(compat.replace_training_source(self.fit.trainer, reading_ahead))
+
     def on_train_start(self) -> None:
         """Let the notes of windows travel in each call check."""
         if self._is_automatic:
@@ -69,9 +82,13 @@ class LightningWindows(FitPart):
             )
         self._last_batch = trainer.current_epoch, batch
         number = batch % per_window + 1
-        if number == 1 or window is None:
+        opens = number == 1 or window is None
+        if opens:
             window = self._open(per_window)
+        assert window is not None
         window.begin_micro_batch(number, is_last=self.fit.strategy.sync_gradients)
+        if opens and not window.is_single:
+            self._count_ahead(window, per_window - number + 1)
         self._give_expected(window)
         with active(window):
             yield
@@ -84,6 +101,14 @@ class LightningWindows(FitPart):
         self._window = AccumulationWindow(corrected, micro_batches, {"": module}, compares_ranks=compares_ranks)
         self._notes = []
         return self._window
+
+    def _count_ahead(self, window: AccumulationWindow, batches: int) -> None:
+        """Give a window the counts of all its batches, if the module counts in them. Communication: one handshake, and that of reading."""
+        trainer = self.fit.trainer
+        loader = compat.combined_loader(trainer.fit_loop)
+        if isinstance(loader, WindowLoader):
+            left = trainer.num_training_batches - trainer.fit_loop.epoch_loop.batch_idx
+            window.expect_counts(loader.counts_of_window(min(batches, left)))
 
     def _measure(self) -> bytes:
         """Return this rank's note in the backward that ends a window. Empty without a window."""

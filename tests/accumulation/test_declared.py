@@ -483,7 +483,7 @@ def test_a_window_of_zero_counts(pool: RankPool) -> None:
 def with_counts() -> dict[str, Tensor]:
     """Counts that are known before: no micro-batch is declared, and another term may be added."""
     net, batches = Net(), own_rows()
-    with accumulation_window(net, counts=sum(len(labels) for _, labels in batches)):
+    with accumulation_window(net, micro_batches=3, counts=sum(len(labels) for _, labels in batches)):
         for rows, labels in batches:
             (mean_loss(net(rows), labels) + net.layer.weight.square().sum() / 3).backward()
     return gradients(net)

@@ -200,6 +200,36 @@ def line(**names: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(names.values()), mesh_dim_names=tuple(names))
 
 
+def beside(make: Callable[[], nn.Module], **options: Any) -> Tensor:
+    """A mean that is told nothing of a module of the process."""
+    module = make()
+    value = own_mean(**options)
+    assert module is not None
+    return value
+
+
+def make_hooked() -> nn.Module:
+    ddp = DistributedDataParallel(make_net())
+    foreign_hook.__annotations__.clear()
+    ddp.register_comm_hook(None, foreign_hook)
+    return ddp
+
+
+def declared() -> None:
+    """Neither a mean over ranks, nor what is declared, nor a module that is gone is an error."""
+    beside(lambda: sharded(None))
+    beside(lambda: sharded(float(dist.get_world_size())))
+    beside(lambda: sharded(1.0), reduces="sum")
+    beside(lambda: sharded(1.0), module=make_net())
+    with torch.no_grad():
+        beside(lambda: sharded(1.0))
+    own_mean()
+
+
+def test_a_mean_beside_modules_that_are_declared_or_gone(pool: RankPool) -> None:
+    pool.run(2, declared)
+
+
 def torn_copies() -> None:
     mesh = line(dp=1, tp=2)
     own_mean(mesh=mesh["dp"], copies=mesh["tp"])
@@ -235,6 +265,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "unknown": (lambda: own_mean(reduces="none" if dist.get_rank() else "sum"), ["reduces: expected", "'none'"]),
     "negative": (lambda: own_mean(reduces=-2.0), ["reduces: expected", "-2.0"]),
     "hooked": (hooked, ["foreign_hook of DistributedDataParallel", 'reduces="mean"']),
+    "beside a factor": (lambda: beside(lambda: sharded(1.0)), ["reduces: expected the model, as module=", "factor(1)"]),
+    "beside a hook": (lambda: beside(make_hooked), ["foreign_hook of DistributedDataParallel", "module=model"]),
     "torn copies": (torn_copies, ["the same rows, so the same total and count", "3.0", "0.0"]),
     "copies that differ too": (
         lambda: own_mean(mesh=(mesh := line(dp=2))["dp"], copies=mesh["dp"]),

@@ -193,7 +193,7 @@ def counts_of(objective: str, *, by_path: bool) -> Any:
 def given_counts(objective: str, by_path: bool) -> dict[str, Tensor]:
     net = Net()
     found = []
-    with accumulation_window(net, counts=counts_of(objective, by_path=by_path)):
+    with accumulation_window(net, micro_batches=3, counts=counts_of(objective, by_path=by_path)):
         for rows in own_rows():
             OBJECTIVES[objective][0](net, rows).backward()
         found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
@@ -212,7 +212,9 @@ def two_losses() -> dict[str, Tensor]:
     """Two losses of one class, whose counts are not in proportion, named by their paths."""
     net, micro_batches = Net(), own_rows()
     counted = sum(int((labels_of(rows) >= 0).sum()) for rows in micro_batches)
-    with accumulation_window(DistributedDataParallel(net), counts={"a": counted, "b": sum(map(len, micro_batches))}):
+    with accumulation_window(
+        DistributedDataParallel(net), micro_batches=3, counts={"a": counted, "b": sum(map(len, micro_batches))}
+    ):
         for rows in micro_batches:
             logits = net(rows)
             (net.a(logits, labels_of(rows)) + 0.5 * net.b(logits, labels_of(rows).clamp(min=0))).backward()
@@ -250,7 +252,9 @@ def balanced() -> dict[str, Tensor]:
     number = float(sum(map(len, micro_batches)))
     totals = sum(balance_parts(net, rows).detach() for rows in micro_batches)
     assert isinstance(totals, Tensor)
-    with accumulation_window(net, counts={"experts": [number] * 6}, totals={"experts": totals.tolist()}):
+    with accumulation_window(
+        net, micro_batches=3, counts={"experts": [number] * 6}, totals={"experts": totals.tolist()}
+    ):
         for rows in micro_batches:
             balance(net, rows).backward()
     return averaged(net)

@@ -117,10 +117,20 @@ class Streaming(Line):  # a loss over the rows of all ranks, so that batches of 
         return sum(global_mean(loss.sum(), len(loss), name=f"loss {i}") for i, loss in enumerate(losses))
 
 
-def fit(kind: str, kill: Any, save: str, load: str | None, *, uneven: Any = "error", **options: Any) -> Streaming:
-    module = Streaming(dist.get_world_size())
+def fit(
+    kind: str,
+    kill: Any,
+    save: str,
+    load: str | None,
+    *,
+    uneven: Any = "error",
+    accumulation: Any = "mean",
+    made: type[Streaming] = Streaming,
+    **options: Any,
+) -> Streaming:
+    module = made(dist.get_world_size())
     module.kind = kind
-    train(module, kill, save, load, strategy={"uneven": uneven}, **options)
+    train(module, kill, save, load, strategy={"uneven": uneven, "accumulation": accumulation}, **options)
     return module
 
 

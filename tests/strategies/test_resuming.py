@@ -109,13 +109,14 @@ def leg(
     *,
     size: int = G,
     adopt: bool = False,
+    accumulation: Any = "mean",
     kind: type[Line] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Train on this number of ranks until the end, or until it is killed."""
     module = (kind or Line)(dist.get_world_size(), workers, size)
     module.asks_for_steps = adopt
-    trainer = train(module, kill, save, load, strategy={"adopt": adopt}, **options)
+    trainer = train(module, kill, save, load, strategy={"adopt": adopt, "accumulation": accumulation}, **options)
     return {"seen": module.seen, "state": dict(module.state_dict()), "steps": trainer.global_step}
 
 
