@@ -401,3 +401,104 @@ def weighed_on_one_rank() -> None:
 
 def test_a_weight_that_changes_on_one_rank_is_an_error_on_all(pool: RankPool) -> None:
     assert_errors(pool.errors(2, weighed_on_one_rank), "with the same weights in every micro-batch")
+
+
+# ---------------------------------------------------------------------- counts without declared micro-batches
+
+
+def twice(net: Net, rows: Tensor) -> Tensor:
+    return mean_square(net, rows) + mean_square(net, rows)
+
+
+def named_as_a_path(net: Net, rows: Tensor) -> Tensor:
+    """The name of the mean is the path of a module."""
+    return mean_square(net, rows, name="head")
+
+
+def named_as_a_loss(net: Net, rows: Tensor) -> Tensor:
+    return mean_square(net, rows, name="a") + first_loss(net, rows)
+
+
+def tensors() -> Any:
+    return torch.tensor(own_count())
+
+
+# the loss of a micro-batch, options of the window, the loss of one process or words of the error
+UNDECLARED: dict[str, tuple[Objective, Callable[[], dict[str, Any]], Objective | list[str]]] = {
+    "as many calls": (mean_square, lambda: {"counts": own_count(), "micro_batches": 3}, OBJECTIVES["global_mean"][1]),
+    "a tensor": (mean_square, lambda: {"counts": tensors(), "micro_batches": 3}, OBJECTIVES["global_mean"][1]),
+    "the path of a module": (
+        named_as_a_path,
+        lambda: {"counts": {"head": own_count()}, "micro_batches": 3},
+        OBJECTIVES["global_mean"][1],
+    ),
+    "other calls": (
+        mean_square,
+        lambda: {"counts": own_count()},
+        [
+            "global_mean `square`, outside of declared micro-batches",
+            "expected one call in each of micro_batches=1, got 3",
+        ],
+    ),
+    "two calls, counted twice": (
+        twice,
+        lambda: {"counts": 2 * own_count(), "micro_batches": 3},
+        ["outside of declared micro-batches", "got 6 calls", "give a count for each call"],
+    ),
+    "two calls with a count each": (
+        twice,
+        lambda: {"counts": {"square": [own_count()] * 2}, "micro_batches": 3},
+        ["outside of declared micro-batches", "got 6 calls"],
+    ),
+    "a name of two losses": (
+        named_as_a_loss,
+        lambda: {"counts": {"a": own_count()}, "micro_batches": 3},
+        ["counts of GlobalBatchLoss(CrossEntropyLoss) `a`", "a name that belongs to one loss", "global_mean `a`"],
+    ),
+    "several numbers for all losses": (
+        mean_square,
+        lambda: {"counts": [own_count()] * 2, "micro_batches": 3},
+        ["expect_counts: all losses", "expected one number"],
+    ),
+}
+
+
+def undeclared(name: str) -> dict[str, Tensor]:
+    net, (objective, options, _) = Net(), UNDECLARED[name]
+    with accumulation_window(net, **options()):
+        for rows in own_rows():
+            objective(net, rows).backward()
+    return averaged(net)
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_counts_without_micro_batches(pool: RankPool, name: str) -> None:
+    answer = UNDECLARED[name][2]
+    if isinstance(answer, list):
+        assert_errors(pool.errors(2, undeclared, name), *answer)
+    else:
+        assert_all_close(pool.run(2, undeclared, name), truth_of(answer))
+
+
+WEIGHTS = torch.tensor([0.1, 0.7, 1.3])  # not whole numbers, and in float32 not exact either
+
+
+def weighted(wrong: float) -> dict[str, Tensor]:
+    """Class weights in single precision, whose sum a user takes in another order."""
+    net = Net().float()
+    net.a = GlobalBatchLoss(nn.CrossEntropyLoss(weight=WEIGHTS))
+    micro_batches = [rows.float() for rows in own_rows()]
+    numbers = WEIGHTS[torch.cat([labels_of(rows) % 3 for rows in own_rows()])]
+    counts = {"a": sum(numbers.flip(0).tolist()) * wrong}
+    with accumulation_window(net, micro_batches=3, counts=counts):
+        for rows, wide in zip(micro_batches, own_rows(), strict=True):
+            net.a(net(rows), labels_of(wide) % 3).backward()
+    return averaged(net)
+
+
+def test_counts_of_class_weights_in_single_precision(pool: RankPool) -> None:
+    net, rows = Net(), torch.cat(all_rows())
+    nn.functional.cross_entropy(net(rows), labels_of(rows) % 3, weight=WEIGHTS.double()).backward()
+    truth = {name: p.grad.float() for name, p in net.named_parameters() if p.grad is not None}
+    assert_all_close(pool.run(2, weighted, 1.0), truth, rtol=1e-4)
+    assert_errors(pool.errors(2, weighted, 1.001), "count in expect_counts of")
