@@ -347,7 +347,8 @@ class AccumulationWindow:
             ConfigurationError: as ``begin_backward``.
         """
         if compat.graph_task_id() != -1:  # a checkpoint back-propagates what it has computed again
-            self.gradients.take_leaves_(self._graph.leaves_below(nodes_of(roots), "a checkpoint"))
+            leaves = self._graph.leaves_below(nodes_of(roots), "a checkpoint", is_checkpoint=True)
+            self.gradients.take_leaves_(leaves)
             yield
             return
         try:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad, walk_graph
-from lightning_ddp_losses.distributed.window_parts import WindowCall, not_a_weighted_sum, window_call
+from lightning_ddp_losses.distributed.window_parts import WindowCall, has_parts, not_a_weighted_sum, window_call
 from lightning_ddp_losses.errors import ConfigurationError
 
 TITLE = "lightning_ddp_losses: loss"
@@ -80,6 +80,13 @@ class WindowGraph:
                 found[call] = None
                 below += [child for child, _ in node.next_functions]
                 continue
+            if has_parts(node) and not _titles(_path_to(place, above)):
+                raise ConfigurationError(
+                    "accumulation window: what is back-propagated",
+                    expected="losses that are computed inside the window",
+                    got="one from before it, or from another thread",
+                    fix="Compute it in the thread that opened the window, or detach it.",
+                )
             if not takes_others and self._name_of(node) is not None:
                 raise self._no_divisor(place, above)
             bends = is_bent or not _is_linear(node)
@@ -90,19 +97,27 @@ class WindowGraph:
                     queue.append(following)
         return list(found), below
 
-    def leaves_below(self, nodes: Sequence[Any], title: str) -> list[Tensor]:
+    def leaves_below(self, nodes: Sequence[Any], title: str, *, is_checkpoint: bool = False) -> list[Tensor]:
         """Return the leaves below some losses that are no parameter of the window.
 
         Args:
             nodes: Nodes below a loss.
             title: Title of the loss in messages.
+            is_checkpoint: Whether the nodes are those of a re-entrant checkpoint, in its own backward.
 
         Raises:
-            ConfigurationError: for a loss that depends on another one, and for a parameter of another module.
+            ConfigurationError: for a loss that depends on another one, or is computed again, and for a parameter of another module.
         """
         leaves = []
         for node, _ in walk_graph([], nodes=nodes):
             call = window_call(node)
+            if call is not None and is_checkpoint:
+                raise ConfigurationError(
+                    f"accumulation window: {call.title}",
+                    expected="a loss outside of a re-entrant checkpoint",
+                    got="one that backward computes again",
+                    fix="Compute the loss outside of the checkpoint, or take checkpoint(..., use_reentrant=False).",
+                )
             if call is not None:
                 raise ConfigurationError(
                     f"accumulation window: {title}",
@@ -144,7 +159,7 @@ class WindowGraph:
     def _no_divisor(self, leaf: _Place, above: Mapping[_Place, _Place | None]) -> ConfigurationError:
         """Return the error for a path to a parameter that passes none of the losses."""
         path = _path_to(leaf, above)
-        titles = [node.metadata[TITLE] for node in path if TITLE in node.metadata]
+        titles = _titles(path)
         if titles:
             term = titles[0]
             fix = (
@@ -182,6 +197,11 @@ def _children_of(node: Any) -> list[Any]:
     if attaches_zero_grad(node):
         children = children[:1]
     return [child for child, _ in children if child is not None]
+
+
+def _titles(path: Sequence[Any]) -> list[str]:
+    """Return the names of the losses on a path that compare rows."""
+    return [node.metadata[TITLE] for node in path if TITLE in node.metadata]
 
 
 def _path_to(place: _Place, above: Mapping[_Place, _Place | None]) -> list[Any]:

@@ -209,6 +209,11 @@ def note_parts(value: Tensor, parts: Callable[[], Sequence[WindowPart]]) -> None
         notes[_PARTS] = parts
 
 
+def has_parts(node: Any) -> bool:
+    """Return whether a graph node made the value of a global loss."""
+    return _PARTS in node.metadata
+
+
 def noted_parts(node: Any) -> Sequence[WindowPart] | None:
     """Return the parts of the global loss that made its value at a graph node. None for other nodes."""
     parts: Callable[[], Sequence[WindowPart]] | None = node.metadata.get(_PARTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -438,9 +439,31 @@ def shared_criterion() -> None:
             loss.backward()
 
 
+def in_another_thread() -> None:
+    """A thread has no window, and the loss is divided by its micro-batch alone."""
+    net, batches = Net(), own_rows()
+    with (
+        accumulation_window(net, micro_batches=3, counts=sum(len(labels) for _, labels in batches)),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        for rows, labels in batches:
+            threads.submit(mean_loss, net(rows), labels).result().backward()
+
+
+def from_before_the_window() -> None:
+    net, batches = Net(), own_rows()
+    early = mean_loss(net(batches[0][0]), batches[0][1])
+    with accumulation_window(net, micro_batches=2, counts=sum(len(labels) for _, labels in batches[1:])):
+        for rows, labels in batches[1:]:
+            mean_loss(net(rows), labels).backward()
+        early.backward()
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
+        (in_another_thread, ["losses that are computed inside the window", "another thread"]),
+        (from_before_the_window, ["losses that are computed inside the window", "before it"]),
         (other_sizes_on_ranks, ["rank 0: micro_batches of the accumulation window=3", "the same on every rank"]),
         (of_an_earlier_window, ["computed in this window", "one of an earlier window"]),
         (again_after_the_window, ["backward inside the window", "one outside of the window"]),

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_ddp_losses import DDPLossStrategy, GlobalBatchLoss, global_mean
 from lightning_ddp_losses.testing import RankPool
@@ -316,3 +316,23 @@ def test_a_step_without_a_loss(pool: RankPool) -> None:
     (module.layer(rows).square().sum() / len(rows)).backward()
     optimizer.step()
     assert_all_close(pool.run(1, fit_skipping, SkippingUncounted), dict(module.state_dict()))
+
+
+class SameMemory(Dataset[Rows]):  # writes each batch into the memory of the one before
+    def __init__(self) -> None:
+        self.rows = rows_of(0, dist.get_rank(), dist.get_world_size())
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Rows:
+        self.rows["features"].add_(1)
+        return self.rows
+
+
+def fit_same_memory() -> None:
+    fit(lambda _: DataLoader(SameMemory(), batch_size=None), {})
+
+
+def test_a_loader_that_reuses_its_memory(pool: RankPool) -> None:
+    assert_errors(pool.errors(2, fit_same_memory), "expected memory of its own", "make new tensors")
