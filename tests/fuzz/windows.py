@@ -103,6 +103,7 @@ def cases(draw: st.DrawFn) -> Case:
         skipped.append(st.frozensets(st.sampled_from(places), max_size=3))
     orders = ["plain", "plain", "forwards first", "other orders", "one backward"]
     counts = draw(st.sampled_from(["none", "none", "by name", "wrong"]))
+    is_declared = draw(st.sampled_from([True, True, True, counts == "none"]))
     return Case(
         ranks=(1,) * world,
         sizes=tuple(sizes),
@@ -110,14 +111,14 @@ def cases(draw: st.DrawFn) -> Case:
         skipped=draw(st.one_of(skipped)),
         order="plain" if is_sharded else draw(st.sampled_from(orders)),
         counts=counts,
-        is_declared=draw(st.sampled_from([True, True, True, counts == "none"])),
+        is_declared=is_declared,
         names=draw(st.booleans()) or counts != "none",
         checkpointed=None if is_sharded else draw(st.sampled_from([None, None, True, False])),
         hidden=-1 if is_sharded else draw(st.sampled_from([-1] * 8 + [1])),
         fault="" if is_sharded else draw(st.sampled_from([""] * 6 + ["zero_grad", "failed", "clipped", "exception"])),
         scale=None if is_sharded else draw(st.sampled_from([None, None, None, 8.0])),
         is_sharded=is_sharded,
-        estimate=draw(st.integers(1, 4)),
+        estimate=draw(st.integers(1, 4) if is_declared else st.sampled_from([len(sizes), len(sizes), 1])),
         seed=draw(st.integers(0, 99)),
     )
 
