@@ -160,8 +160,9 @@ class LossHooks(HostStrategy):
     def window(self, micro_batches: int = 1) -> Iterator[AccumulationWindow]:
         """Make the micro-batches inside the block one batch, in manual optimisation with ``accumulation="window"``.
 
-        Run the forward of each in ``with window.micro_batch():``, unless ``expect_counts`` was called before. After the block all gradients
-        are those of one process on the rows of all ranks and micro-batches. Step then.
+        Run the forward of each in ``with window.micro_batch():``, unless ``expect_counts`` was called before and ``micro_batches`` is the
+        number of calls of each loss. After the block all gradients are those of one process on the rows of all ranks and micro-batches.
+        Step then.
 
         Args:
             micro_batches: About how many there will be. Only the size of gradients inside the block depends on it.
@@ -190,7 +191,8 @@ class LossHooks(HostStrategy):
         """Take what losses count in the whole accumulation window.
 
         Gradients are then divided by the right number from the start, without a correction at the end. This is needed if the counts of
-        losses are not in the same proportion in each micro-batch. Call it on every rank before the window's first backward, in
+        losses are not in the same proportion in each micro-batch. A method ``loss_counts(batch)`` of the module does it in automatic
+        optimisation. Else call this on every rank before the window's first backward, in
         ``training_step`` or a hook before it.
 
         Args:
