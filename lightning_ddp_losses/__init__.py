@@ -101,6 +101,7 @@ from lightning_ddp_losses.losses import (
     SigLipLoss,
     certify,
     global_mean,
+    global_rows,
 )
 from lightning_ddp_losses.metrics import DifferentiableMetric, EmbeddingRetrieval, differentiable, synced
 from lightning_ddp_losses.microbatch import microbatched
@@ -155,6 +156,7 @@ __all__ = [
     "differentiable",
     "gather_predictions",
     "global_mean",
+    "global_rows",
     "microbatched",
     "parity",
     "synced",

@@ -78,6 +78,11 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def forbid_data_pointer(tensor: Tensor) -> None:
+    """Make it an error to read the memory of a tensor that has none: kernels and exports would read at address 0."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Return a block without transforms of ``torch.func``, so that plain tensors stay plain. It has no public name."""
     from torch._functorch import pyfunctorch

@@ -59,6 +59,7 @@ from lightning_ddp_losses.losses.class_sharded import ClassShardedLoss
 from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.evaluations import check_separable
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses.global_rows import global_rows
 from lightning_ddp_losses.losses.partial_sums import global_mean
 from lightning_ddp_losses.losses.pml_registry import register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.siglip import SigLipLoss
@@ -73,6 +74,7 @@ __all__ = [
     "certify",
     "check_separable",
     "global_mean",
+    "global_rows",
     "register_element_wise",
     "register_row_separable",
 ]

@@ -653,7 +653,12 @@ class SeedCounter(CountedDraws):
 
 def shared_seed(gathered: GatheredBatch) -> int:
     """Return rank 0's seed for this call."""
-    seed, calls = _SEED.unpack_from(gathered.extras[0])
+    return seed_of(gathered.extras[0])
+
+
+def seed_of(sent: bytes) -> int:
+    """Return the seed that a rank has sent (``SeedCounter``)."""
+    seed, calls = _SEED.unpack_from(sent)
     return int((seed * 1_000_003 + calls) % (1 << 63))
 
 

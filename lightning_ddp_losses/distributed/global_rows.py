@@ -1,0 +1,173 @@
+"""Evaluate a formula on the rows of all ranks, of which each rank holds its own (``GlobalRows``), with its exact value and gradient.
+
+The rules by operator are in files of their own: ``global_rows_local`` (row by row), ``global_rows_views``, ``global_rows_sums``,
+``global_rows_products`` and ``global_rows_losses``. This file loads them. ``RULES`` has them all.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core import inputs
+from lightning_ddp_losses.core.autograd_graph import inside_global_batch, match_requires_grad
+from lightning_ddp_losses.distributed import (
+    global_rows_local,
+    global_rows_losses,
+    global_rows_products,
+    global_rows_sums,
+    global_rows_views,
+    handshake,
+)
+from lightning_ddp_losses.distributed.global_rows_exchange import RowsCall, line_of_error
+from lightning_ddp_losses.distributed.global_rows_tensor import RULES, GlobalRows, Rule, memory_error, tensors_in
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import InputError
+
+__all__ = ["RULES", "GlobalRows", "OpenedRows", "RowsCall", "Rule", "evaluate_on_rows"]
+
+_MODULES = (global_rows_local, global_rows_losses, global_rows_products, global_rows_sums, global_rows_views)
+
+_FORM = struct.Struct("<q?")  # rows of a rank, and whether they need a gradient
+
+
+class OpenedRows:
+    """The arguments of one call as rows of all ranks.
+
+    Args:
+        title: Name of the loss in messages.
+        args: Positional arguments of this rank, also nests of tensors.
+        kwargs: The same by name.
+        batch_dims: Dimension that counts samples, by position or name (default 0). None: equal on all ranks.
+        must_match: Further values that must be equal on all ranks, by name.
+        extra: Bytes of this rank for the others.
+        group: Process group. None is the world.
+
+    Attributes:
+        args: The arguments, rows in place of tensors.
+        kwargs: The same by name.
+        call: Their call.
+        extras: The bytes of all ranks.
+
+    Raises:
+        InputError: on every rank, for a tensor without the dimension, sparse, nested or without memory.
+        RankMismatchError: on every rank, when shapes, dtypes, devices, numbers among the arguments or grad mode differ.
+
+    Communication: one handshake.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_dims: dict[int | str, int | None],
+        must_match: dict[str, object],
+        extra: bytes,
+        group: Group,
+    ) -> None:
+        self.call = RowsCall(title, group)
+        own, dims = [], []
+        given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
+        for name, value in given.items():
+            for tensor in inputs.tensors_in(value):
+                dim = batch_dims.get(name, 0) if tensor.ndim else None
+                _check_rows(f"{title}: argument {name!r}", tensor, dim)
+                own.append(tensor)
+                dims.append(None if dim is None else dim % tensor.ndim)
+        payload = b"".join(_FORM.pack(*_rows_of(tensor, dim)) for tensor, dim in zip(own, dims, strict=True))
+        forms = {
+            "arguments": "; ".join(_form_of(tensor, dim) for tensor, dim in zip(own, dims, strict=True)),
+            "other arguments": _texts_in(given),
+            "gradients": "on" if torch.is_grad_enabled() else "off",
+        }
+        payloads = handshake.all_gather(title, must_match | forms, payload + extra, group=group)
+        self.extras = [sent[len(payload) :] for sent in payloads]
+        rows = [self._opened(number, tensor, dims[number], payloads) for number, tensor in enumerate(own)]
+        following = iter(rows)
+        given = inputs.map_tensors(lambda tensor: next(following), given)
+        self.args = tuple(given[position] for position in range(len(args)))
+        self.kwargs = {name: given[name] for name in kwargs}
+
+    def _opened(self, number: int, tensor: Tensor, dim: int | None, payloads: Sequence[bytes]) -> Tensor:
+        """Return one tensor as rows. A plain one stays."""
+        sent = [_FORM.unpack_from(payload, number * _FORM.size) for payload in payloads]
+        tensor = match_requires_grad(tensor, any(needs for _, needs in sent))
+        if dim is None:
+            self.call.note_plain(tensor)
+            return tensor
+        counts = tuple(count for count, _ in sent)
+        return GlobalRows(_times_ranks(tensor, self.call.world_size), counts, dim, self.call)
+
+    def close(self, value: Any) -> None:
+        """Refuse a result that has rows, or that differs between the ranks, and writes that are lost.
+
+        Communication: one handshake.
+        """
+        call = self.call
+        for tensor in tensors_in(value):
+            if isinstance(tensor, GlobalRows):
+                raise InputError(
+                    f"{call.title}: result",
+                    expected="values that are equal on all ranks",
+                    got=f"rows of all ranks {tuple(tensor.shape)}",
+                    fix="Reduce them (mean, sum): give a loss of torch reduction='mean' or 'sum'.",
+                )
+            call.note_plain(tensor)
+        call.refuse_lost_writes()
+        call.meet("result", "", {"exchanges": len(call.exchanged)})
+
+
+def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
+    """Return the value of a formula. What it computes with rows follows their rules."""
+    try:
+        with inside_global_batch():
+            value = formula(*opened.args, **opened.kwargs)
+    except RuntimeError as error:
+        if "Cannot access data pointer" not in str(error):
+            raise
+        raise memory_error("a kernel or an export on rows of all ranks", line_of_error(error)) from error
+    opened.close(value)
+    return value
+
+
+def _times_ranks(tensor: Tensor, world_size: int) -> Tensor:
+    """Return a view whose gradient arrives W times in the tensor: DDP's mean over ranks divides it by W."""
+    if not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor.view_as(tensor)
+    scaled = tensor.view_as(tensor)
+    scaled.register_hook(lambda grad: grad * world_size)  # type: ignore[no-untyped-call]
+    return scaled.view_as(scaled)
+
+
+def _check_rows(what: str, tensor: Tensor, dim: int | None) -> None:
+    is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    if isinstance(tensor, GlobalRows) or not is_dense:
+        got = f"{type(tensor).__name__} {tensor.dtype}, {tensor.layout}"
+        raise InputError(what, expected="a dense tensor with memory", got=got, fix="Make it dense first.")
+    if dim is not None and not -tensor.ndim <= dim < tensor.ndim:
+        got = f"{tensor.ndim} dimensions and batch_dims {dim}"
+        raise InputError(what, expected="a dimension of rows that the tensor has", got=got)
+
+
+def _rows_of(tensor: Tensor, dim: int | None) -> tuple[int, bool]:
+    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+    return (0 if dim is None else tensor.shape[dim]), needs_grad
+
+
+def _form_of(tensor: Tensor, dim: int | None) -> str:
+    shape = ["rows" if each == dim else str(size) for each, size in enumerate(tensor.shape)]
+    return f"({', '.join(shape)}) {tensor.dtype} on {tensor.device.type}"
+
+
+def _texts_in(given: dict[int | str, Any]) -> str:
+    """Return the arguments that are neither tensors nor nests, as text."""
+    texts = []
+    for name, leaf in inputs.leaves(given, ""):
+        if isinstance(leaf, (int, float, str, bool)) or leaf is None:
+            texts.append(f"{name}={leaf!r}")
+    return ", ".join(texts)

@@ -1,0 +1,346 @@
+"""`RowsCall`: one evaluation of a formula on the rows of all ranks, and the four exchanges that it consists of.
+
+Values of the formula are of two kinds. *Rows* are divided among the ranks, in rank order. *Plain* tensors are equal on all ranks. Four
+linear maps lead from the one kind to the other. Each is the transpose of another one, so backward, and backward of backward, are made of
+the same four:
+
+| map | from | to | backward |
+|---|---|---|---|
+| ``add`` | this rank's part of a sum | the sum, plain | ``share`` |
+| ``share`` | plain | the same, as an operand of this rank's rows | ``add`` |
+| ``gather`` | rows | all rows, plain | ``cut`` |
+| ``cut`` | plain (G, ...) | this rank's rows of it | ``gather`` |
+
+What follows a sum is computed on every rank in full, so every rank has the whole gradient of it.
+
+Each exchange opens with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
+numbers, and a fingerprint of each plain tensor on the CPU that rows have met. Few bytes on the CPU are sent in it.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.raw_collectives import (
+    all_gather_rows,
+    host_bytes,
+    sum_over_ranks,
+    tensor_of_bytes,
+    wide_dtype,
+)
+from lightning_ddp_losses.distributed.user_line import callers, package_of, shown_line
+from lightning_ddp_losses.errors import InputError, RankMismatchError
+
+_FINGERPRINT_BYTES = 3 * torch.float64.itemsize
+_OWN_PACKAGES = ("torch", "lightning_ddp_losses")
+
+
+class Exchanged(NamedTuple):
+    """One exchange of a call.
+
+    Attributes:
+        kind: ``"sum"``, ``"rows"``, ``"extreme"`` or ``"counts"``.
+        operator: The operator that it belongs to.
+        line: The line of the loss.
+        numbers: How many numbers a rank sends, at most.
+    """
+
+    kind: str
+    operator: str
+    line: str
+    numbers: int
+
+
+class Watched(NamedTuple):
+    """Memory that must not be written to, since the write would be lost.
+
+    Attributes:
+        tensor: A tensor in that memory.
+        version: Its version when it was made.
+        operator: The operator that made it.
+        line: The line of the loss.
+    """
+
+    tensor: Tensor
+    version: int
+    operator: str
+    line: str
+
+
+class RowsCall:
+    """One evaluation of a formula on the rows of all ranks.
+
+    Args:
+        title: Name of the loss in messages.
+        group: Process group. None is the world.
+
+    Attributes:
+        exchanged: The exchanges so far, forward and backward.
+    """
+
+    def __init__(self, title: str, group: Group) -> None:
+        self.title, self.group = title, group
+        self.rank = process_groups.rank(group)
+        self.world_size = process_groups.world_size(group)
+        self.exchanged: list[Exchanged] = []
+        self._operations: list[str] = []
+        self._plain: dict[int, Tensor] = {}
+        self._watched: list[Watched] = []
+
+    # ------------------------------------------------------------------ what ranks compare
+
+    def note_operation(self, text: str) -> None:
+        """Remember an operation and its numbers until the next exchange, which compares them."""
+        self._operations.append(text)
+
+    def note_plain(self, tensor: Tensor) -> None:
+        """Remember a plain tensor that meets rows until the next exchange, which compares it."""
+        self._plain[id(tensor)] = tensor
+
+    def watch(self, tensor: Tensor, operator: str) -> None:
+        """Make it an error, at the end of the call, to write into this memory."""
+        self._watched.append(Watched(tensor, tensor._version, operator, line_of_loss()))
+
+    def refuse_lost_writes(self) -> None:
+        """Refuse a call that has written into memory that does not belong to the rows.
+
+        Raises:
+            InputError: naming the operator whose result was written to.
+        """
+        for tensor, version, operator, line in self._watched:
+            if tensor._version != version:
+                raise InputError(
+                    f"{self.title}: {operator}",
+                    expected="no write in place into its result, or into the rows that it was made of",
+                    got=f"one, after {line}",
+                    fix="This operator has copied rows of all ranks, so the write would be lost. Write into a clone, or before it.",
+                )
+
+    def meet(self, what: str, line: str, must_match: dict[str, object], payload: bytes = b"") -> list[bytes]:
+        """Meet all ranks at an exchange. Return their payloads, in rank order.
+
+        Raises:
+            RankMismatchError: on every rank, when operations, lines, shapes or plain tensors differ.
+
+        Communication: one handshake.
+        """
+        plain, self._plain = list(self._plain.values()), {}
+        operations, self._operations = self._operations, []
+        compared = {
+            "at": line,
+            **must_match,
+            "operations since the last exchange": "; ".join(operations),
+            "tensors that rows have met": "; ".join(_form_of(tensor) for tensor in plain),
+        }
+        on_host = [tensor for tensor in plain if tensor.is_cpu]
+        prints = b"".join(map(_fingerprint, on_host))
+        payloads = handshake.all_gather(f"{self.title}: {what}", compared, prints + payload, group=self.group)
+        self._refuse_other_plain(on_host, payloads)
+        return [sent[len(prints) :] for sent in payloads]
+
+    def _refuse_other_plain(self, on_host: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
+        """Refuse plain tensors whose values differ between the ranks. All ranks decide alike."""
+        for number, tensor in enumerate(on_host):
+            start = number * _FINGERPRINT_BYTES
+            sent = [payload[start : start + _FINGERPRINT_BYTES] for payload in payloads]
+            if len(set(sent)) == 1:
+                continue
+            table = tensor_of_bytes(sent).view(torch.float64).view(len(sent), 3)
+            rounding = torch.finfo(tensor.dtype).eps ** 0.5 if tensor.is_floating_point() else 0.0
+            if torch.allclose(
+                table, table[0].expand_as(table), rtol=0, atol=rounding * float(table[:, 2].max()), equal_nan=True
+            ):
+                continue
+            raise RankMismatchError(
+                f"{self.title}: a tensor {_form_of(tensor)} that is no argument, and meets rows of all ranks",
+                expected="the same values on every rank",
+                ranks=[f"sum {numbers[0]:.6g}" for numbers in table.tolist()],
+                fix="Hand in each tensor that has rows as an argument. What else the formula uses must be equal on all ranks.",
+                collective=True,
+            )
+
+    # ------------------------------------------------------------------ exchanges, with gradients
+
+    def add(self, part: Tensor, operator: str) -> Tensor:
+        """Return the sum over ranks of this rank's part. Communication: one handshake, and one sum of what does not fit into it."""
+        return _Add.apply(part, Place(self, operator, line_of_loss()))  # type: ignore[no-any-return, no-untyped-call]
+
+    def share(self, plain: Tensor, operator: str) -> Tensor:
+        """Return a plain tensor as an operand of this rank's rows. Communication: that of ``add`` in backward, if it has a gradient."""
+        self.note_plain(plain)
+        if not plain.requires_grad or not torch.is_grad_enabled():
+            return plain
+        return _Share.apply(plain, Place(self, operator, line_of_loss()))  # type: ignore[no-any-return, no-untyped-call]
+
+    def gather(self, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
+        """Return the rows of all ranks. Communication: one handshake, and one gather of what does not fit into it."""
+        place = Place(self, operator, line_of_loss())
+        return _Gather.apply(rows, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+
+    def cut(self, plain: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
+        """Return this rank's rows of a plain tensor. Communication: that of ``gather`` in backward, if it has a gradient."""
+        self.note_plain(plain)
+        if not plain.requires_grad or not torch.is_grad_enabled():
+            return plain.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
+        place = Place(self, operator, line_of_loss())
+        return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+
+    # ------------------------------------------------------------------ exchanges, without gradients
+
+    def count(self, rows: int, operator: str) -> tuple[int, ...]:
+        """Return the numbers of rows of all ranks. Communication: one handshake."""
+        line = line_of_loss()
+        payloads = self.meet(f"rows of {operator}", line, {}, rows.to_bytes(8, "little"))
+        self.exchanged.append(Exchanged("counts", operator, line, 1))
+        return tuple(int.from_bytes(sent, "little") for sent in payloads)
+
+    def stack(self, part: Tensor, operator: str) -> Tensor:
+        """Return a tensor of each rank, of equal shapes: (W, ...). Communication: as ``gather`` of one row."""
+        rows = part.detach().unsqueeze(0)
+        place = Place(self, operator, line_of_loss(), kind="extreme")
+        return place.gather(rows, (1,) * self.world_size, "of the ranks")
+
+
+class Place(NamedTuple):
+    """Where an exchange belongs to: forward and backward name it alike.
+
+    Attributes:
+        call: The call.
+        operator: The operator.
+        line: The line of the loss.
+        kind: What it exchanges, if it is no sum and no rows.
+        in_backward: True if it is an exchange of gradients.
+    """
+
+    call: RowsCall
+    operator: str
+    line: str
+    kind: str = ""
+    in_backward: bool = False
+
+    def backward(self) -> Place:
+        """Return the place of the exchange in backward."""
+        return self._replace(in_backward=not self.in_backward)
+
+    def add(self, part: Tensor) -> Tensor:
+        """Return the sum over ranks, added in rank order if it is sent in the handshake."""
+        form = f"{tuple(part.shape)} {part.dtype} on {part.device.type}"
+        call = self.call
+        call.exchanged.append(Exchanged(self.kind or "sum", self.operator, self.line, part.numel()))
+        if not part.is_cpu or part.nbytes > handshake.inline_capacity(call.group) // 2:
+            self._meet("sum", form)
+            return sum_over_ranks(part, call.group)
+        payloads = self._meet("sum", form, host_bytes(part.resolve_conj()))
+        parts = tensor_of_bytes(payloads).view(part.dtype).view(call.world_size, *part.shape)
+        return parts.sum(0, dtype=wide_dtype(part.dtype)).to(part.dtype)
+
+    def gather(self, rows: Tensor, counts: tuple[int, ...], what: str = "rows of all ranks") -> Tensor:
+        """Return (G, ...) of (B, ...)."""
+        call = self.call
+        form = f"{('rows', *rows.shape[1:])} {rows.dtype} on {rows.device.type}"
+        row_numbers = rows.shape[1:].numel()
+        call.exchanged.append(Exchanged(self.kind or "rows", self.operator, self.line, sum(counts) * row_numbers))
+        longest = max(counts) * row_numbers * rows.element_size()
+        if not rows.is_cpu or longest > handshake.inline_capacity(call.group) // 2:
+            self._meet(what, form)
+            return all_gather_rows(rows.resolve_conj(), list(counts), call.group)
+        payloads = self._meet(what, form, host_bytes(rows.resolve_conj().contiguous()))
+        return tensor_of_bytes(payloads).view(rows.dtype).view(sum(counts), *rows.shape[1:])
+
+    def _meet(self, what: str, form: str, payload: bytes = b"") -> list[bytes]:
+        gradient = "gradient of " if self.in_backward else ""
+        must_match: dict[str, object] = {"of": form, "exchanges before": len(self.call.exchanged)}
+        return self.call.meet(f"{gradient}{what} ({self.operator})", self.line, must_match, payload)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return place.add(part)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Share.apply(grads[0], ctx.place.backward()), None  # type: ignore[no-untyped-call]
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, place: Place) -> Tensor:
+        ctx.place = place
+        return plain.view_as(plain)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Add.apply(grads[0], ctx.place.backward()), None  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
+        ctx.place, ctx.counts, ctx.dim = place, counts, dim
+        gathered = place.gather(rows.movedim(dim, 0), counts)
+        # not a view: autograd would refuse to change it in place
+        return gathered.movedim(0, dim).contiguous().detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Cut.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
+        ctx.place, ctx.counts, ctx.dim = place, counts, dim
+        rank = place.call.rank
+        return plain.narrow(dim, sum(counts[:rank]), counts[rank])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
+
+
+# ---------------------------------------------------------------------- lines and fingerprints
+
+
+def line_of_loss(frame: FrameType | None = None) -> str:
+    """Return the innermost line that belongs neither to torch nor to this package: file, number, function and text."""
+    for each in callers(frame or sys._getframe(1)):
+        if package_of(each.f_code.co_filename) not in _OWN_PACKAGES:
+            return shown_line(each, each.f_lineno)
+    return ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """Return the line of the loss that an error was raised from."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        if package_of(traceback.tb_frame.f_code.co_filename) not in _OWN_PACKAGES:
+            found = shown_line(traceback.tb_frame, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+def _form_of(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+@torch.no_grad()
+def _fingerprint(tensor: Tensor) -> bytes:
+    """Return the sum, a weighted sum and the sum of magnitudes of a tensor on the CPU."""
+    flat = tensor.detach().resolve_conj()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
+    wide = flat.to(torch.float64).reshape(-1)
+    weights = torch.arange(1, wide.numel() + 1, dtype=torch.float64).sin_()
+    return host_bytes(torch.stack([wide.sum(), wide.dot(weights), wide.abs().sum()]))

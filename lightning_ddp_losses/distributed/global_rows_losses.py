@@ -1,0 +1,136 @@
+"""Rules of torch's loss functions: a loss for each row or number, then the sum, or the mean by its own divisor, over all ranks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_ddp_losses.distributed.global_rows_local import lead_of, local_operands
+from lightning_ddp_losses.distributed.global_rows_tensor import NO_RULE, GlobalRows, rule
+
+_BY_NUMBER = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
+soft_margin_loss hinge_embedding_loss margin_ranking_loss"""
+_BY_ROW = (
+    """cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss"""
+)
+_OPERANDS = {"input", "target", "anchor", "positive", "negative", "input1", "input2"}
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(func: Any) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return all arguments by name. None for those of an old form."""
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if given.get("size_average") is not None or given.get("reduce") is not None:
+        return None
+    if given.get("reduction") not in ("none", "mean", "sum", "batchmean"):
+        return None
+    return given
+
+
+def _reduced(losses: GlobalRows, reduction: str) -> Any:
+    if reduction == "none":
+        return losses
+    if reduction == "batchmean":
+        return losses.sum() / losses._shape[0]
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
+@rule("loss", _BY_NUMBER)
+def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss of each number."""
+    given = _arguments(func, args, kwargs)
+    if given is None:
+        return NO_RULE
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    lead = lead_of(list(tensors.values()))
+    if lead is None or lead._dim != lead._ndim - max(value.ndim for value in tensors.values()) + lead._dim:
+        return NO_RULE
+    operands = local_operands(list(tensors.values()), lead, func.__name__)
+    if operands is None:
+        return NO_RULE
+    changed = dict(zip(tensors, operands, strict=True)) | {"reduction": "none"}
+    losses = func(**(given | changed))
+    return _reduced(lead._same(losses, losses.ndim - (lead._ndim - lead._dim)), given["reduction"])
+
+
+@rule("loss", _BY_ROW)
+def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss of each row."""
+    given = _arguments(func, args, kwargs)
+    if given is None:
+        return NO_RULE
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    lead = next((value for value in tensors.values() if isinstance(value, GlobalRows)), None)
+    if lead is None or not _are_rows_of_one_batch(tensors, lead):
+        return NO_RULE
+    changed: dict[str, Any] = {"reduction": "none"}
+    for name, value in tensors.items():
+        if name in _OPERANDS:
+            changed[name] = value._local
+        else:
+            changed[name] = lead._call.share(value, func.__name__)
+    losses = func(**(given | changed))
+    return _reduced(lead._same(losses, 0), given["reduction"])
+
+
+def _are_rows_of_one_batch(tensors: dict[str, Tensor], lead: GlobalRows) -> bool:
+    """Return whether all operands are rows of the same counts along dimension 0, and the other tensors plain."""
+    for name, value in tensors.items():
+        if name not in _OPERANDS:
+            if isinstance(value, GlobalRows):
+                return False
+        elif not isinstance(value, GlobalRows) or value._dim != 0 or value._counts != lead._counts:
+            return False
+    return lead._ndim > 1 and lead._dim == 0
+
+
+@rule("loss", "cross_entropy nll_loss")
+def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss of each target, and divide by the weights of the targets that count."""
+    given = _arguments(func, args, kwargs)
+    if given is None:
+        return NO_RULE
+    logits, target, weight = given["input"], given["target"], given.get("weight")
+    are_rows = isinstance(logits, GlobalRows) and isinstance(target, (GlobalRows, Tensor))
+    if not are_rows or isinstance(weight, GlobalRows) or logits._dim != 0 or logits._ndim < 2:
+        return NO_RULE
+    if not isinstance(target, GlobalRows):
+        if target.ndim == 0 or target.shape[0] != logits._shape[0]:
+            return NO_RULE
+        target = logits._same(logits._call.cut(target, logits._counts, 0, func.__name__), 0)
+    if target._dim != 0 or target._counts != logits._counts:
+        return NO_RULE
+    shared = None if weight is None else logits._call.share(weight, func.__name__)
+    changed = {"input": logits._local, "target": target._local, "weight": shared, "reduction": "none"}
+    losses = logits._same(func(**(given | changed)), 0)
+    if given["reduction"] != "mean":
+        return _reduced(losses, given["reduction"])
+    # one exchange for the sum and its divisor
+    own_divisor = _divisor(target._local, losses._local, weight, given["ignore_index"])
+    pair = torch.stack([losses._local.sum(), own_divisor.to(losses._local.dtype)])
+    total, divisor = logits._call.add(pair, func.__name__).unbind()
+    return total / divisor
+
+
+def _divisor(target: Tensor, losses: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """Return this rank's part of the divisor: the number, or the weights, of its targets."""
+    if target.is_floating_point():
+        return torch.tensor(float(losses.numel()), device=losses.device)
+    counts = target != ignored
+    if weight is None:
+        return counts.sum()
+    return (weight.detach()[target.masked_fill(~counts, 0)] * counts).sum()
+
+
+__all__ = ["functional"]

@@ -1,0 +1,282 @@
+"""`GlobalRows`: a tensor of the rows of all ranks, of which this rank holds its own.
+
+Its shape is the global one, (G, ...), so ``len(x)``, ``x.shape[0]``, means and branches in a formula are those of one process. Operators
+on it follow rules (``RULES``), which compute on this rank's rows with torch's own autograd and exchange sums and rows (``RowsCall``). An
+operator without a rule gets the rows of all ranks, which is exact and dearer. If it writes into rows, or something writes into its result
+and the result shares memory with rows, that is an error, since the write would be lost.
+
+Rules are applied above autograd (``__torch_function__``). What reaches torch's dispatcher with such a tensor has not followed a rule, and
+is an error: it has no memory of its own.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import compat, inputs
+from lightning_ddp_losses.distributed.global_rows_exchange import RowsCall, line_of_loss
+from lightning_ddp_losses.distributed.user_line import callers
+from lightning_ddp_losses.errors import ConfigurationError, InputError
+
+NO_RULE: Any = object()
+"""What a rule returns for arguments that it does not cover."""
+
+_FIX = "Write it with operators of torch on the arguments, or use GlobalBatchLoss(..., mode='replicated'), which hands in plain tensors."
+_FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+class Rule(NamedTuple):
+    """What an operator does with rows.
+
+    Attributes:
+        kind: ``"local"`` (row by row), ``"sum"`` (takes the rows away), ``"product"``, ``"view"``, ``"select"`` (chooses rows),
+            ``"loss"`` (row by row, then a sum), ``"value"`` (reads rows on the host), ``"fact"`` (reads no rows) or ``"error"``.
+        run: Called with the operator, its arguments, and its arguments by name. ``NO_RULE`` if it does not cover them.
+    """
+
+    kind: str
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+RULES: dict[Any, Rule] = {}
+"""The rules by operator: a function or method of torch, as ``__torch_function__`` is called with it. All others gather."""
+
+_OWNERS = (torch, Tensor, nn.functional, torch._C._nn, torch.special, torch.linalg, torch._C._linalg, torch._C._special)
+
+
+def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function the rule of all functions and methods of torch that have one of these names."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        for name in " ".join(names).split():
+            for owner in _OWNERS:
+                operator = getattr(owner, name, None)
+                if callable(operator):
+                    RULES[operator] = Rule(kind, run)
+        return run
+
+    return register
+
+
+class GlobalRows(Tensor):
+    """Rows of all ranks, of which this rank holds its own.
+
+    Args:
+        local: (..., B, ...), this rank's rows, with their graph.
+        counts: B of all ranks.
+        dim: The dimension of the rows.
+        call: The call that they belong to.
+    """
+
+    _local: Tensor
+    _counts: tuple[int, ...]
+    _dim: int
+    _call: RowsCall
+    _ndim: int
+    _shape: tuple[int, ...]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, counts: tuple[int, ...], dim: int, call: RowsCall) -> GlobalRows:
+        """Make a tensor of the global shape, without memory."""
+        shape = list(local.shape)
+        shape[dim] = sum(counts)
+        rows = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        compat.forbid_data_pointer(rows)
+        rows._local = local
+        rows._counts = counts
+        rows._dim = dim
+        rows._call = call
+        rows._ndim = len(shape)
+        rows._shape = tuple(shape)
+        return rows  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Show shapes: values would need an exchange, which a debugger must not start."""
+        return (
+            f"GlobalRows(rows of this rank: {tuple(self._local.shape)}, of all ranks: {self._counts}, dim={self._dim})"
+        )
+
+    def _same(self, local: Tensor, dim: int | None = None, counts: tuple[int, ...] | None = None) -> GlobalRows:
+        """Return other rows of the same call. The dimension of the rows, and their counts, are those of these unless given."""
+        return GlobalRows(local, counts or self._counts, self._dim if dim is None else dim, self._call)
+
+    def _gathered(self, operator: str) -> Tensor:
+        """Return the rows of all ranks, plain."""
+        return self._call.gather(self._local, self._counts, self._dim, operator)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Apply the rule of an operator, or hand in the rows of all ranks."""
+        kwargs = kwargs or {}
+        known = RULES.get(func)
+        if known is not None and known.kind == "fact":
+            return known.run(func, args, kwargs)
+        _refuse_place(func, types)
+        if known is not None:
+            first = first_rows(args, kwargs)
+            if first is not None:
+                first._call.note_operation(operation_text(func, args, kwargs))
+            result = known.run(func, args, kwargs)
+            if result is not NO_RULE:
+                return result
+        return _on_all_rows(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse what has not followed a rule."""
+        raise InputError(
+            f"operator {func} on rows of all ranks",
+            expected="an operator that is called by the formula itself",
+            got=f"one inside a transform (torch.func, vmap), a compiled function or a kernel, at {line_of_loss(sys._getframe())}",
+            fix=_FIX,
+        )
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def mapped(function: Callable[[Tensor], Any], nest: Any) -> Any:
+    """Return a nest with a function applied to its tensors: lists, dicts, slices, tuples, and torch's named results."""
+    if isinstance(nest, Tensor):
+        return function(nest)
+    if isinstance(nest, (list, tuple)):
+        found = [mapped(function, each) for each in nest]
+        return type(nest)(*found) if hasattr(nest, "_fields") else type(nest)(found)
+    if isinstance(nest, dict):
+        return {key: mapped(function, each) for key, each in nest.items()}
+    return nest
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    """Return the tensors of a nest."""
+    found: list[Tensor] = []
+    mapped(found.append, nest)
+    return found
+
+
+def first_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalRows | None:
+    """Return the first rows among arguments."""
+    return next((value for value in tensors_in((args, kwargs)) if isinstance(value, GlobalRows)), None)
+
+
+def name_of(func: Any) -> str:
+    """Return the name of an operator."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"attribute {getattr(getattr(func, '__self__', None), '__name__', '')!r}"
+    return str(name)
+
+
+def operation_text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return an operator and its numbers, as ranks compare them."""
+    return f"{name_of(func)} {_numbers_in(args)}{_numbers_in(tuple(kwargs.values()))}"
+
+
+def _numbers_in(values: Any) -> str:
+    texts = []
+    for value in values:
+        if isinstance(value, Tensor):
+            continue
+        if isinstance(value, (tuple, list)):
+            texts.append(f"({_numbers_in(value)})")
+        elif isinstance(value, float):
+            texts.append(f"{value:.9g}")
+        elif isinstance(value, (int, str, slice, torch.dtype)):
+            texts.append(str(value))
+    return " ".join(texts)
+
+
+# ---------------------------------------------------------------------- operators without a rule
+
+
+def _on_all_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operator with the rows of all ranks in place of rows.
+
+    Raises:
+        InputError: if it writes into rows.
+
+    Communication: a gather for each argument with rows.
+    """
+    operator = name_of(func)
+    if any(isinstance(each, GlobalRows) for each in tensors_in(kwargs.get("out"))):
+        raise write_error(f"{operator} with out=")
+    found: dict[int, tuple[GlobalRows, Tensor]] = {}
+
+    def gathered(value: Tensor) -> Tensor:
+        if not isinstance(value, GlobalRows):
+            return value
+        if id(value) not in found:
+            found[id(value)] = value, value._gathered(operator)
+        return found[id(value)][1]
+
+    args, kwargs = mapped(gathered, (args, kwargs))
+    versions = {key: whole._version for key, (_, whole) in found.items()}
+    result = func(*args, **kwargs)
+    for key, (_, whole) in found.items():
+        if whole._version != versions[key]:
+            raise write_error(operator)
+    memory = {whole.untyped_storage()._cdata: rows for rows, whole in found.values()}
+    for tensor in tensors_in(result):
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memory:
+            rows = memory[tensor.untyped_storage()._cdata]
+            rows._call.watch(tensor, operator)
+            rows._call.watch(rows._local, operator)
+    return result
+
+
+def write_error(operator: str) -> InputError:
+    """Return the error for a write into rows that has no rule."""
+    return InputError(
+        f"{operator} on rows of all ranks",
+        expected="an operator that returns its result, or a write of which each row follows from the same row",
+        got=f"a write in place, at {line_of_loss(sys._getframe())}",
+        fix="Use the operator without the underscore (out of place).",
+    )
+
+
+def memory_error(what: str, line: str) -> InputError:
+    """Return the error for what reads or replaces memory that rows do not have."""
+    return InputError(
+        what,
+        expected="operators that compute with the rows: they have no memory of their own",
+        got=f"it, at {line}",
+        fix="Use mode='replicated' of GlobalBatchLoss for a formula that needs it.",
+    )
+
+
+def _refuse_place(func: Any, types: Any) -> None:
+    """Refuse an operator where its gradient, or its exchange, would be lost."""
+    if inputs.is_capturing():
+        raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
+    others = [each for each in types if each not in (GlobalRows, Tensor, nn.Parameter)]
+    if others and not issubclass(others[0], (GlobalRows, nn.Parameter)):
+        raise InputError(
+            f"{name_of(func)} on rows of all ranks",
+            expected="plain tensors next to them",
+            got=f"{others[0].__name__}, at {line_of_loss(sys._getframe())}",
+        )
+    if not torch.is_grad_enabled():
+        _refuse_custom_function(func)
+
+
+def _refuse_custom_function(func: Any) -> None:
+    """Refuse operators in the forward of a custom ``autograd.Function``, whose backward would get no rows."""
+    for frame in callers(sys._getframe()):
+        if frame.f_code is _FUNCTION_CODE:
+            raise ConfigurationError(
+                f"{name_of(func)} on rows of all ranks",
+                expected="operators that autograd differentiates",
+                got=f"one in a custom autograd.Function, at {line_of_loss(sys._getframe())}",
+                fix="Its backward would get no rows. " + _FIX,
+            )
+        if frame.f_code.co_name == "evaluate_on_rows":
+            return

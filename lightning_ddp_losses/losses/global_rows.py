@@ -1,0 +1,126 @@
+"""`global_rows`: a formula of one's own over the rows of all ranks, without a module, from rows that stay on their rank.
+
+The formula is written for one process. It is called on tensors whose shape is that of the rows of all ranks (``GlobalRows``): operators
+that compute row by row stay on the rank, sums over rows are added over the ranks, and rows against rows take gathered rows. An operator
+without such a rule gathers, which is exact and dearer. What cannot be exact is an error on every rank.
+
+Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core.modules import eager_recursive
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.global_rows import OpenedRows, evaluate_on_rows
+from lightning_ddp_losses.distributed.global_values import (
+    UpstreamGradWatch,
+    micro_batch_to_match,
+    remember_global_value,
+)
+from lightning_ddp_losses.distributed.messages import with_name
+from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.errors import InputError, expect
+from lightning_ddp_losses.losses.gathered_call import SeedCounter, same_draws, seed_of
+
+
+@eager_recursive
+def global_rows(
+    formula: Callable[..., Any],
+    *args: Any,
+    batch_dims: Mapping[int | str, int | None] | None = None,
+    name: str | None = None,
+    group: Group = None,
+    **kwargs: Any,
+) -> Any:
+    """Evaluate a formula over the rows of all ranks.
+
+    Equivalent to: ``formula(*map(torch.cat, arguments of all ranks))`` in one process.
+
+    Args:
+        formula: Function of tensors, as for one process: a batch Dice, a covariance, a contrastive loss.
+        args: Arguments of the formula, of this rank. Tensors, also in lists, tuples and dicts, are batches along dim 0, of any counts.
+            0-dim tensors are not.
+        batch_dims: Dimension that counts samples, by argument position or name (default 0). None marks a tensor that is no batch: it
+            must be equal on all ranks.
+        name: Name in messages, equal on all ranks. None: the name of the formula.
+        group: Process group. None is the world.
+        kwargs: Arguments of the formula by name.
+
+    Returns:
+        What the formula returns: tensors without rows, equal on every rank.
+
+    Gradient:
+        After DDP's mean over ranks that of one process, for the model and for parameters that the formula uses, if all ranks multiply
+        the value by the same factor. Second derivatives inside the formula (``torch.autograd.grad(..., create_graph=True)``) are exact.
+
+    Communication:
+        One handshake before the formula and one after it. One for each sum over rows, which carries few numbers on the CPU, else
+        followed by an all-reduce of them. A gather of rows for rows against rows, and for an operator without a rule. In backward one
+        sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for sums.
+
+    Raises:
+        InputError: on every rank, for a result that still has rows, for reading memory (``data_ptr``, dlpack), and for a write in place
+            that would be lost. ``item``, ``tolist``, ``numpy`` and ``bool`` read the rows of all ranks.
+        ConfigurationError: on every rank, for a custom ``autograd.Function`` on rows, and for compiled code.
+        RankMismatchError: on every rank, with both lines, where ranks take different branches, and for a tensor on the CPU from outside
+            whose values differ between ranks.
+
+    Example:
+        >>> import torch
+        >>> def dice(probabilities, target):
+        ...     return 1 - 2 * (probabilities * target).sum() / (probabilities + target).sum()
+        >>> global_rows(dice, torch.full((4, 2), 0.5), torch.ones(4, 2)).item()
+        0.33333331346511841
+    """
+    title = with_name("global_rows", name or getattr(formula, "__name__", None))
+    with handshake.raising_on_all_ranks(title, group=group):
+        expect(callable(formula), "global_rows: formula", expected="a function", got=repr(formula), error=InputError)
+        inputs.refuse_capture(title)
+        given = inputs.tensors_in((args, kwargs))
+        devices = {tensor.device.type for tensor in given}
+        args, kwargs = precision.cast_floating((args, kwargs), precision.compute_dtype(given))
+        watch = UpstreamGradWatch.of(title, group)
+        must_match: dict[str, object] = {"coefficient of the last backward": watch.take(), **micro_batch_to_match()}
+        with precision.without_autocast(devices):
+            value = run_on_rows(formula, title, args, kwargs, batch_dims or {}, must_match, _seeds, group)
+    remember_global_value(value, title)
+    return watch.watch(value, group=group)
+
+
+_seeds = SeedCounter()
+
+
+def run_on_rows(
+    formula: Callable[..., Any],
+    title: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_dims: Mapping[int | str, int | None],
+    must_match: dict[str, object],
+    seeds: SeedCounter,
+    group: Group,
+) -> Any:
+    """Return the value of a formula over the rows of all ranks. Random numbers in it are those of rank 0's seed, on all ranks.
+
+    Args:
+        formula: The loss.
+        title: Its name in messages.
+        args: Positional arguments of this rank.
+        kwargs: The same by name.
+        batch_dims: Dimension that counts samples, by position or name.
+        must_match: Values that must be equal on all ranks.
+        seeds: Seeds of its calls.
+        group: Process group.
+    """
+    if process_groups.world_size(group) == 1:
+        return formula(*args, **kwargs)
+    opened = OpenedRows(title, args, kwargs, dict(batch_dims), must_match, seeds.next(), group)
+    with same_draws(seed_of(opened.extras[0]), inputs.tensors_in((args, kwargs))):
+        return evaluate_on_rows(opened, formula)
+
+
+__all__ = ["global_rows", "run_on_rows"]

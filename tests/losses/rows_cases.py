@@ -1,0 +1,465 @@
+"""Formulas of one process, by name: torch's losses, and those of public code written anew. Each is called with a plain weight and rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+D = 4
+ROWS = [(5, 2, 4), (3, 9), (1, 6), (0, 7), (1, 1)]
+Formula = Callable[..., Tensor]
+
+
+def views(rows: int) -> list[Tensor]:
+    """Two views, (G, D) each."""
+    return [torch.randn(rows, D).double(), torch.randn(rows, D).double()]
+
+
+def classes(rows: int) -> list[Tensor]:
+    """Logits (G, D) and labels (G,)."""
+    return [torch.randn(rows, D).double(), torch.arange(rows) % D]
+
+
+def numbers(rows: int) -> list[Tensor]:
+    """Two numbers a row, (G,) each."""
+    return [torch.randn(rows).double(), torch.randn(rows).double()]
+
+
+def images(rows: int) -> list[Tensor]:
+    """Logits (G, 3, 2, 2) and classes (G, 2, 2)."""
+    return [torch.randn(rows, 3, 2, 2).double(), torch.randint(3, (rows, 2, 2))]
+
+
+def words(rows: int) -> list[Tensor]:
+    """Logits (G, T, C) and tokens (G, T), some of them ignored."""
+    tokens = torch.randint(D, (rows, 3))
+    tokens[::2, 1] = -100
+    return [torch.randn(rows, 3, D).double(), tokens]
+
+
+def chances(rows: int) -> list[Tensor]:
+    """Numbers between 0 and 1, (G, D) each."""
+    return [torch.rand(rows, D).double(), torch.rand(rows, D).double()]
+
+
+def triplets(rows: int) -> list[Tensor]:
+    """Anchors, positives and negatives, (G, D) each."""
+    return [torch.randn(rows, D).double() for _ in range(3)]
+
+
+def signs(rows: int) -> list[Tensor]:
+    """Two views, and 1 or -1 for each row."""
+    return [*views(rows), torch.arange(rows) % 2 * 2 - 1]
+
+
+# ---------------------------------------------------------------------- segmentation
+
+
+def _parts(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.softmax(1), F.one_hot(target, 3).permute(0, 3, 1, 2).to(logits.dtype)
+
+
+def dice(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p, t = _parts(logits, target)
+    overlap, size = (p * t).sum((0, 2, 3)), (p + t).sum((0, 2, 3))
+    return 1 - ((2 * overlap + 1) / (size + 1)).mean()
+
+
+def dice_of_numpy_style(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p, t = _parts(logits, target)
+    p, t = p.reshape(len(p), 3, -1), t.reshape(len(t), 3, -1)
+    return 1 - (2 * (p * t).sum(axis=(0, 2)) / (p.square() + t).sum(axis=(0, 2)).clamp_min(1e-6)).mean()
+
+
+def jaccard(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p, t = _parts(logits, target)
+    overlap = torch.sum(p * t, dim=(0, 2, 3))
+    return (1 - (overlap + 1) / (torch.sum(p + t, dim=(0, 2, 3)) - overlap + 1)).mean()
+
+
+def tversky(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p, t = _parts(logits, target)
+    hit = (p * t).sum()
+    return (1 - (hit + 1) / (hit + 0.3 * (p * (1 - t)).sum() + 0.7 * ((1 - p) * t).sum() + 1)) ** 0.75
+
+
+def focal(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    log_p = F.log_softmax(logits, dim=1)
+    chosen = log_p.gather(1, target.unsqueeze(1)).squeeze(1)
+    return (-((1 - chosen.exp()) ** 2) * chosen).mean()
+
+
+def correlation(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    """Matthews."""
+    p, t = logits[:, 0].sigmoid().reshape(-1), (target == 0).reshape(-1).double()
+    tp, fp, fn, tn = (p * t).sum(), (p * (1 - t)).sum(), ((1 - p) * t).sum(), ((1 - p) * (1 - t)).sum()
+    return 1 - (tp * tn - fp * fn) / ((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn) + 1).sqrt()
+
+
+def lovasz(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    """Over all pixels of the batch: they are sorted."""
+    errors = (1 - logits[:, 0] * ((target == 0).double() * 2 - 1)).reshape(-1)
+    order = torch.sort(errors, descending=True)
+    t = (target == 0).double().reshape(-1)[order.indices]
+    overlap, union = t.sum() - t.cumsum(0), t.sum() + (1 - t).cumsum(0)
+    grown = 1 - overlap / union
+    grown = torch.cat([grown[:1], grown[1:] - grown[:-1]])
+    return (F.relu(order.values) * grown).sum()
+
+
+def masked_dice(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    wanted = target != 2
+    p, t = logits[:, 0].sigmoid()[wanted], (target == 0)[wanted].double()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def log_cosh_dice(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    return torch.log(torch.cosh(dice(w, logits, target)))
+
+
+# ---------------------------------------------------------------------- self-supervised
+
+
+def batch_norm(x: Tensor) -> Tensor:
+    return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
+
+
+def barlow(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    c = batch_norm(a).T @ batch_norm(b) / a.shape[0]
+    return (c.diagonal() - 1).pow(2).sum() + 0.005 * (c.pow(2).sum() - c.diagonal().pow(2).sum())
+
+
+def vicreg(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    value = F.mse_loss(a, b)
+    for z in (a, b):
+        z = z - z.mean(0)
+        value = value + F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean()
+        c = z.T @ z / (z.shape[0] - 1)
+        value = value + (c.pow(2).sum() - c.diagonal().pow(2).sum()) / D
+    return value
+
+
+def sigreg(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """An Epps-Pulley test along directions."""
+    t = torch.linspace(0.2, 3, 5).double()
+    angles = (a @ F.normalize(w, dim=0)).unsqueeze(-1) * t
+    bell = (-0.5 * t**2).exp()
+    error = (angles.cos().mean(0) - bell).square() + angles.sin().mean(0).square()
+    return (error * bell).sum(-1).mean() * len(a)
+
+
+def flops(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return (a.relu().log1p().abs().mean(0) ** 2).sum()
+
+
+def iic(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    joint = (a.softmax(1).unsqueeze(2) * b.softmax(1).unsqueeze(1)).sum(dim=0)
+    joint = (joint + joint.t()) / 2
+    joint = joint / joint.sum()
+    rows, columns = joint.sum(1, keepdim=True), joint.sum(0, keepdim=True)
+    return -(joint * (joint.log() - rows.log() - columns.log())).sum()
+
+
+def log_det(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return -torch.logdet(torch.eye(D).double() + D / len(a) * a.T @ a)
+
+
+def coding_rate(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return -torch.logdet(torch.eye(D).double() + torch.einsum("nd,ne->de", a, b).square())
+
+
+def concordance(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    mx, my = x.mean(), y.mean()
+    return 1 - 2 * ((x - mx) * (y - my)).mean() / (x.var() + y.var() + (mx - my) ** 2 + 1e-3)
+
+
+def pearson(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    x, y = x - x.mean(), y - y.mean()
+    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1e-3)
+
+
+def cox(w: Tensor, risk: Tensor, time: Tensor) -> Tensor:
+    at_risk = time.unsqueeze(0) >= time.unsqueeze(1)
+    return -(risk - (risk.unsqueeze(0).expand(len(risk), -1).masked_fill(~at_risk, -1e9)).logsumexp(1)).mean()
+
+
+def cosent(w: Tensor, score: Tensor, wanted: Tensor) -> Tensor:
+    score = score * 2
+    difference = score[:, None] - score[None, :]
+    is_pair = wanted[:, None] < wanted[None, :]
+    difference = (difference - (1 - is_pair.to(difference.dtype)) * 1e3).view(-1)
+    return torch.logsumexp(torch.cat([torch.zeros(1).to(difference), difference]), dim=0)
+
+
+def moe_balance(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p = logits.softmax(-1)
+    chosen = F.one_hot(p.argmax(-1), D).to(p.dtype).mean(0)
+    return D * (chosen * p.mean(0)).sum()
+
+
+def moe_top_2(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p = logits.softmax(-1)
+    _, chosen = torch.topk(p, 2, dim=-1)
+    share = torch.zeros_like(p).scatter(1, chosen, 1.0).mean(dim=0)
+    return D * (share * p.mean(dim=0)).sum() + 1e-2 * torch.logsumexp(logits, dim=-1).square().mean()
+
+
+def importance(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    load = logits.softmax(1).sum(0)
+    return load.var() / (load.mean() ** 2 + 1e-10)
+
+
+def mean_entropy(w: Tensor, logits: Tensor, target: Tensor) -> Tensor:
+    p = logits.softmax(1)
+    mean = p.mean(0)
+    return (mean * mean.log()).sum() - (p * p.log()).sum(1).mean()
+
+
+def dino(w: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+    centre = teacher.detach().mean(0, keepdim=True)
+    wanted = F.softmax((teacher.detach() - centre) / 0.1, dim=-1)
+    return torch.sum(-wanted * F.log_softmax(student / 0.2, dim=-1), dim=-1).mean()
+
+
+def sinkhorn(w: Tensor, student: Tensor, teacher: Tensor) -> Tensor:
+    with torch.no_grad():
+        q = (teacher / 0.5).exp().t()
+        q = q / q.sum()
+        for _ in range(3):
+            q = q / q.sum(dim=1, keepdim=True) / D
+            q = q / q.sum(dim=0, keepdim=True) / q.shape[1]
+        q = (q * q.shape[1]).t()
+    return -(q * F.log_softmax(student, 1)).sum(1).mean()
+
+
+def hard_negatives(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a, b = F.normalize(a, dim=1), F.normalize(b, dim=1)
+    similar = a @ b.T / 0.5
+    is_pair = torch.eye(len(a)).bool()
+    negatives = similar.masked_fill(is_pair, -20)
+    weights = (negatives.detach() * 0.5).softmax(dim=1)
+    positive = (a * b).sum(1) / 0.5
+    return -(positive - (positive.exp() + (weights * negatives.exp()).sum(1) * len(a)).log()).mean()
+
+
+def info_nce(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    logits = F.normalize(a) @ F.normalize(b).t() / 0.1
+    target = torch.arange(len(a))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.t(), target)) / 2
+
+
+def nt_xent(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    z = F.normalize(torch.cat([a, b]), dim=1)
+    similar = z @ z.T / 0.5
+    similar = similar.masked_fill(torch.eye(len(z)).bool(), -1e9)
+    n = len(a)
+    return F.cross_entropy(similar, torch.cat([torch.arange(n) + n, torch.arange(n)]))
+
+
+def uniformity(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a = F.normalize(a)
+    return (a - F.normalize(b)).norm(dim=1).pow(2).mean() + torch.cdist(a, a).pow(2).mul(-2).exp().mean().log()
+
+
+def decorrelation(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a = batch_norm(a)
+    c = torch.mm(a.t(), a).div(len(a))
+    off = c.flatten()[:-1].view(D - 1, D + 1)[:, 1:]
+    return off.pow(2).sum() + (c.diagonal() - 1).pow(2).sum()
+
+
+def koleo(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    a = F.normalize(a, eps=1e-8, p=2, dim=-1)
+    products = torch.mm(a, a.t())
+    nearest = products.masked_fill(torch.eye(len(a)).bool(), -1).argmax(dim=1)
+    return -torch.log(F.pairwise_distance(a, a[nearest] + 0.1) + 1e-8).mean()
+
+
+def mmd(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def kernel(x: Tensor, y: Tensor) -> Tensor:
+        return (-((x[:, None] - y[None]) ** 2).sum(-1)).exp().mean()
+
+    return kernel(a, a) + kernel(b, b) - 2 * kernel(a, b)
+
+
+def coral(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    def covariance(x: Tensor) -> Tensor:
+        x = x - x.mean(dim=0, keepdim=True)
+        return x.transpose(0, 1) @ x / max(len(x) - 1, 1)
+
+    return (covariance(a) - covariance(b)).norm() ** 2 / (4 * D * D)
+
+
+def centres(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return (x - w[y]).square().sum(1).mean() + F.embedding(y, w).mean(0).square().sum()
+
+
+def batch_centres(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    total = torch.zeros(D, D).double().index_add(0, y, x)
+    means = total / torch.bincount(y, minlength=D).clamp(min=1).unsqueeze(1)
+    return (x - means[y]).square().sum(1).mean() - means.var(0).sum()
+
+
+def picked(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return -x.log_softmax(1)[torch.arange(len(x)), y].mean()
+
+
+def gradient_penalty(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    value = x.tanh().mean(0).square().sum() + F.cross_entropy(x @ w, y)
+    (slope,) = torch.autograd.grad(value, x, create_graph=True)
+    return value + slope.norm(dim=1).sub(1).square().mean()
+
+
+def r1_penalty(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    score = (x @ w).tanh().sum(1)
+    slopes = torch.autograd.grad(score.sum(), x, create_graph=True)[0]
+    return F.softplus(-score).mean() + slopes.pow(2).reshape(len(x), -1).sum(1).mean()
+
+
+def checkpointed(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(
+        lambda z: (z.tanh() - z.tanh().mean(0)).pow(3).mean(0).square().sum(), x, use_reentrant=False
+    )
+
+
+def in_place(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    z = x * 1
+    z[:, 0] = 0
+    z += 1
+    z.t()[1].mul_(2)
+    z[y == 2] = 3.0
+    z[:, 2:].clamp_(min=0)
+    return z.square().mean().sqrt()
+
+
+def filled(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    chosen = torch.zeros(len(x), D).double()
+    chosen[torch.arange(len(x)), y] = 1
+    return ((x * chosen).sum(0) ** 2).sum()
+
+
+def on_the_host(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    if x.mean().item() > 0:
+        x = x * 2
+    return x.mean() * sum(y.tolist()) + x.sum(0).square().sum() * y[0].item() + float(len(x)) * x.std()
+
+
+def halves(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    middle = len(x) // 2
+    first, second = x[:middle], x[middle : 2 * middle]
+    return F.mse_loss(first, second) + x[::2].sum(0).square().sum() + x[-1].sum() * x.max() * x[1:].min()
+
+
+def batch_norm_module(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.smooth_l1_loss(nn.BatchNorm1d(D).double()(x), torch.ones(len(x), D).double())
+
+
+def huge(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.logsumexp(x * 300, dim=(0, 1)) + (x * 300).softmax(0).square().sum() + x.amax(0).square().sum()
+
+
+def quantiles(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return x.quantile(0.3, dim=0).sum() + x.median() + x.sort(0).values[0].prod() + x.prod()
+
+
+def several(w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    stacked = torch.stack([a, b], dim=1)
+    joined = torch.cat([a, b], dim=1)
+    return (
+        stacked.mean(0).square().sum()
+        + joined.var()
+        + stacked.flatten(0, 1).std(0).sum()
+        + w.sum() * stacked.sum().sin()
+    )
+
+
+def of_torch(function: Callable[..., Tensor], **options: Any) -> Formula:
+    """Return a loss of torch in the form of the table."""
+    return lambda w, *rows: function(*rows, **options)
+
+
+CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
+    "mse": (of_torch(F.mse_loss), views),
+    "mse sum": (of_torch(F.mse_loss, reduction="sum"), views),
+    "l1": (of_torch(F.l1_loss), views),
+    "smooth l1": (of_torch(F.smooth_l1_loss, beta=0.5), views),
+    "huber": (of_torch(F.huber_loss, delta=0.7), views),
+    "cross entropy": (of_torch(F.cross_entropy), classes),
+    "cross entropy, smoothed and weighted": (
+        lambda w, x, y: F.cross_entropy(x, y, weight=torch.arange(1.0, D + 1).double(), label_smoothing=0.1),
+        classes,
+    ),
+    "cross entropy of images": (of_torch(F.cross_entropy, ignore_index=2), images),
+    "cross entropy of chances": (lambda w, a, b: F.cross_entropy(a, b.softmax(1)), views),
+    "cross entropy of words": (lambda w, x, t: F.cross_entropy(x.view(-1, D), t.view(-1)), words),
+    "cross entropy of a layer": (lambda w, x, y: F.cross_entropy(F.linear(x, w), y, reduction="sum") / len(y), classes),
+    "nll": (lambda w, x, y: F.nll_loss(x.log_softmax(1), y), classes),
+    "bce": (of_torch(F.binary_cross_entropy), chances),
+    "bce with logits": (of_torch(F.binary_cross_entropy_with_logits, pos_weight=torch.tensor(3.0)), chances),
+    "kl": (lambda w, a, b: F.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"), views),
+    "poisson": (of_torch(F.poisson_nll_loss), chances),
+    "gaussian": (lambda w, a, b, c: F.gaussian_nll_loss(a, b, c.square() + 0.1), triplets),
+    "soft margin": (lambda w, a, b, s: F.soft_margin_loss(a[:, 0], s.double()), signs),
+    "hinge embedding": (lambda w, a, b, s: F.hinge_embedding_loss(a[:, 0], s), signs),
+    "margin ranking": (lambda w, a, b, s: F.margin_ranking_loss(a[:, 0], b[:, 0], s, margin=0.2), signs),
+    "cosine embedding": (of_torch(F.cosine_embedding_loss), signs),
+    "triplet margin": (of_torch(F.triplet_margin_loss), triplets),
+    "multi margin": (of_torch(F.multi_margin_loss), classes),
+    "multilabel soft margin": (of_torch(F.multilabel_soft_margin_loss), chances),
+    "dice": (dice, images),
+    "dice, other axes": (dice_of_numpy_style, images),
+    "jaccard": (jaccard, images),
+    "tversky": (tversky, images),
+    "focal": (focal, images),
+    "matthews": (correlation, images),
+    "lovasz": (lovasz, images),
+    "dice of a mask": (masked_dice, images),
+    "log cosh dice": (log_cosh_dice, images),
+    "barlow": (barlow, views),
+    "vicreg": (vicreg, views),
+    "sigreg": (sigreg, views),
+    "flops": (flops, views),
+    "iic": (iic, views),
+    "log det": (log_det, views),
+    "coding rate": (coding_rate, views),
+    "concordance": (concordance, numbers),
+    "pearson": (pearson, numbers),
+    "cox": (cox, numbers),
+    "cosent": (cosent, numbers),
+    "moe balance": (moe_balance, classes),
+    "moe of two": (moe_top_2, classes),
+    "importance": (importance, classes),
+    "mean entropy": (mean_entropy, classes),
+    "dino": (dino, views),
+    "sinkhorn": (sinkhorn, views),
+    "hard negatives": (hard_negatives, views),
+    "info nce": (info_nce, views),
+    "nt xent": (nt_xent, views),
+    "uniformity": (uniformity, views),
+    "decorrelation": (decorrelation, views),
+    "koleo": (koleo, views),
+    "mmd": (mmd, views),
+    "coral": (coral, views),
+    "centres": (centres, classes),
+    "centres of a batch": (batch_centres, classes),
+    "picked": (picked, classes),
+    "gradient penalty": (gradient_penalty, classes),
+    "r1 penalty": (r1_penalty, classes),
+    "checkpointed": (checkpointed, classes),
+    "in place": (in_place, classes),
+    "filled": (filled, classes),
+    "on the host": (on_the_host, classes),
+    "halves": (halves, classes),
+    "a module with statistics": (batch_norm_module, classes),
+    "huge": (huge, classes),
+    "quantiles": (quantiles, classes),
+    "several": (several, views),
+}
+
+NEEDS_ROWS = {"vicreg": 2, "a module with statistics": 2, "concordance": 2, "decorrelation": 2, "koleo": 2, "halves": 2}
+assert math.prod([1]) == 1

@@ -1,0 +1,184 @@
+"""Random formulas over rows of all ranks, of operators with and without a rule, in place too: exact, or an error. Never something else."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_ddp_losses import global_rows
+from lightning_ddp_losses.testing import RankPool
+from tests.oracle import own
+
+FORMULAS = 40  # of each seed
+LENGTH = 6
+Step = Callable[[list[Tensor], Tensor, random.Random], Tensor]
+
+
+def write(z: Tensor, change: Callable[[Tensor], object]) -> Tensor:
+    """A copy that was changed in place."""
+    z = z * 1
+    change(z)
+    return z
+
+
+# of values (G, 4): a is the last one, b an earlier one
+STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "tanh": lambda a, b, w: a.tanh(),
+    "product": lambda a, b, w: a * b,
+    "difference": lambda a, b, w: a - b,
+    "centred": lambda a, b, w: a - b.mean(0),
+    "scaled": lambda a, b, w: a / (1 + b.square().sum(0, keepdim=True)),
+    "standard": lambda a, b, w: (a - a.mean(0)) / (a.var(0, unbiased=False) + 1).sqrt(),
+    "softmax": lambda a, b, w: a.softmax(1),
+    "softmax of rows": lambda a, b, w: a.softmax(0) * len(b),
+    "weighted": lambda a, b, w: a @ w,
+    "layer": lambda a, b, w: F.linear(a, w, w[0]),
+    "attention": lambda a, b, w: (a @ b.T).tanh() @ b / len(a),
+    "columns": lambda a, b, w: (a.T @ b).tanh().matmul(a.t()).t() / len(a),
+    "of a covariance": lambda a, b, w: b @ torch.einsum("nd,ne->de", a, b).tanh(),
+    "outer": lambda a, b, w: torch.einsum("nd,ne->nde", a, b).sum(1).tanh(),
+    "mixed": lambda a, b, w: torch.einsum("nd,md->nm", a, b).softmax(1).mm(a),
+    "transposed": lambda a, b, w: a.transpose(0, 1).exp().clamp(max=2).transpose(0, 1) + b.T.T,
+    "flat": lambda a, b, w: a.reshape(-1).sin().view(-1, 4),
+    "flat pairs": lambda a, b, w: a.view(-1, 2).cumsum(1).view(len(b), 4),
+    "parts": lambda a, b, w: torch.cat([a[:, :2], b[:, 2:] * 2], dim=1),
+    "stacked": lambda a, b, w: torch.stack([a, b], 1).mean(1),
+    "chunks": lambda a, b, w: torch.cat(a.chunk(2, dim=1)[::-1], 1),
+    "chosen": lambda a, b, w: torch.where(b > 0, a, b),
+    "masked": lambda a, b, w: a.masked_fill(b > b.mean(), 0.3),
+    "reversed": lambda a, b, w: a.flip(0),
+    "rolled": lambda a, b, w: torch.roll(a, 1, 0) + b,
+    "sorted": lambda a, b, w: a.sort(dim=0).values,
+    "sorted columns": lambda a, b, w: torch.sort(a, dim=1, descending=True)[0],
+    "cumulative": lambda a, b, w: a.cumsum(0) / len(a),
+    "joined rows": lambda a, b, w: torch.cat([a, b], 0)[: len(a)].sin(),
+    "shifted": lambda a, b, w: torch.cat([a[1:], a[:1]], dim=0),
+    "largest": lambda a, b, w: a - b.max() + a.amax(dim=0),
+    "largest of rows": lambda a, b, w: a * b.max(dim=1, keepdim=True).values,
+    "gathered": lambda a, b, w: a.gather(1, b.argsort(1)),
+    "of the first row": lambda a, b, w: a - b[0],
+    "of a few rows": lambda a, b, w: a + b[:2].sum(0),
+    "of every other": lambda a, b, w: a * a[::2].mean(),
+    "of a mask": lambda a, b, w: a - a[b[:, 0] > -5].mean(0),
+    "norm": lambda a, b, w: a / (b.norm() + 1) + F.normalize(b, dim=1),
+    "norm of columns": lambda a, b, w: a / (b.norm(dim=0) + 1),
+    "logsumexp": lambda a, b, w: a - b.logsumexp(0),
+    "distances": lambda a, b, w: (-torch.cdist(a, b + 3)).exp() @ b,
+    "pairs": lambda a, b, w: (a[:, None] - b[None]).tanh().mean(1),
+    "pairs, the other way": lambda a, b, w: (a.unsqueeze(0) * b.unsqueeze(1)).sum(0) / len(a),
+    "upper": lambda a, b, w: (a @ b.T).triu() @ b / len(a),
+    "diagonal": lambda a, b, w: a * (a @ b.t()).diagonal().unsqueeze(1).tanh(),
+    "host": lambda a, b, w: a * (1 + abs(b.mean().item())),
+    "branch": lambda a, b, w: a if bool(b.sum() > 0) else b,
+    "constant rows": lambda a, b, w: a + torch.linspace(0, 1, len(a), dtype=a.dtype)[:, None],
+    "one hot": lambda a, b, w: a + F.one_hot(b.argmax(1), 4),
+    "expanded": lambda a, b, w: a * b[:, :1].expand(-1, 4) + b[:, 0, None].expand_as(a),
+    "squeezed": lambda a, b, w: a[:, None].squeeze() + b.unsqueeze(2).squeeze(-1) if len(a) > 1 else a,
+    "detached": lambda a, b, w: a * b.detach(),
+    "without gradients": lambda a, b, w: a + ema(b),
+    "slope": lambda a, b, w: a + torch.autograd.grad(b.tanh().mean(0).square().sum(), b, create_graph=True)[0]
+    if b.requires_grad
+    else a,
+    "zeroed": lambda a, b, w: write(a, lambda z: z[:, 0].zero_()),
+    "set": lambda a, b, w: write(a, lambda z: z.__setitem__((slice(None), 1), b[:, 2])),
+    "set where": lambda a, b, w: write(a, lambda z: z.__setitem__(b > 0, 0.5)),
+    "set some rows": lambda a, b, w: write(a, lambda z: z.__setitem__(slice(1, 3), 0.5)),
+    "set a row": lambda a, b, w: write(a, lambda z: z.__setitem__(0, 0.5)),
+    "added": lambda a, b, w: write(a, lambda z: z.add_(b.mean(0)).mul_(w[0])),
+    "added to rows": lambda a, b, w: write(a, lambda z: z.t().add_(b.t())),
+    "sorted in place": lambda a, b, w: write(a, lambda z: z.cumsum_(0)),
+    "a view is written": lambda a, b, w: write(a, lambda z: z.flatten()[:4].zero_()),
+    "a view of rows is written": lambda a, b, w: write(a, lambda z: z[-1].mul_(2)),
+    "a diagonal is written": lambda a, b, w: write(a, lambda z: z.diagonal().zero_()),
+    "filled": lambda a, b, w: torch.zeros(len(a), 4, dtype=a.dtype).add_(a).mul_(b),
+}
+ENDS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mean": lambda a, b, w: a.mean(),
+    "squared mean": lambda a, b, w: a.mean(0).square().sum(),
+    "mse": lambda a, b, w: F.mse_loss(a, b),
+    "cross entropy": lambda a, b, w: F.cross_entropy(a, b.argmax(1)),
+    "covariance": lambda a, b, w: (a.T @ b / len(a)).square().sum(),
+    "std": lambda a, b, w: a.std() if a.numel() > 1 else a.sum(),
+    "contrast": lambda a, b, w: F.cross_entropy(a @ b.T, torch.arange(len(a))),
+    "all": lambda a, b, w: a.sum().tanh() * b.norm() + w.sum() * a.sum(0).prod(),
+}
+
+
+def ema(b: Tensor) -> Tensor:
+    with torch.no_grad():
+        return b * 0.5 + b.mean(0) * 0.5
+
+
+def formula(seed: int, weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """A random formula: the seed says which."""
+    draw = random.Random(seed)
+    values = [x, y]
+    for _ in range(draw.randint(1, LENGTH)):
+        step = STEPS[draw.choice(list(STEPS))]
+        values.append(step(values[-1], draw.choice(values), weight).clamp(-5, 5))
+    return ENDS[draw.choice(list(ENDS))](values[-1], draw.choice(values), weight)
+
+
+def names(seed: int) -> str:
+    """The steps of a formula, for a message."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(draw.randint(1, LENGTH)):
+        found.append(draw.choice(list(STEPS)))
+        draw.choice(found)
+    return ", ".join(found)
+
+
+def results(value: Tensor, *leaves: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(value, leaves, allow_unused=True)
+    grads = [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, found, strict=True)]
+    return [value.detach(), *grads]
+
+
+def outcomes(rows: tuple[int, ...], seeds: range) -> list[str]:
+    """For each seed ``exact``, or what else there was."""
+    part, found = own(rows), []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        x, y, weight = torch.randn(sum(rows), 4).double(), torch.randn(sum(rows), 4).double(), torch.randn(4, 4).double()
+        whole = [each.clone().requires_grad_() for each in (weight, x, y)]
+        mine = [each.clone().requires_grad_() for each in (weight, x[part], y[part])]
+        try:
+            truth = results(formula(seed, *whole), *whole)
+            expected = [truth[0], truth[1], truth[2][part] * len(rows), truth[3][part] * len(rows)]
+        except Exception as error:
+            expected = type(error).__name__
+        try:
+            value = global_rows(functools.partial(formula, seed, mine[0]), *mine[1:], name="random")
+            got = results(value, *mine)
+        except Exception as error:
+            found.append(f"error {str(error)[:300]}")
+            continue
+        if isinstance(expected, str):
+            found.append(f"WRONG: {expected} in one process")
+            continue
+        sizes = [float(each.norm()) for each in truth]
+        off = max(
+            float((a - b).norm()) / max(size, 1e-6)
+            for a, b, size in zip(got, expected, sizes, strict=True)
+            if not (a.isnan() & b.isnan()).any()
+        ) if not any(each.isnan().any() for each in expected) else 0.0
+        found.append("exact" if off < 1e-8 else f"WRONG by {off:.1e}")
+    return found
+
+
+@pytest.mark.parametrize("rows", [(5, 2, 4), (1, 6), (0, 3), (1, 1)], ids=str)
+def test_exact_or_an_error(pool: RankPool, rows: tuple[int, ...]) -> None:
+    seeds = range(sum(rows) * 1000, sum(rows) * 1000 + FORMULAS)
+    by_rank = pool.run(len(rows), outcomes, rows, seeds)
+    for seed, found in zip(seeds, zip(*by_rank, strict=True), strict=True):
+        assert not any("WRONG" in each for each in found), f"{seed}: {found} ({names(seed)})"
+        assert len({each == "exact" for each in found}) == 1, f"{seed}: {found}"
+    exact = sum(found == "exact" for found in by_rank[0])
+    assert exact > FORMULAS / 3, by_rank[0]

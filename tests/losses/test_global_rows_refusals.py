@@ -1,0 +1,227 @@
+"""What `global_rows` refuses on every rank, or computes exactly all the same: reads of memory, writes, ranks that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_ddp_losses import global_rows
+from lightning_ddp_losses.testing import RankPool
+from tests.refusals import refusals
+
+ROWS = (5, 2)
+Formula = Callable[[Tensor, Tensor], Any]
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * x).mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return 2 * ctx.saved_tensors[0] * grads[0] / len(ctx.saved_tensors[0])
+
+
+class Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return -grads[0]
+
+
+def rows() -> list[Tensor]:
+    """This rank's rows and numbers, of one global batch."""
+    torch.manual_seed(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    part = slice(sum(ROWS[:rank]), sum(ROWS[: rank + 1]))
+    return [torch.randn(7, 4).double()[part].requires_grad_(), torch.arange(7)[part]]
+
+
+def run(formula: Formula, *, backward: bool = True) -> None:
+    value = global_rows(formula, *rows(), name="loss")
+    if backward:
+        value.backward()
+
+
+def by_rank(first: Formula, second: Formula) -> Callable[[int], None]:
+    return lambda rank: run(second if rank else first)
+
+
+def every(formula: Formula) -> Callable[[int], None]:
+    return lambda rank: run(formula)
+
+
+def written(write: Callable[[Tensor], Any]) -> Callable[[int], None]:
+    def formula(x: Tensor, y: Tensor) -> Tensor:
+        z = x * 1
+        write(z)
+        return z.square().sum()
+
+    return every(formula)
+
+
+def view_written(x: Tensor, y: Tensor) -> Tensor:
+    z = x.detach() * 1
+    z[3].zero_()
+    return z.square().sum() * x.sum()
+
+
+def written_after_view(x: Tensor, y: Tensor) -> Tensor:
+    z = x.detach() * 1
+    third = z[3]
+    z.zero_()
+    return third.sum() * x.sum()
+
+
+def of_means(x: Tensor, y: Tensor) -> Tensor:
+    return x.mean(0).square().sum()
+
+
+def of_deviations(x: Tensor, y: Tensor) -> Tensor:
+    return x.std(0).square().sum()
+
+
+def without_gradient(rank: int) -> None:
+    with torch.set_grad_enabled(rank == 0):
+        run(lambda x, y: x.mean(0).square().sum(), backward=False)
+
+
+def captured(rank: int) -> None:
+    local = torch.randn(1, 4, generator=torch.Generator().manual_seed(rank)).double()
+    run(lambda x, y: ((x - local) ** 2).mean())
+
+
+OPERATORS = "expected operators that compute with the rows"
+REFUSED: dict[str, tuple[Any, ...]] = {
+    # memory
+    "data_ptr": (every(lambda x, y: x.data_ptr()), OPERATORS),
+    "storage": (every(lambda x, y: x.untyped_storage()), OPERATORS),
+    "dlpack": (every(lambda x, y: torch.from_dlpack(x).sum()), OPERATORS),
+    "an old dlpack": (every(lambda x, y: torch.utils.dlpack.to_dlpack(x)), OPERATORS),
+    "as_strided": (every(lambda x, y: x.as_strided((2,), (1,)).sum()), OPERATORS),
+    "a hook": (every(lambda x, y: x.register_hook(print)), OPERATORS),
+    "a new data": (every(lambda x, y: setattr(x, "data", y)), OPERATORS),
+    "a pickle": (every(lambda x, y: __import__("copy").deepcopy(x)), OPERATORS),
+    # writes
+    "a write into all rows": (written(lambda z: z.index_fill_(0, torch.tensor([1]), 9.0)), "write in place"),
+    "a write by numbers": (written(lambda z: z.__setitem__(torch.tensor([1, 5]), 0.0)), "write in place"),
+    "a write of a row": (written(lambda z: z.__setitem__(1, 0.0)), "write in place"),
+    "a write of an order": (written(lambda z: z.cumsum_(0)), "write in place"),
+    "a random write": (written(lambda z: z.normal_()), "write in place"),
+    "an output": (written(lambda z: torch.add(z, 1, out=z)), "write in place"),
+    "a write into a view of copied rows": (every(view_written), "expected no write in place"),
+    "a write below a view of copied rows": (every(written_after_view), "expected no write in place"),
+    # what autograd would lose
+    "a custom function": (every(lambda x, y: Squares.apply(x).sum()), "custom autograd.Function"),
+    "a custom identity": (every(lambda x, y: Same.apply(x).mean()), "custom autograd.Function"),
+    "a checkpoint of the old kind": (
+        every(lambda x, y: torch.utils.checkpoint.checkpoint(lambda z: z.mean(), x, use_reentrant=True)),
+        "custom autograd.Function",
+    ),
+    "a transform": (every(lambda x, y: torch.func.grad(lambda z: z.sin().sum())(x).sum()), "inside a transform"),
+    "a map over rows": (every(lambda x, y: torch.vmap(lambda r: r * 2)(x).sum()), "inside a transform"),
+    # results
+    "rows": (every(lambda x, y: F.mse_loss(x, x * 2, reduction="none")), "expected values that are equal on all ranks"),
+    # ranks that differ
+    "another branch": (
+        by_rank(of_means, of_deviations),
+        ("in of_means: return x.mean", "in of_deviations: return x.std"),
+        "RankMismatchError",
+    ),
+    "one exchange more": (
+        by_rank(lambda x, y: x.sum(), of_means),
+        "in of_means: return x.mean",
+        "RankMismatchError",
+    ),
+    "another number": (by_rank(lambda x, y: (x * 2).sum(), lambda x, y: (x * 3).sum()), "mul 3", "RankMismatchError"),
+    "gradients on one rank": (without_gradient, "gradients", "RankMismatchError"),
+    "a tensor of this rank": (captured, "expected the same values on every rank", "RankMismatchError"),
+    "a number of this rank": (lambda rank: run(lambda x, y: x.sum() * (1 + rank)), "same values", "RankMismatchError"),
+    "another width": (
+        lambda rank: global_rows(lambda x: x.sum(), torch.ones(2, 3 + rank), name="loss"),
+        "(rows, 4)",
+        "RankMismatchError",
+    ),
+    "sparse rows": (lambda rank: global_rows(torch.sum, torch.eye(2).to_sparse()), "expected a dense tensor"),
+    "no function": (lambda rank: global_rows(3, torch.eye(2)), "expected a function"),
+}
+test_errors_on_every_rank = refusals(__name__, "REFUSED")
+
+
+def test_an_error_of_one_rank_reaches_the_others(pool: RankPool) -> None:
+    first, second = pool.errors(2, one_fails)
+    assert (second.type, first.type) == ("KeyError", "PeerError")
+    assert "absent" in first.message
+
+
+def one_fails() -> None:
+    run(lambda x, y: {}["absent"] if dist.get_rank() else x.sum())
+
+
+def test_numpy_of_rows_is_read_only(pool: RankPool) -> None:
+    errors = pool.errors(2, write_into_numpy)
+    assert [error.type for error in errors] == ["ValueError", "ValueError"]
+
+
+def write_into_numpy() -> None:
+    run(lambda x, y: x.detach().numpy().fill(0))
+
+
+def values(formulas: list[int]) -> list[Any]:
+    given = [each.detach() for each in rows()]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [READ[number](*given) for number in formulas]
+    return [global_rows(READ[number], *given, name=f"{number}") for number in formulas]
+
+
+READ: list[Formula] = [
+    lambda x, y: x.tolist(),
+    lambda x, y: y.max().item(),
+    lambda x, y: [int(label) for label in y],
+    lambda x, y: float(x.sum() > 0),
+    lambda x, y: np.asarray(x).sum().item(),
+    lambda x, y: x.numpy().tolist(),
+    lambda x, y: 3 in y,
+    lambda x, y: [len(x), x.shape[0], x.size(0), x.numel(), x.ndim, x.dim(), list(x.shape[1:])],
+    lambda x, y: y[x[:, 0] > 0].tolist(),
+    lambda x, y: y.unique().tolist(),
+    lambda x, y: torch.nonzero(y > 2).tolist(),
+    lambda x, y: [part.tolist() for part in x.split(3)],
+    lambda x, y: torch.where(y > 2)[0].tolist(),
+    lambda x, y: y.float().mean().item(),
+    lambda x, y: bool((y >= 0).all()) and bool((y == 3).any()),
+    lambda x, y: x.view(-1, 2).tolist(),
+    lambda x, y: x.reshape(-1)[::3].tolist(),
+    lambda x, y: torch.flip(y, (0,)).tolist(),
+    lambda x, y: y.roll(1).tolist(),
+    lambda x, y: torch.complex(x, x).abs().sum().item(),
+    lambda x, y: f"{y.max()}",
+    lambda x, y: torch.histc(x, 4).tolist(),
+    lambda x, y: x.to(torch.float32).dtype == torch.float32 and x.device.type == "cpu",
+    lambda x, y: (x > 0).sum().item() + (x > 0).float().argmax(0).sum().item(),
+]
+
+
+def test_reads_are_those_of_one_process(pool: RankPool) -> None:
+    numbers = list(range(len(READ)))
+    global_rows_seven = pool.run(1, whole_values, numbers, distributed=False)[0]
+    for found in pool.run(2, values, numbers):
+        for number in numbers:
+            assert str(found[number]) == str(global_rows_seven[number]), f"formula {number}"
+
+
+def whole_values(numbers: list[int]) -> list[Any]:
+    torch.manual_seed(1)
+    x, y = torch.randn(7, 4).double(), torch.arange(7)
+    return [READ[number](x, y) for number in numbers]
