@@ -131,6 +131,8 @@ def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
         if "Cannot access data pointer" not in str(error):
             raise
         raise memory_error("a kernel or an export on rows of all ranks", line_of_error(error)) from error
+    finally:
+        opened.call.is_over = True
     opened.close(value)
     return value
 

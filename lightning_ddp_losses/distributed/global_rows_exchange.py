@@ -86,6 +86,7 @@ class RowsCall:
 
     Attributes:
         exchanged: The exchanges so far, forward and backward.
+        is_over: True after the formula has returned. Rows that it has kept cannot be used then, other than by a checkpoint in backward.
     """
 
     def __init__(self, title: str, group: Group) -> None:
@@ -93,6 +94,7 @@ class RowsCall:
         self.rank = process_groups.rank(group)
         self.world_size = process_groups.world_size(group)
         self.exchanged: list[Exchanged] = []
+        self.is_over = False
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
         self._watched: list[Watched] = []

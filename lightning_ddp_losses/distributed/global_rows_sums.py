@@ -100,7 +100,9 @@ def var(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _root(squares: Tensor) -> Tensor:
-    return squares.sqrt()
+    """Return the root of a sum of squares. Its gradient at 0 is 0, as that of torch's ``std`` and ``norm``."""
+    is_zero = squares == 0
+    return squares.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
 
 
 @rule("sum", "norm vector_norm linalg_vector_norm linalg_norm")
@@ -126,10 +128,7 @@ def norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return rows._same(local, rows._dim if keepdim else rows._dim - below)
     if order == 1:
         return rows.abs().sum(dims, keepdim=keepdim)
-    squares = rows.square().sum(dims, keepdim=keepdim)
-    # torch's gradient at 0 is 0, that of the root is infinite
-    is_zero = squares == 0
-    return squares.masked_fill(is_zero, 1).sqrt().masked_fill(is_zero, 0)
+    return _root(rows.square().sum(dims, keepdim=keepdim))
 
 
 @rule("sum", "any all")

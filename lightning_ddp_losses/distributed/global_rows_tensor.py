@@ -121,10 +121,12 @@ class GlobalRows(Tensor):
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
         _refuse_place(func, types)
+        first = first_rows(args, kwargs)
+        if first is not None:
+            first._call.note_operation(operation_text(func, args, kwargs))
+            if first._call.is_over:
+                _refuse_after_the_call(func)
         if known is not None:
-            first = first_rows(args, kwargs)
-            if first is not None:
-                first._call.note_operation(operation_text(func, args, kwargs))
             result = known.run(func, args, kwargs)
             if result is not NO_RULE:
                 return result
@@ -266,6 +268,18 @@ def _refuse_place(func: Any, types: Any) -> None:
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)
+
+
+def _refuse_after_the_call(func: Any) -> None:
+    """Refuse rows that were kept from an earlier call. A checkpoint computes once more in backward."""
+    if compat.graph_task_id() != -1:
+        return
+    raise InputError(
+        f"{name_of(func)} on rows of all ranks",
+        expected="rows of this call",
+        got=f"rows that were kept from an earlier call, at {line_of_loss(sys._getframe())}",
+        fix="Keep sums of rows, or what is computed from them.",
+    )
 
 
 def _refuse_custom_function(func: Any) -> None:

@@ -45,6 +45,7 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
+from lightning_ddp_losses.losses.global_rows import run_on_rows
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout
@@ -84,7 +85,8 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     Args:
         loss: Any loss module: pytorch-metric-learning's (PML), lightly's, torch.nn's, your own.
         mode: ``"replicated"``: gather all rows, every rank computes the full loss. Exact for every deterministic loss.
-            ``"rows"``: each rank computes its own anchors against all rows, for losses that are a sum over anchors.
+            ``"rows"``: each rank computes its own anchors against all rows, for losses of PML that are a sum over anchors. For all other
+            losses: rows stay on their rank and sums are exchanged, operator by operator (``global_rows``).
             ``"elements"``: no rows are gathered, for losses that are a sum over samples. ``"moments"``: sums of D x D products travel, for
             lightly's ``BarlowTwinsLoss`` and ``VICRegLoss``. ``"auto"``: the cheapest that
             is exact for this loss and this call (``rows`` from a few dozen or hundred global rows on: fewer are computed in full).
@@ -193,7 +195,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
     def extra_repr(self) -> str:
         """Show the mode that runs, and how rows are evaluated."""
         mode = self.exact_modes()[0] if self.mode == "auto" else self.mode
-        if mode == "rows":
+        if mode == "rows" and pml_registry.is_pml_loss(self.loss):
             return f"mode={self.mode!r} (rows, {self.evaluation})"
         return f"mode={self.mode!r} ({mode})"
 
@@ -356,6 +358,11 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode == "elements":
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             return by_elements(self.loss, call.rules, self._exchange(call, rows), rows, args, kwargs)
+        if mode == "rows":
+            must_match = call.must_match | self._options()
+            return run_on_rows(
+                self.loss, self._title, args, kwargs, self.batch_dims, must_match, self._seeds, self._group
+            )
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             return by_moments(self.loss, views, self._group)

@@ -134,16 +134,18 @@ def facts_of(loss: nn.Module) -> LossFacts:
 
 
 def allowed_modes(loss: nn.Module) -> tuple[Mode, ...]:
-    """Return the exact modes of a loss by its class, cheapest first. A subclass may have another formula and needs a separate row."""
+    """Return the exact modes of a loss by its class, that of ``auto`` first. A subclass may have another formula: a separate row."""
     cls = type(loss)
     facts = LOSSES.get(cls)
     if facts is not None and facts.mode != "replicated":
         return (facts.mode, "replicated")
+    if is_pml_loss(loss):
+        return ("replicated",)
     if name_in_lightly(loss) in _OF_MOMENTS:
-        return ("moments", "replicated")
+        return ("moments", "replicated", "rows")
     if issubclass(cls, TORCH_LOSS_TYPES) and cls.__module__.startswith("torch.") and cls not in _TORCH_REPLICATED:
-        return ("elements", "replicated")
-    return ("replicated",)
+        return ("elements", "replicated", "rows")
+    return ("replicated", "rows")
 
 
 def register_element_wise(cls: T) -> T:

@@ -1,0 +1,205 @@
+"""`global_rows` and ``GlobalBatchLoss(..., mode="rows")`` in use: exchanges and bytes, state, batch dimensions, random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses import GlobalBatchLoss, global_rows
+from lightning_ddp_losses.testing import RankPool
+from tests.counting import CountCollectives
+from tests.each_rank import each_rank
+from tests.lightning_ranks import QUIET, make_trainer
+from tests.losses.rows_cases import dice, vicreg
+from tests.oracle import assert_close, graded, own
+
+ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
+
+
+class CentredLoss(nn.Module):
+    """Like DINO's: a centre that each call moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5, 0.5]).double())
+        self.register_buffer("centre", torch.zeros(2).double())
+
+    def forward(self, student: Tensor, teacher: Tensor) -> Tensor:
+        teacher = teacher.detach()
+        wanted = ((teacher - self.centre) * 5).softmax(1)
+        self.centre.mul_(0.5).add_(teacher.mean(0), alpha=0.5)
+        return -(wanted * (student * self.scale).log_softmax(1)).sum(1).mean() + student.std(0).square().sum()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def batch() -> Tensor:
+    return torch.randn(7, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def trained(model: Any, loss: Any, rows: Tensor) -> dict[str, Tensor]:
+    """The value and the gradients of the second of two calls, and the centre."""
+    loss(model(rows), model(rows * 2))
+    core = getattr(model, "module", model)
+    inner = getattr(loss, "module", loss)
+    plain = inner.loss if isinstance(inner, GlobalBatchLoss) else inner
+    found = graded(loss(model(rows), model(rows * 2)), net=core, loss=plain)
+    return found | {"centre": plain.centre.clone()}
+
+
+def on_ranks() -> dict[str, Tensor]:
+    model = DistributedDataParallel(net())
+    loss = DistributedDataParallel(GlobalBatchLoss(CentredLoss(), mode="rows"))
+    return trained(model, loss, batch()[own(ROWS[dist.get_world_size()])])
+
+
+def alone() -> dict[str, Tensor]:
+    return trained(net(), CentredLoss(), batch())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_module_with_state_and_weights(pool: RankPool, world_size: int) -> None:
+    (oracle,) = pool.run(1, alone, distributed=False)
+    for found in pool.run(world_size, on_ranks):
+        assert_close(found, oracle)
+
+
+@each_rank(2)
+def test_auto_is_as_it_was() -> None:
+    assert GlobalBatchLoss(nn.MSELoss()).exact_modes() == ("elements", "replicated", "rows")
+    assert GlobalBatchLoss(CentredLoss()).exact_modes() == ("replicated", "rows")
+
+
+def counted(rows: int) -> tuple[int, int, int]:
+    """Collectives of a Dice forward and backward, and their bytes."""
+    logits, target = torch.randn(rows, 3, 8, 8).double().requires_grad_(), torch.zeros(rows, 8, 8).long()
+    weight = torch.ones(2, 2).double()
+    with CountCollectives() as collectives:
+        value = global_rows(lambda x, y: dice(weight, x, y), logits, target, name="dice")
+        forward = len(collectives.take())
+        value.backward()
+        return forward, len(collectives.take()), collectives.num_bytes
+
+
+@each_rank(2)
+def test_dice_sends_two_sums_and_no_row() -> None:
+    counted(2)
+    few, many = counted(2), counted(50)
+    # before and after the formula, the overlap and the size. A sum needs nothing in backward
+    assert few == many
+    assert few[:2] == (4, 0)
+    assert many[2] < 10_000
+
+
+@each_rank(2)
+def test_vicreg_sends_sums_only() -> None:
+    def exchanged(rows: int) -> tuple[int, int, int]:
+        first, second = (torch.randn(rows, 4).double().requires_grad_() for _ in range(2))
+        with CountCollectives() as collectives:
+            value = global_rows(lambda a, b: vicreg(torch.ones(1), a, b), first, second, name="vicreg")
+            forward = len(collectives.take())
+            value.backward()
+            return forward, len(collectives.take()), collectives.num_bytes
+
+    exchanged(4)
+    assert exchanged(4) == exchanged(300)
+
+
+@each_rank(2)
+def test_another_dimension_of_rows_and_a_tensor_that_is_no_batch() -> None:
+    whole = torch.arange(21.0).view(3, 7).double()
+    part = own(ROWS[2])
+    table = torch.tensor([[1.0], [2.0], [3.0]]).double().requires_grad_()
+    value = global_rows(
+        lambda x, t: (x * t).sum(1).square().sum() + x.t().std(), whole[:, part], table, batch_dims={0: 1, 1: None}
+    )
+    value.backward()
+    truth = table.detach().clone().requires_grad_()
+    expected = (whole * truth).sum(1).square().sum() + whole.std()
+    expected.backward()
+    assert_close({"value": value.detach(), "table": table.grad}, {"value": expected.detach(), "table": truth.grad})
+
+
+@each_rank(2)
+def test_queries_and_documents_of_other_counts() -> None:
+    torch.manual_seed(0)
+    queries, documents = torch.randn(7, 3).double(), torch.randn(7, 3).double()
+    rank = dist.get_rank()
+    own_queries, own_documents = queries[: (4, 3)[rank]] if not rank else queries[4:], documents[own([2, 5])]
+    value = global_rows(
+        lambda q, d: F.cross_entropy(q @ d.T, torch.arange(len(q))) + (q * d).mean(), own_queries, own_documents
+    )
+    expected = F.cross_entropy(queries @ documents.T, torch.arange(7)) + (queries * documents).mean()
+    assert_close({"value": value}, {"value": expected})
+
+
+@each_rank(2)
+def test_one_draw_for_all_rows() -> None:
+    rows = torch.ones([2, 5][dist.get_rank()], 3).double()
+    dropped = global_rows(lambda x: F.dropout(x, 0.5, training=True).tolist(), rows)
+    assert len(dropped) == 7
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, dropped)
+    assert everyone[0] == everyone[1]
+
+
+@each_rank(2)
+def test_autocast_and_halves() -> None:
+    rows = batch()[own(ROWS[2])].float()
+    with torch.autocast("cpu", torch.bfloat16):
+        value = global_rows(lambda x: (x.T @ x).square().sum(), rows.bfloat16())
+    whole = batch().float().bfloat16().float()
+    assert value.dtype == torch.float32
+    assert float(value) == pytest.approx(float((whole.T @ whole).square().sum()), rel=1e-5)
+
+
+@each_rank(2)
+def test_rows_that_were_kept_are_refused() -> None:
+    kept = []
+    rows = batch()[own(ROWS[2])]
+    global_rows(lambda x: kept.append(x) or x.sum(), rows)
+    with pytest.raises(Exception, match="kept from an earlier call"):
+        kept[0].sum()
+
+
+class Fit(pl.LightningModule):
+    """Trains on the covariance of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net().float()
+
+    def training_step(self, rows: Tensor, index: int) -> Tensor:
+        out = self.net(rows)
+        return global_rows(lambda z: (z.T @ z / len(z) - torch.eye(2)).square().sum(), out, name="covariance")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fitted() -> dict[str, Tensor]:
+    """Train for three steps on the rows of one batch, of all ranks or in one process."""
+    model, rows = Fit(), batch().float()[:6]
+    if dist.is_initialized():
+        trainer = make_trainer("ddp_losses", max_epochs=3)
+        rows = rows[own([3, 3])]
+    else:
+        trainer = pl.Trainer(accelerator="cpu", devices=1, **(QUIET | {"max_epochs": 3}))
+    trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=len(rows)))
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def test_a_fit(pool: RankPool) -> None:
+    (oracle,) = pool.run(1, fitted, distributed=False)
+    for found in pool.run(2, fitted):
+        assert_close(found, oracle, rtol=1e-6)
