@@ -119,7 +119,8 @@ class RowsCall:
         Raises:
             InputError: naming the operator whose result was written to.
         """
-        for tensor, version, operator, line in self._watched:
+        watched, self._watched = self._watched, []
+        for tensor, version, operator, line in watched:
             if tensor._version != version:
                 raise InputError(
                     f"{self.title}: {operator}",

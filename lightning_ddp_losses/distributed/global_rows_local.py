@@ -42,7 +42,7 @@ softshrink i0 i1 i0e i1e ndtr ndtri log_ndtr expit angle conj real imag
 """
 """Names of operators that compute each number from the numbers at the same place."""
 
-_IN_PLACE = " ".join(f"{name}_" for name in POINTWISE.split() if not name.endswith("_"))
+_IN_PLACE = "copy_ " + " ".join(f"{name}_" for name in POINTWISE.split() if not name.endswith("_"))
 
 
 # ---------------------------------------------------------------------- operands
@@ -51,7 +51,9 @@ _IN_PLACE = " ".join(f"{name}_" for name in POINTWISE.split() if not name.endswi
 def lead_of(operands: Sequence[Any]) -> GlobalRows | None:
     """Return the rows that the other operands are brought to: those of the most rows, the first among equal ones."""
     rows = [value for value in operands if isinstance(value, GlobalRows)]
-    return max(rows, key=_number_of_rows) if rows else None
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    return max(rows, key=_number_of_rows)
 
 
 def _number_of_rows(rows: GlobalRows) -> int:
@@ -62,6 +64,8 @@ def operand_of(value: Any, lead: GlobalRows, operator: str) -> Any:
     """Return a broadcast operand for this rank's rows of ``lead``. ``NO_RULE`` if its rows are others."""
     if not isinstance(value, Tensor):
         return value
+    if value is lead:
+        return lead._local
     from_right = lead._ndim - lead._dim
     if isinstance(value, GlobalRows):
         if value._counts == lead._counts and value._ndim - value._dim == from_right:
@@ -104,7 +108,9 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     operator = name_of(func)
     operands = local_operands(args, lead, operator)
-    by_name = local_operands(list(kwargs.values()), lead, operator)
+    by_name: list[Any] | None = []
+    if kwargs:
+        by_name = local_operands(list(kwargs.values()), lead, operator)
     if operands is None or by_name is None:
         return NO_RULE
     local = func(*operands, **dict(zip(kwargs, by_name, strict=True)))
@@ -151,6 +157,11 @@ def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return found
 
 
+def without_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return ``x.data`` as a detached tensor, whose writes are counted."""
+    return args[0]._same(args[0]._local.detach())
+
+
 def watch_memory(found: GlobalRows, rows: GlobalRows, operator: str) -> None:
     """Refuse writes where memory may be shared on this rank and not in one process, or the other way round."""
     found._call.watch(found._local, operator)
@@ -187,6 +198,8 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return NO_RULE
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    if name_of(func) == "flip" and len(args) > 2:  # dimensions one by one
+        dim = args[1:]
     return along_dims(func, rows, dim, args[1:], kwargs)
 
 
@@ -297,7 +310,7 @@ def _fact_of_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return func(*[value._local if isinstance(value, GlobalRows) else value for value in args], **kwargs)
 
 
-rule("fact", "dim size numel nelement __len__ ndimension is_same_size __hash__ __repr__")(_shape_of)
+rule("fact", "dim size numel nelement __len__ ndimension is_same_size __hash__")(_shape_of)
 rule("fact", _FROM_LOCAL_METHODS)(_fact_of_local)
 
 
@@ -312,8 +325,10 @@ def _register_facts() -> None:
         RULES[getter] = Rule("fact", _shape_of)
     for getter in _getters(_FROM_LOCAL):
         RULES[getter] = Rule("fact", _fact_of_local)
-    for getter in _getters("data real imag"):
+    for getter in _getters("real imag"):
         RULES[getter] = Rule("local", like)
+    for getter in _getters("data"):
+        RULES[getter] = Rule("local", without_graph)
     for name in dir(Tensor):
         attribute = getattr(Tensor, name, None)
         if type(attribute).__name__ in ("getset_descriptor", "property"):
@@ -349,6 +364,10 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weights = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
     inputs_given = [by] if isinstance(by, Tensor) else list(by)
     has_rows = any(isinstance(value, GlobalRows) for value in tensors_in([outputs]))
+    weights_of_rows = [value for value in tensors_in([weights]) if isinstance(value, GlobalRows)]
+    outputs_of_rows = [value for value in tensors_in([outputs]) if isinstance(value, GlobalRows)]
+    if [value._dim for value in weights_of_rows] != [value._dim for value in outputs_of_rows]:
+        return refuse(func, args, kwargs)
     if has_rows and not all(isinstance(value, GlobalRows) for value in tensors_in([weights]) or [None]):
         return refuse(func, args, kwargs)
     args, kwargs = mapped(_local_part, (args, kwargs))

@@ -14,16 +14,12 @@ from torch import Tensor
 from lightning_ddp_losses.distributed.global_rows_local import along_dims, dims_of
 from lightning_ddp_losses.distributed.global_rows_tensor import NO_RULE, GlobalRows, name_of, rule
 
-_OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim"}
-
-
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any] | None:
     """Return arguments after the first by name. None if there are others, or if the first has no rows."""
     if not args or not isinstance(args[0], GlobalRows) or len(args) > len(names) + 1:
         return None
     found = dict(zip(names, args[1:], strict=False))
-    for given_name, value in kwargs.items():
-        name = _OTHER_NAMES.get(given_name, given_name)
+    for name, value in kwargs.items():
         if name not in names or name in found:
             return None
         found[name] = value
@@ -221,8 +217,10 @@ def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Count numbers, or add weights of rows."""
     given = dict(zip(("weights", "minlength"), args[1:], strict=False)) | kwargs
     rows, weights = args[0], given.get("weights")
+    if not isinstance(rows, GlobalRows):
+        return NO_RULE
     is_aligned = weights is None or (isinstance(weights, GlobalRows) and weights._counts == rows._counts)
-    if not isinstance(rows, GlobalRows) or not is_aligned or 0 in rows._shape:
+    if not is_aligned or 0 in rows._shape:
         return NO_RULE
     length = max(int(rows.max()) + 1, given.get("minlength", 0))
     own = torch.bincount(rows._local, None if weights is None else weights._local, length)

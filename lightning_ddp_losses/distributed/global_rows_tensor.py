@@ -13,6 +13,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ NO_RULE: Any = object()
 
 _FIX = "Write it with operators of torch on the arguments, or use GlobalBatchLoss(..., mode='replicated'), which hands in plain tensors."
 _FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+_NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
 
 class Rule(NamedTuple):
@@ -116,7 +120,7 @@ class GlobalRows(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Apply the rule of an operator, or hand in the rows of all ranks."""
-        kwargs = kwargs or {}
+        kwargs = {_NUMPY_NAMES.get(name, name): value for name, value in kwargs.items()} if kwargs else {}
         known = RULES.get(func)
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
@@ -126,7 +130,7 @@ class GlobalRows(Tensor):
             first._call.note_operation(operation_text(func, args, kwargs))
             if first._call.is_over:
                 _refuse_after_the_call(func)
-        if known is not None:
+        if known is not None and (args or known.kind == "loss"):
             result = known.run(func, args, kwargs)
             if result is not NO_RULE:
                 return result
@@ -167,9 +171,13 @@ def tensors_in(nest: Any) -> list[Tensor]:
 
 def first_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalRows | None:
     """Return the first rows among arguments."""
+    for value in args:
+        if type(value) is GlobalRows:
+            return value
     return next((value for value in tensors_in((args, kwargs)) if isinstance(value, GlobalRows)), None)
 
 
+@functools.lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
     """Return the name of an operator."""
     name = getattr(func, "__name__", str(func))
@@ -180,7 +188,11 @@ def name_of(func: Any) -> str:
 
 def operation_text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return an operator and its numbers, as ranks compare them."""
-    return f"{name_of(func)} {_numbers_in(args)}{_numbers_in(tuple(kwargs.values()))}"
+    text = name_of(func)
+    numbers = _numbers_in(args)
+    if numbers:
+        text += " " + numbers
+    return f"{text} {_numbers_in(kwargs.values())}" if kwargs else text
 
 
 def _numbers_in(values: Any) -> str:
@@ -259,8 +271,8 @@ def _refuse_place(func: Any, types: Any) -> None:
     """Refuse an operator where its gradient, or its exchange, would be lost."""
     if inputs.is_capturing():
         raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
-    others = [each for each in types if each not in (GlobalRows, Tensor, nn.Parameter)]
-    if others and not issubclass(others[0], (GlobalRows, nn.Parameter)):
+    others = [each for each in types if each is not GlobalRows and not issubclass(each, nn.Parameter) and each is not Tensor]
+    if others:
         raise InputError(
             f"{name_of(func)} on rows of all ranks",
             expected="plain tensors next to them",

@@ -9,8 +9,11 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
@@ -118,8 +121,14 @@ def run_on_rows(
     """
     if process_groups.world_size(group) == 1:
         return formula(*args, **kwargs)
-    opened = OpenedRows(title, args, kwargs, dict(batch_dims), must_match, seeds.next(), group)
-    with same_draws(seed_of(opened.extras[0]), inputs.tensors_in((args, kwargs))):
+    # inference mode does not count writes: copies of rows that are written to would not be noticed
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            args, kwargs = inputs.map_tensors(torch.clone, (args, kwargs))
+        opened = OpenedRows(title, args, kwargs, dict(batch_dims), must_match, seeds.next(), group)
+        stack.enter_context(same_draws(seed_of(opened.extras[0]), inputs.tensors_in((args, kwargs))))
         return evaluate_on_rows(opened, formula)
 
 

@@ -164,6 +164,24 @@ def test_autocast_and_halves() -> None:
 
 
 @each_rank(2)
+def test_inference() -> None:
+    with torch.inference_mode():
+        rows = batch()[own(ROWS[2])] * 1
+        value = global_rows(lambda x: (x - x[0]).flip(0).cumsum(0).std() + x.var(0).sum(), rows)
+    whole = batch()
+    assert_close({"value": value}, {"value": (whole - whole[0]).flip(0).cumsum(0).std() + whole.var(0).sum()})
+
+
+@each_rank(2)
+def test_no_rows_anywhere() -> None:
+    rows = torch.zeros(0, 3).double().requires_grad_()
+    value = global_rows(lambda x: x.mean() + F.mse_loss(x, x * 2) + x.sum(), rows)
+    assert value.isnan()
+    value.backward()
+    assert rows.grad.shape == (0, 3)
+
+
+@each_rank(2)
 def test_rows_that_were_kept_are_refused() -> None:
     kept = []
     rows = batch()[own(ROWS[2])]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.losses.harness import DIM, Arguments, Case, Net, Rows
 
 ALIASES = {"NLLLoss2d": "NLLLoss under a deprecated name"}
-ELEMENTS, REPLICATED = ("elements", "replicated"), ("replicated",)
+ELEMENTS, REPLICATED = ("elements", "replicated", "rows"), ("replicated", "rows")
 Give = Callable[[Net, Rows], Arguments]
 
 

@@ -233,11 +233,11 @@ VARIANTS: dict[str, Case] = {
     "ContrastiveLoss, tuples of references": Case(
         pml.ContrastiveLoss, against_references, against_references_alone, ROW_WISE
     ),
-    "a user's loss": Case(Tempered, tempered, modes=REPLICATED),
-    "a user's loss, dropout": Case(partial(Tempered, 0.4), tempered, modes=REPLICATED, random=True),
+    "a user's loss": Case(Tempered, tempered, modes=(*REPLICATED, "rows")),
+    "a user's loss, dropout": Case(partial(Tempered, 0.4), tempered, modes=(*REPLICATED, "rows"), random=True),
     "a user's loss, samples are columns": Case(
-        Columns, transposed, modes=REPLICATED, options={"batch_dims": {0: 1, 1: 1, 3: None}}
+        Columns, transposed, modes=(*REPLICATED, "rows"), options={"batch_dims": {0: 1, 1: 1, 3: None}}
     ),
-    "a user's loss, batches in lists": Case(Lists, in_lists, modes=REPLICATED),
+    "a user's loss, batches in lists": Case(Lists, in_lists, modes=(*REPLICATED, "rows")),
     "a user's loss, gradients summed": Case(Tempered, tempered, modes=REPLICATED, options={"backward": "sum"}),
 }
