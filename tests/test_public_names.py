@@ -49,6 +49,7 @@ PINNED = [
     "differentiable",
     "gather_predictions",
     "global_mean",
+    "global_rows",
     "microbatched",
     "parity",
     "synced",

@@ -78,9 +78,32 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def forbid_data_pointer(tensor: Tensor) -> None:
-    """Make it an error to read the memory of a tensor that has none: kernels and exports would read at address 0."""
-    torch._C._set_throw_on_mutable_data_ptr(tensor)  # type: ignore[attr-defined]
+def without_memory(cls: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
+    """Return a tensor of a subclass that has a shape and no memory. Kernels and exports, which would read at address 0, raise.
+
+    Args:
+        cls: The subclass. It handles all operators.
+        shape: The shape.
+        like: A tensor of the same dtype and device.
+    """
+    made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Return a context in which subclasses do not handle functions of torch."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def compiled_modules() -> list[Any]:
+    """Return the modules of torch's functions that are called by other names, as ``torch.nn.functional.gelu``."""
+    return [getattr(torch._C, name) for name in ("_nn", "_linalg", "_special")]
+
+
+def memory_key(tensor: Tensor) -> int:
+    """Return a number of the memory of a dense tensor: views have that of their base."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def outside_transforms() -> AbstractContextManager[object]:

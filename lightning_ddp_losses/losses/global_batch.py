@@ -36,6 +36,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
+from lightning_ddp_losses.losses.formulas.global_rows import run_on_rows
 from lightning_ddp_losses.losses.gathered_call import (
     ArgumentRules,
     CallBatches,
@@ -45,7 +46,6 @@ from lightning_ddp_losses.losses.gathered_call import (
     same_draws,
 )
 from lightning_ddp_losses.losses.global_batch_options import not_exact, refuse_options
-from lightning_ddp_losses.losses.global_rows import run_on_rows
 from lightning_ddp_losses.losses.partial_sums import SumExchange
 from lightning_ddp_losses.losses.plans.global_batch import CallPlan, LossPlan, LossPlans, MinerPlan, exact_modes
 from lightning_ddp_losses.losses.plans.sample_layout import SampleLayout

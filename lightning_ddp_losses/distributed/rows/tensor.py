@@ -14,7 +14,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs
-from lightning_ddp_losses.distributed.global_rows_exchange import RowsCall, line_of_loss
+from lightning_ddp_losses.distributed.rows.call import RowsCall, line_of_loss
 from lightning_ddp_losses.distributed.user_line import callers
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
 RULES: dict[Any, Rule] = {}
 """The rules by operator: a function or method of torch, as ``__torch_function__`` is called with it. All others gather."""
 
-_OWNERS = (torch, Tensor, nn.functional, torch._C._nn, torch.special, torch.linalg, torch._C._linalg, torch._C._special)
+_OWNERS = (torch, Tensor, nn.functional, torch.special, torch.linalg, *compat.compiled_modules())
 
 
 def rule(kind: str, *names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -91,17 +91,16 @@ class GlobalRows(Tensor):
         """Make a tensor of the global shape, without memory."""
         shape = list(local.shape)
         shape[dim] = sum(counts)
-        rows = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
-        compat.forbid_data_pointer(rows)
+        rows: GlobalRows = compat.without_memory(cls, shape, local)
         rows._local = local
         rows._counts = counts
         rows._dim = dim
         rows._call = call
         rows._ndim = len(shape)
         rows._shape = tuple(shape)
-        return rows  # type: ignore[no-any-return]
+        return rows
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """Show shapes: values would need an exchange, which a debugger must not start."""
         return (
             f"GlobalRows(rows of this rank: {tuple(self._local.shape)}, of all ranks: {self._counts}, dim={self._dim})"
@@ -137,12 +136,12 @@ class GlobalRows(Tensor):
         return _on_all_rows(func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse what has not followed a rule."""
         raise InputError(
             f"operator {func} on rows of all ranks",
             expected="an operator that is called by the formula itself",
-            got=f"one inside a transform (torch.func, vmap), a compiled function or a kernel, at {line_of_loss(sys._getframe())}",
+            got=f"one inside a transform (torch.func, vmap), a compiled function or a kernel, at {line_of_loss(inspect.currentframe())}",
             fix=_FIX,
         )
 
@@ -238,12 +237,12 @@ def _on_all_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     for key, (_, whole) in found.items():
         if whole._version != versions[key]:
             raise write_error(operator)
-    memory = {whole.untyped_storage()._cdata: rows for rows, whole in found.values()}
+    memory = {compat.memory_key(whole): rows for rows, whole in found.values()}
     for tensor in tensors_in(result):
-        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memory:
-            rows = memory[tensor.untyped_storage()._cdata]
+        if tensor.layout == torch.strided and compat.memory_key(tensor) in memory:
+            rows = memory[compat.memory_key(tensor)]
             rows._call.watch(tensor, operator)
-            rows._call.watch(rows._local, operator)
+            rows._call.watch_rows(rows._local, operator)
     return result
 
 
@@ -252,7 +251,7 @@ def write_error(operator: str) -> InputError:
     return InputError(
         f"{operator} on rows of all ranks",
         expected="an operator that returns its result, or a write of which each row follows from the same row",
-        got=f"a write in place, at {line_of_loss(sys._getframe())}",
+        got=f"a write in place, at {line_of_loss(inspect.currentframe())}",
         fix="Use the operator without the underscore (out of place).",
     )
 
@@ -271,12 +270,14 @@ def _refuse_place(func: Any, types: Any) -> None:
     """Refuse an operator where its gradient, or its exchange, would be lost."""
     if inputs.is_capturing():
         raise inputs.capture_error(f"{name_of(func)} on rows of all ranks")
-    others = [each for each in types if each is not GlobalRows and not issubclass(each, nn.Parameter) and each is not Tensor]
+    others = [
+        each for each in types if each is not GlobalRows and not issubclass(each, nn.Parameter) and each is not Tensor
+    ]
     if others:
         raise InputError(
             f"{name_of(func)} on rows of all ranks",
             expected="plain tensors next to them",
-            got=f"{others[0].__name__}, at {line_of_loss(sys._getframe())}",
+            got=f"{others[0].__name__}, at {line_of_loss(inspect.currentframe())}",
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)
@@ -289,19 +290,19 @@ def _refuse_after_the_call(func: Any) -> None:
     raise InputError(
         f"{name_of(func)} on rows of all ranks",
         expected="rows of this call",
-        got=f"rows that were kept from an earlier call, at {line_of_loss(sys._getframe())}",
+        got=f"rows that were kept from an earlier call, at {line_of_loss(inspect.currentframe())}",
         fix="Keep sums of rows, or what is computed from them.",
     )
 
 
 def _refuse_custom_function(func: Any) -> None:
     """Refuse operators in the forward of a custom ``autograd.Function``, whose backward would get no rows."""
-    for frame in callers(sys._getframe()):
+    for frame in callers(inspect.currentframe()):
         if frame.f_code is _FUNCTION_CODE:
             raise ConfigurationError(
                 f"{name_of(func)} on rows of all ranks",
                 expected="operators that autograd differentiates",
-                got=f"one in a custom autograd.Function, at {line_of_loss(sys._getframe())}",
+                got=f"one in a custom autograd.Function, at {line_of_loss(inspect.currentframe())}",
                 fix="Its backward would get no rows. " + _FIX,
             )
         if frame.f_code.co_name == "evaluate_on_rows":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.distributed.global_rows_tensor import NO_RULE, GlobalRows, name_of, rule
+from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, name_of, rule
 
 
 @rule("product", "matmul mm mv dot bmm inner vdot __matmul__ __rmatmul__")
@@ -192,7 +192,7 @@ def cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule("product", "cosine_similarity pairwise_distance")
 def along_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compare rows at the same place."""
-    from lightning_ddp_losses.distributed.global_rows_local import lead_of, local_operands
+    from lightning_ddp_losses.distributed.rows.local import lead_of, local_operands
 
     names = ("x1", "x2", "dim", "eps") if name_of(func) == "cosine_similarity" else ("x1", "x2", "p", "eps", "keepdim")
     given = dict(zip(names, args, strict=False)) | kwargs

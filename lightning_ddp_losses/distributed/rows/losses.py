@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from lightning_ddp_losses.distributed.global_rows_local import lead_of, local_operands
-from lightning_ddp_losses.distributed.global_rows_tensor import NO_RULE, GlobalRows, rule
+from lightning_ddp_losses.distributed.rows.local import lead_of, local_operands
+from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, rule
 
 _BY_NUMBER = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
 soft_margin_loss hinge_embedding_loss margin_ranking_loss"""
@@ -52,7 +51,7 @@ def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _arguments(func, args, kwargs)
     if given is None:
         return NO_RULE
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     lead = lead_of(list(tensors.values()))
     if lead is None or lead._dim != lead._ndim - max(value.ndim for value in tensors.values()) + lead._dim:
         return NO_RULE
@@ -70,7 +69,7 @@ def by_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _arguments(func, args, kwargs)
     if given is None:
         return NO_RULE
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     lead = next((value for value in tensors.values() if isinstance(value, GlobalRows)), None)
     if lead is None or not _are_rows_of_one_batch(tensors, lead):
         return NO_RULE
@@ -131,6 +130,3 @@ def _divisor(target: Tensor, losses: Tensor, weight: Tensor | None, ignored: int
     if weight is None:
         return counts.sum()
     return (weight.detach()[target.masked_fill(~counts, 0)] * counts).sum()
-
-
-__all__ = ["functional"]

@@ -1,7 +1,7 @@
 """Evaluate a formula on the rows of all ranks, of which each rank holds its own (``GlobalRows``), with its exact value and gradient.
 
-The rules by operator are in files of their own: ``global_rows_local`` (row by row), ``global_rows_views``, ``global_rows_sums``,
-``global_rows_products`` and ``global_rows_losses``. This file loads them. ``RULES`` has them all.
+The rules by operator are in files of their own: ``local`` (row by row), ``views``, ``sums``,
+``products`` and ``losses``. This file loads them. ``RULES`` has them all.
 """
 
 from __future__ import annotations
@@ -15,22 +15,15 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch, match_requires_grad
-from lightning_ddp_losses.distributed import (
-    global_rows_local,
-    global_rows_losses,
-    global_rows_products,
-    global_rows_sums,
-    global_rows_views,
-    handshake,
-)
-from lightning_ddp_losses.distributed.global_rows_exchange import RowsCall, line_of_error
-from lightning_ddp_losses.distributed.global_rows_tensor import RULES, GlobalRows, Rule, memory_error, tensors_in
+from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.process_groups import Group
+from lightning_ddp_losses.distributed.rows import local, losses, products, sums, views
+from lightning_ddp_losses.distributed.rows.call import RowsCall, line_of_error
+from lightning_ddp_losses.distributed.rows.tensor import GlobalRows, memory_error, tensors_in
 from lightning_ddp_losses.errors import InputError
 
-__all__ = ["RULES", "GlobalRows", "OpenedRows", "RowsCall", "Rule", "evaluate_on_rows"]
-
-_MODULES = (global_rows_local, global_rows_losses, global_rows_products, global_rows_sums, global_rows_views)
+RULE_FILES = (local, views, sums, products, losses)
+"""The files whose rules are in the table once this one is imported."""
 
 _FORM = struct.Struct("<q?")  # rows of a rank, and whether they need a gradient
 

@@ -6,15 +6,16 @@ of the rows is cut; one without that dimension, or with 1 entry, is shared; othe
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.distributed.global_rows_exchange import line_of_loss
-from lightning_ddp_losses.distributed.global_rows_tensor import (
+from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.distributed.rows.call import line_of_loss
+from lightning_ddp_losses.distributed.rows.tensor import (
     NO_RULE,
     RULES,
     GlobalRows,
@@ -164,8 +165,8 @@ def without_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def watch_memory(found: GlobalRows, rows: GlobalRows, operator: str) -> None:
     """Refuse writes where memory may be shared on this rank and not in one process, or the other way round."""
-    found._call.watch(found._local, operator)
-    found._call.watch(rows._local, operator)
+    found._call.watch_rows(found._local, operator)
+    found._call.watch_rows(rows._local, operator)
 
 
 @rule("local", "new_zeros new_ones new_full new_empty new_tensor")
@@ -251,7 +252,7 @@ def layer_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read or write at indices of the same rows."""
     rows = args[0]
-    values = [value for value in args if isinstance(value, Tensor)]
+    values: list[Any] = [value for value in args if isinstance(value, Tensor)]
     if kwargs or len(args) < 3 or not all(isinstance(value, GlobalRows) for value in values):
         return NO_RULE
     if isinstance(args[1], Tensor):  # take_along_dim(rows, index, dim)
@@ -262,7 +263,7 @@ def by_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     are_alike = all(v._counts == rows._counts and v._dim == rows._dim and v._ndim == rows._ndim for v in values)
     if dims is None or dims[0] == rows._dim or not are_alike:
         return NO_RULE
-    found = func(*[value._local if isinstance(value, Tensor) else value for value in args])
+    found = func(*[value._local if isinstance(value, GlobalRows) else value for value in args])
     return rows if operator.endswith("_") else rows._same(found)
 
 
@@ -301,7 +302,7 @@ is_distributed is_tensor result_type"""
 
 def _shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read what follows from the global shape."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.without_torch_function():
         return func(*args, **kwargs)
 
 
@@ -330,7 +331,7 @@ def _register_facts() -> None:
     for getter in _getters("data"):
         RULES[getter] = Rule("local", without_graph)
     for name in dir(Tensor):
-        attribute = getattr(Tensor, name, None)
+        attribute: Any = getattr(Tensor, name, None)
         if type(attribute).__name__ in ("getset_descriptor", "property"):
             RULES.setdefault(attribute.__get__, Rule("error", refuse))
             if hasattr(attribute, "__set__"):
@@ -347,7 +348,7 @@ view_as_real view_as_complex apply_ map_ map2_ module_load numpy_ fill_diagonal_
 )
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Refuse what reads or replaces the memory of rows, or keeps them."""
-    raise memory_error(f"{name_of(func)} of rows of all ranks", line_of_loss(sys._getframe()))
+    raise memory_error(f"{name_of(func)} of rows of all ranks", line_of_loss(inspect.currentframe()))
 
 
 @rule("value", "numpy __array__")
@@ -362,13 +363,13 @@ def gradient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Differentiate by rows (``torch.autograd.grad``): the gradient has the rows of the input."""
     outputs, by = args[0], args[1] if len(args) > 1 else kwargs["inputs"]
     weights = args[2] if len(args) > 2 else kwargs.get("grad_outputs")
-    inputs_given = [by] if isinstance(by, Tensor) else list(by)
+    inputs_given: list[Any] = [by] if isinstance(by, Tensor) else list(by)
     has_rows = any(isinstance(value, GlobalRows) for value in tensors_in([outputs]))
     weights_of_rows = [value for value in tensors_in([weights]) if isinstance(value, GlobalRows)]
     outputs_of_rows = [value for value in tensors_in([outputs]) if isinstance(value, GlobalRows)]
     if [value._dim for value in weights_of_rows] != [value._dim for value in outputs_of_rows]:
         return refuse(func, args, kwargs)
-    if has_rows and not all(isinstance(value, GlobalRows) for value in tensors_in([weights]) or [None]):
+    if has_rows and not (weights_of_rows and len(weights_of_rows) == len(tensors_in([weights]))):
         return refuse(func, args, kwargs)
     args, kwargs = mapped(_local_part, (args, kwargs))
     found = func(*args, **kwargs)

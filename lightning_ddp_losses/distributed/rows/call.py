@@ -21,7 +21,7 @@ Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -69,12 +69,14 @@ class Watched(NamedTuple):
         version: Its version when it was made.
         operator: The operator that made it.
         line: The line of the loss.
+        content: Fingerprint of a plain tensor on the CPU: a write through ``.data`` is not counted. Empty: it is not compared.
     """
 
     tensor: Tensor
     version: int
     operator: str
     line: str
+    content: bytes
 
 
 class RowsCall:
@@ -98,6 +100,7 @@ class RowsCall:
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
         self._watched: list[Watched] = []
+        self._watched_rows: set[tuple[int, int]] = set()
 
     # ------------------------------------------------------------------ what ranks compare
 
@@ -110,8 +113,16 @@ class RowsCall:
         self._plain[id(tensor)] = tensor
 
     def watch(self, tensor: Tensor, operator: str) -> None:
-        """Make it an error, at the end of the call, to write into this memory."""
-        self._watched.append(Watched(tensor, tensor._version, operator, line_of_loss()))
+        """Make it an error, at the end of the call, to write into this plain tensor."""
+        content = _fingerprint(tensor) if tensor.is_cpu else b""
+        self._watched.append(Watched(tensor, tensor._version, operator, line_of_loss(), content))
+
+    def watch_rows(self, local: Tensor, operator: str) -> None:
+        """Make it an error, at the end of the call, to write into these rows."""
+        key = id(local), local._version
+        if key not in self._watched_rows:
+            self._watched_rows.add(key)
+            self._watched.append(Watched(local, local._version, operator, line_of_loss(), b""))
 
     def refuse_lost_writes(self) -> None:
         """Refuse a call that has written into memory that does not belong to the rows.
@@ -120,8 +131,8 @@ class RowsCall:
             InputError: naming the operator whose result was written to.
         """
         watched, self._watched = self._watched, []
-        for tensor, version, operator, line in watched:
-            if tensor._version != version:
+        for tensor, version, operator, line, content in watched:
+            if tensor._version != version or (content and _fingerprint(tensor) != content):
                 raise InputError(
                     f"{self.title}: {operator}",
                     expected="no write in place into its result, or into the rows that it was made of",
@@ -318,7 +329,7 @@ class _Cut(torch.autograd.Function):
 
 def line_of_loss(frame: FrameType | None = None) -> str:
     """Return the innermost line that belongs neither to torch nor to this package: file, number, function and text."""
-    for each in callers(frame or sys._getframe(1)):
+    for each in callers(frame or inspect.currentframe()):
         if package_of(each.f_code.co_filename) not in _OWN_PACKAGES:
             return shown_line(each, each.f_lineno)
     return ""

@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.distributed.global_rows_local import (
+from lightning_ddp_losses.distributed.rows.local import (
     dims_of,
     lead_of,
     local_operands,
     operand_of,
-    plain_operand,
     watch_memory,
 )
-from lightning_ddp_losses.distributed.global_rows_tensor import (
+from lightning_ddp_losses.distributed.rows.tensor import (
     NO_RULE,
     RULES,
     GlobalRows,
@@ -218,7 +217,7 @@ def join(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     operator = name_of(func)
     if operator in ("hstack", "vstack") or "out" in kwargs:
         return NO_RULE
-    tensors = args[0] if args else kwargs.get("tensors")
+    tensors: Any = args[0] if args else kwargs.get("tensors")
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     lead = lead_of(tensors) if isinstance(tensors, (list, tuple)) else None
     if lead is None or not isinstance(dim, int) or any(tensor.ndim != lead._ndim for tensor in tensors):
@@ -393,6 +392,3 @@ def _set_masked(rows: GlobalRows, index: GlobalRows, value: Any) -> None:
             raise write_error("__setitem__")
         value = rows._call.share(value, "__setitem__")
     rows._local[index._local] = value
-
-
-__all__ = ["plain_operand"]

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.distributed.global_rows_local import along_dims, dims_of
-from lightning_ddp_losses.distributed.global_rows_tensor import NO_RULE, GlobalRows, name_of, rule
+from lightning_ddp_losses.distributed.rows.local import along_dims, dims_of
+from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, name_of, rule
+
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[str, Any] | None:
     """Return arguments after the first by name. None if there are others, or if the first has no rows."""
@@ -168,7 +169,7 @@ def extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _extreme_along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute along another dimension, or of two tensors."""
-    from lightning_ddp_losses.distributed.global_rows_local import pointwise
+    from lightning_ddp_losses.distributed.rows.local import pointwise
 
     others = (*args[1:], *kwargs.values())
     if any(isinstance(value, Tensor) for value in others):

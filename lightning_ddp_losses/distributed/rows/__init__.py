@@ -1,0 +1,9 @@
+"""Tensors of the rows of all ranks, of which each rank holds its own, and what an operator does with them.
+
+| file | content |
+|---|---|
+| ``call`` | `RowsCall`: the four exchanges of a call, what ranks compare in each, and copies that must not be written to |
+| ``tensor`` | `GlobalRows`, the table of rules by operator (`RULES`), and what happens to an operator without a rule |
+| ``local``, ``views``, ``sums``, ``products``, ``losses`` | the rules: row by row, other shapes, over rows, rows by rows, torch's losses |
+| ``evaluation`` | opens the arguments of a call, runs a formula, and closes it |
+"""
