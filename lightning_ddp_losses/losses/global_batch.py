@@ -36,7 +36,7 @@ from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGr
 from lightning_ddp_losses.errors import InputError, expect
 from lightning_ddp_losses.losses import gathered_call, pml_registry
 from lightning_ddp_losses.losses.evaluations import by_elements, by_moments, by_rows, replicated
-from lightning_ddp_losses.losses.formulas.global_rows import run_on_rows
+from lightning_ddp_losses.losses.formulas.global_rows import open_rows, run_on_rows
 from lightning_ddp_losses.losses.gathered_call import (
     ArgumentRules,
     CallBatches,
@@ -359,10 +359,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             return by_elements(self.loss, call.rules, self._exchange(call, rows), rows, args, kwargs)
         if mode == "rows":
-            must_match = call.must_match | self._options()
-            return run_on_rows(
-                self.loss, self._title, args, kwargs, self.batch_dims, must_match, self._seeds, self._group
-            )
+            return self._evaluate_on_rows(call)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
             return by_moments(self.loss, views, self._group)
@@ -372,6 +369,26 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         gathered = self._gather(call, batches, self.backward)
         layout.refuse_unnamed_views(values, dict(zip(batches, gathered.counts, strict=True)), self._title)
         return self._replicated(call.rules, self.loss, TensorCall(args, kwargs, layout, gathered))
+
+    def _evaluate_on_rows(self, call: PreparedCall) -> Any:
+        """Evaluate a loss that is not PML's on rows that stay on their rank."""
+        values = dict(enumerate(call.args)) | call.kwargs
+        layout = self.layout.of_call(values, self._title)
+        layout.refuse_views(self._title)
+        gathered_call.batches_in(self._title, values, layout)  # refuses containers of tensors that are not rebuilt
+        opened = open_rows(
+            self._title,
+            call.args,
+            call.kwargs,
+            layout.batch_dims,
+            call.must_match | self._options(),
+            self._seeds,
+            self._group,
+        )
+        if opened is None:
+            return self.loss(*call.args, **call.kwargs)
+        layout.refuse_unnamed_views(values, opened.counts, self._title)
+        return run_on_rows(self.loss, opened)
 
     def _evaluate_pml(self, call: PreparedCall) -> Any:
         """Evaluate a PML loss, in the same way on every rank."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import GlobalBatchLoss, global_rows
+from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
@@ -89,6 +89,19 @@ def counted(rows: int) -> tuple[int, int, int]:
         forward = len(collectives.take())
         value.backward()
         return forward, len(collectives.take()), collectives.num_bytes
+
+
+@each_rank(2)
+def test_views_one_after_another_are_refused() -> None:
+    class Pairs(nn.Module):
+        def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+            first, second = rows.chunk(2)
+            return (first * second).mean()
+
+    rows, labels = torch.ones(4, 3).double(), torch.arange(2)
+    for options, words in (({"views": 2}, "one view an argument"), ({}, "give views=2")):
+        with pytest.raises(DDPLossError, match=words):
+            GlobalBatchLoss(Pairs(), mode="rows", **options)(rows, labels)
 
 
 @each_rank(2)

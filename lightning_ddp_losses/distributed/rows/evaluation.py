@@ -45,6 +45,8 @@ class OpenedRows:
         kwargs: The same by name.
         call: Their call.
         extras: The bytes of all ranks.
+        own: This rank's tensors among the arguments.
+        counts: Rows of each rank, by argument (those in lists and dicts are left out).
 
     Raises:
         InputError: on every rank, for a tensor without the dimension, sparse, nested or without memory.
@@ -64,7 +66,8 @@ class OpenedRows:
         group: Group,
     ) -> None:
         self.call = RowsCall(title, group)
-        own, dims = [], []
+        own: list[Tensor] = []
+        dims: list[int | None] = []
         given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         for name, value in given.items():
             for tensor in inputs.tensors_in(value):
@@ -81,8 +84,10 @@ class OpenedRows:
         payloads = handshake.all_gather(title, must_match | forms, payload + extra, group=group)
         self.extras = [sent[len(payload) :] for sent in payloads]
         rows = [self._opened(number, tensor, dims[number], payloads) for number, tensor in enumerate(own)]
+        self.own = own
         following = iter(rows)
         given = inputs.map_tensors(lambda tensor: next(following), given)
+        self.counts = {str(name): list(each._counts) for name, each in given.items() if isinstance(each, GlobalRows)}
         self.args = tuple(given[position] for position in range(len(args)))
         self.kwargs = {name: given[name] for name in kwargs}
 

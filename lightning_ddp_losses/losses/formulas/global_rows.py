@@ -46,7 +46,8 @@ def global_rows(
     Args:
         formula: Function of tensors, as for one process: a batch Dice, a covariance, a contrastive loss.
         args: Arguments of the formula, of this rank. Tensors, also in lists, tuples and dicts, are batches along dim 0, of any counts.
-            0-dim tensors are not.
+            0-dim tensors are not. Rows are concatenated rank by rank, so pass views one by one: after ``torch.cat([view1, view2])`` on
+            each rank, row i and row B + i are not the views of a sample.
         batch_dims: Dimension that counts samples, by argument position or name (default 0). None marks a tensor that is no batch: it
             must be equal on all ranks.
         name: Name in messages, equal on all ranks. None: the name of the formula.
@@ -89,7 +90,8 @@ def global_rows(
         watch = UpstreamGradWatch.of(title, group)
         must_match: dict[str, object] = {"coefficient of the last backward": watch.take(), **micro_batch_to_match()}
         with precision.without_autocast(devices):
-            value = run_on_rows(formula, title, args, kwargs, batch_dims or {}, must_match, _seeds, group)
+            opened = open_rows(title, args, kwargs, batch_dims or {}, must_match, _seeds, group)
+            value = formula(*args, **kwargs) if opened is None else run_on_rows(formula, opened)
     remember_global_value(value, title)
     return watch.watch(value, group=group)
 
@@ -97,8 +99,7 @@ def global_rows(
 _seeds = SeedCounter()
 
 
-def run_on_rows(
-    formula: Callable[..., Any],
+def open_rows(
     title: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -106,27 +107,35 @@ def run_on_rows(
     must_match: dict[str, object],
     seeds: SeedCounter,
     group: Group,
-) -> Any:
-    """Return the value of a formula over the rows of all ranks. Random numbers in it are those of rank 0's seed, on all ranks.
+) -> OpenedRows | None:
+    """Return the arguments of a call as rows of all ranks. None in a world of one.
 
     Args:
-        formula: The loss.
-        title: Its name in messages.
+        title: Name of the loss in messages.
         args: Positional arguments of this rank.
         kwargs: The same by name.
         batch_dims: Dimension that counts samples, by position or name.
         must_match: Values that must be equal on all ranks.
         seeds: Seeds of its calls.
         group: Process group.
+
+    Communication: one handshake.
     """
     if process_groups.world_size(group) == 1:
-        return formula(*args, **kwargs)
-    # inference mode does not count writes: copies of rows that are written to would not be noticed
+        return None
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            args, kwargs = inputs.map_tensors(torch.clone, (args, kwargs))
+            return OpenedRows(title, args, kwargs, dict(batch_dims), must_match, seeds.next(), group)
+    return OpenedRows(title, args, kwargs, dict(batch_dims), must_match, seeds.next(), group)
+
+
+def run_on_rows(formula: Callable[..., Any], opened: OpenedRows) -> Any:
+    """Return the value of a formula over the rows of all ranks. Random numbers in it are those of rank 0's seed, on all ranks."""
     with contextlib.ExitStack() as stack:
+        # inference mode does not count writes: copies of rows that are written to would not be noticed
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
-            args, kwargs = inputs.map_tensors(torch.clone, (args, kwargs))
-        opened = OpenedRows(title, args, kwargs, dict(batch_dims), must_match, seeds.next(), group)
-        stack.enter_context(same_draws(seed_of(opened.extras[0]), inputs.tensors_in((args, kwargs))))
+        stack.enter_context(same_draws(seed_of(opened.extras[0]), opened.own))
         return evaluate_on_rows(opened, formula)

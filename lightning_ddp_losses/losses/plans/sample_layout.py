@@ -95,6 +95,21 @@ class SampleLayout(NamedTuple):
             views.setdefault(next(iter(values)), self.first_views)
         return self._replace(views=views, first_views=None)
 
+    def refuse_views(self, title: str) -> None:
+        """Refuse views in a call whose rows stay on their rank: the rows of all ranks are then rank by rank.
+
+        Raises:
+            ConfigurationError: if an argument has several views.
+        """
+        several = {name: number for name, number in self.views.items() if number > 1}
+        expect(
+            not several,
+            f"{title}: views in mode='rows'",
+            expected="one view an argument",
+            got=several,
+            fix="Use mode='auto', which gathers the views, or hand in each view as an argument.",
+        )
+
     def samples_first(self, name: Argument, tensor: Tensor, title: str) -> Tensor:
         """Return a tensor with its samples along dim 0, and their views along dim 1 if there are several.
 
