@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_ddp_losses import global_rows
+from lightning_ddp_losses.distributed.rows import call
 from lightning_ddp_losses.testing import RankPool
 from tests.refusals import refusals
 
@@ -232,3 +234,26 @@ def whole_values(numbers: list[int]) -> list[Any]:
     torch.manual_seed(1)
     x, y = torch.randn(7, 4).double(), torch.arange(7)
     return [READ[number](x, y) for number in numbers]
+
+
+def meet_on_a_device(local: bool) -> float:
+    """Tensors of the formula are compared at the end of the call, as on an accelerator."""
+    with mock.patch.object(call, "_is_on_host", return_value=False):
+        own = torch.full((4,), 1.0 + dist.get_rank() * local, dtype=torch.float64)
+        return float(global_rows(lambda x, y: (x * own).square().sum(), *rows(), name="loss").detach())
+
+
+def test_tensors_of_an_accelerator_are_compared_at_the_end(pool: RankPool) -> None:
+    assert len(set(pool.run(2, meet_on_a_device, False))) == 1
+    for error in pool.errors(2, meet_on_a_device, True):
+        assert "(4,) torch.float64 that is no argument" in error.message
+
+
+def meet_with_infinity() -> None:
+    mask = torch.tensor([-torch.inf, 0.0, 1.0, 2.0 + dist.get_rank()], dtype=torch.float64)
+    global_rows(lambda x, y: (x + mask).exp().sum(), *rows(), name="loss")
+
+
+def test_an_infinite_number_hides_no_difference(pool: RankPool) -> None:
+    for error in pool.errors(2, meet_with_infinity):
+        assert "that is no argument" in error.message

@@ -14,7 +14,8 @@ the same four:
 What follows a sum is computed on every rank in full, so every rank has the whole gradient of it.
 
 Each exchange opens with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
-numbers, and a fingerprint of each plain tensor on the CPU that rows have met. Few bytes on the CPU are sent in it.
+numbers, and a fingerprint of each plain tensor on the CPU that rows have met. Few bytes on the CPU are sent in it. Fingerprints of tensors
+on an accelerator are compared at the end of the call, for which the host waits once.
 
 Legend: ``W`` ranks, ``B`` rows on this rank (may differ, may be 0), ``G`` their sum.
 """
@@ -99,6 +100,7 @@ class RowsCall:
         self.is_over = False
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
+        self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
         self._watched: list[Watched] = []
         self._watched_rows: set[tuple[int, int]] = set()
 
@@ -109,12 +111,14 @@ class RowsCall:
         self._operations.append(text)
 
     def note_plain(self, tensor: Tensor) -> None:
-        """Remember a plain tensor that meets rows until the next exchange, which compares it."""
+        """Remember a plain tensor that meets rows until the next exchange, which compares it, or to the end of the call on a device."""
         self._plain[id(tensor)] = tensor
+        if not _is_on_host(tensor) and not self.is_over:
+            self._on_device.append((tensor, _fingerprint(tensor)))
 
     def watch(self, tensor: Tensor, operator: str) -> None:
         """Make it an error, at the end of the call, to write into this plain tensor."""
-        content = _fingerprint(tensor) if tensor.is_cpu else b""
+        content = host_bytes(_fingerprint(tensor)) if tensor.is_cpu else b""
         self._watched.append(Watched(tensor, tensor._version, operator, line_of_loss(), content))
 
     def watch_rows(self, local: Tensor, operator: str) -> None:
@@ -132,7 +136,7 @@ class RowsCall:
         """
         watched, self._watched = self._watched, []
         for tensor, version, operator, line, content in watched:
-            if tensor._version != version or (content and _fingerprint(tensor) != content):
+            if tensor._version != version or (content and host_bytes(_fingerprint(tensor)) != content):
                 raise InputError(
                     f"{self.title}: {operator}",
                     expected="no write in place into its result, or into the rows that it was made of",
@@ -156,24 +160,43 @@ class RowsCall:
             "operations since the last exchange": "; ".join(operations),
             "tensors that rows have met": "; ".join(_form_of(tensor) for tensor in plain),
         }
-        on_host = [tensor for tensor in plain if tensor.is_cpu]
-        prints = b"".join(map(_fingerprint, on_host))
+        on_host = [tensor for tensor in plain if _is_on_host(tensor)]
+        prints = b"".join(host_bytes(_fingerprint(tensor)) for tensor in on_host)
         payloads = handshake.all_gather(f"{self.title}: {what}", compared, prints + payload, group=self.group)
         self._refuse_other_plain(on_host, payloads)
         return [sent[len(prints) :] for sent in payloads]
 
-    def _refuse_other_plain(self, on_host: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
-        """Refuse plain tensors whose values differ between the ranks. All ranks decide alike."""
-        for number, tensor in enumerate(on_host):
+    def meet_at_end(self) -> None:
+        """Meet all ranks after the formula, and compare the plain tensors on an accelerator.
+
+        Raises:
+            RankMismatchError: on every rank, when the number of exchanges, results or such tensors differ.
+
+        Communication: one handshake. The host waits for an accelerator.
+        """
+        met, self._on_device = self._on_device, []
+        prints = b""
+        if met:
+            prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
+        payloads = self.meet("result", "", {"exchanges": len(self.exchanged), "on a device": len(met)}, prints)
+        self._refuse_other_plain([tensor for tensor, _ in met], payloads)
+
+    def _refuse_other_plain(self, tensors: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
+        """Refuse plain tensors whose values differ between the ranks. All ranks decide alike.
+
+        Args:
+            tensors: The tensors on this rank.
+            payloads: Of each rank, the fingerprints of these.
+        """
+        for number, tensor in enumerate(tensors):
             start = number * _FINGERPRINT_BYTES
             sent = [payload[start : start + _FINGERPRINT_BYTES] for payload in payloads]
             if len(set(sent)) == 1:
                 continue
             table = tensor_of_bytes(sent).view(torch.float64).view(len(sent), 3)
             rounding = torch.finfo(tensor.dtype).eps ** 0.5 if tensor.is_floating_point() else 0.0
-            if torch.allclose(
-                table, table[0].expand_as(table), rtol=0, atol=rounding * float(table[:, 2].max()), equal_nan=True
-            ):
+            atol = rounding * float(table[:, 2].max())
+            if torch.allclose(table, table[:1].expand_as(table), rtol=0, atol=atol):
                 continue
             raise RankMismatchError(
                 f"{self.title}: a tensor {_form_of(tensor)} that is no argument, and meets rows of all ranks",
@@ -350,11 +373,18 @@ def _form_of(tensor: Tensor) -> str:
 
 
 @torch.no_grad()
-def _fingerprint(tensor: Tensor) -> bytes:
-    """Return the sum, a weighted sum and the sum of magnitudes of a tensor on the CPU."""
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Return the sum, a weighted sum and the sum of magnitudes of a tensor: (3,) of float64 where its device has that."""
     flat = tensor.detach().resolve_conj()
     if flat.is_complex():
         flat = torch.view_as_real(flat)
-    wide = flat.to(torch.float64).reshape(-1)
-    weights = torch.arange(1, wide.numel() + 1, dtype=torch.float64).sin_()
-    return host_bytes(torch.stack([wide.sum(), wide.dot(weights), wide.abs().sum()]))
+    wide = flat.to(torch.float32 if flat.device.type == "mps" else torch.float64).reshape(-1)
+    # an infinite sum would hide any difference
+    wide = wide.nan_to_num(nan=3.0, posinf=5.0, neginf=-7.0)
+    weights = torch.arange(1, wide.numel() + 1, dtype=wide.dtype, device=wide.device).sin_()
+    return torch.stack([wide.sum(), wide.dot(weights), wide.abs().sum()])
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    """Return whether a tensor can be read without waiting for an accelerator."""
+    return tensor.is_cpu

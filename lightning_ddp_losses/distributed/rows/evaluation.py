@@ -117,7 +117,7 @@ class OpenedRows:
                 )
             call.note_plain(tensor)
         call.refuse_lost_writes()
-        call.meet("result", "", {"exchanges": len(call.exchanged)})
+        call.meet_at_end()
 
 
 def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
