@@ -6,7 +6,9 @@ a check.
 =========================  ==========================================================================================================
 base                       `RankCheck`, a check as a callback. `DDPChecks`, all checks in one callback
 runner                     `CheckRunner`: a fit from start to end, the schedule of checks, one gather at each stage
-row_exchange               `Check`, the methods of a check. `RowExchange`: rows measured, exchanged and judged
+check                      `Check`, the methods of a check
+facts                      `Fact`: numbers that ranks compare, their stage and their rule. All rules. Rows of checks of users
+row_exchange               `RowExchange`: facts read, exchanged and judged
 findings                   `CheckStage`, `Finding`. Findings of one rank. Findings by their cause
 report                     errors, warnings, a file, the logger, a table
 batch_check                `BatchCheck`, and the losses that compare samples. batch_reader reads for it
@@ -25,23 +27,22 @@ ddp_state                  the state of DDP at the start, and the reasons for di
 To add a check:
 
 1. ``callbacks/<name>.py``: ``class NameCheck(RankCheck, default=True)``. With ``default=True``, ``DDPChecks()`` runs it. Set its
-   ``stages``, its ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Its options are fields of a
-   ``dataclass(kw_only=True, eq=False)``. Observe in ``start``, ``see_batch``, ``see_loss``,
-   ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap. ``measure`` returns this rank's row: a
-   short 1-D tensor of int64, float64 or uint8, or a list of ints or floats, which is faster. Do not wait for numbers of a device: return
-   the tensor itself, or a function that reads a ``HostNumbers`` when the row travels. Rows share a handshake, which grows with them, so
-   keep yours small. Ours are ``NamedTuple``, so that ``judge`` reads them by name. ``judge`` gets the table (W, n), a tensor or a list of
-   such lists, and returns findings. It decides from the table alone (and from values that are the same on every rank), so that every rank
-   has the same findings. Rows of unequal length are padded with zeros. ``self.runner`` has ``step``, ``synchronising``, ``backwards``,
-   ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
-2. A row after a step is judged at the next step, the first one at once (``runner``). ``measure`` is not called in between, so that
-   ``describe`` finds the values that ``measure`` has kept. If a finding needs more than the row holds, ``describe`` returns a text of this
-   rank (or another value that JSON has), ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest
-   difference. They run only for a finding, on every rank. A fault that one rank sees by itself needs no ``judge``: call ``self.add`` in
-   ``measure``.
-3. ``figures`` returns numbers for the logger, ``remarks`` lines for the summary.
-4. Export it here, and write one row, sick and healthy, in a file of ``tests/callbacks``. (A check of this package also has its line in
-   ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)
+   ``faults`` (ids of ``FAULTS``), and ``needs_peers``. Its options are fields of a ``dataclass(kw_only=True, eq=False)``. Observe in
+   ``start``, ``see_batch``, ``see_loss``, ``see_gradients``, ``see_step``, ``see_batch_end`` and ``stop``: local, no communication, cheap.
+   ``self.runner`` has ``step``, ``synchronising``, ``backwards``, ``stepping``, ``checkpoint``, ``shared`` and ``before_forward``.
+2. ``facts``: what it reads, at which stage, and the rule over it. ``read`` returns this rank's numbers by name. Do not wait for numbers of
+   a device: return a function that reads a ``HostNumbers`` when they travel. Numbers share a handshake, which grows with them, so keep
+   yours few. The rule goes into ``facts/rules.py``. It gets the columns of all ranks by the same names, and returns findings. It decides
+   from the columns alone, so that every rank has the same findings. Evidence of earlier steps becomes a column in ``see``. A list may be
+   of another length on another rank. A check outside this package may have ``stages``, ``measure`` and ``judge`` instead, which work on
+   a row of numbers and the table of all rows (``facts/user_rows.py``).
+3. Facts after a step are judged at the next step, the first ones at once (``runner``). Nothing is read in between, so that ``describe``
+   finds the values that the reader has kept. If a finding needs more than the columns hold, ``describe`` returns a text of this rank (or
+   another value that JSON has), ``explain`` makes findings of all texts, and ``tensor`` returns the tensor for the largest difference.
+   They run only for a finding, on every rank. A fault that one rank sees by itself needs no rule: call ``self.add`` while reading.
+4. ``figures`` returns numbers for the logger, ``remarks`` lines for the summary.
+5. Export it here, write one row for each rule in ``tests/callbacks/test_rules.py``, and one run, sick and healthy, in another file there.
+   (A check of this package also has its line in ``configs/checks_all.yaml``, and a new fault its row in ``faults.yaml``.)
 
 An error in a check becomes a finding of that check on all ranks.
 """

@@ -1,8 +1,7 @@
 """The base of all checks, and `DDPChecks`, which holds several of them.
 
-A check is two pure functions: ``measure`` on each rank, ``judge`` on the table of all ranks' measurements. Every rank judges the same
-table, so every rank has the same findings. The runner (``runner.py``) does all communication: one gather for all checks that are due
-at one stage.
+A check reads facts on each rank, and a pure rule judges the columns of all ranks. Every rank judges the same columns, so every rank has
+the same findings. The runner (``runner.py``) does all communication: one gather for all checks that are due at one stage.
 """
 
 # annotations are objects here, not text: constructors of checks in other modules have them, and LightningCLI reads those
@@ -14,9 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_ddp_losses.callbacks.check import Check
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.report import Action, Settings, validated_actions
-from lightning_ddp_losses.callbacks.row_exchange import Check
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.errors import expect, expect_count, format_error
 
@@ -110,6 +109,8 @@ class RankCheck(Check, CheckCallback):
     def __init_subclass__(cls, *, default: bool = False, **kwargs: Any) -> None:
         """Register a subclass. With ``default=True``, ``DDPChecks()`` runs it."""
         super().__init_subclass__(**kwargs)
+        if "facts" in vars(cls):
+            cls.stages = tuple(dict.fromkeys(fact.stage for fact in cls.facts))
         if default:
             DEFAULT_CHECKS.append(cls)
 

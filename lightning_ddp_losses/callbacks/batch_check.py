@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -20,10 +19,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_ddp_losses.callbacks import batch_reader
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord, label_imbalance
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing
+from lightning_ddp_losses.callbacks.batch_reader import BatchReader, EpochRecord
+from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.rules import compare_batches, compare_sizes, label_imbalance
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.loss_reader import is_divided
-from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
@@ -38,7 +38,6 @@ _STEPS_WITHOUT_PAIRS = 3  # in a row
 _RANDOM_STEPS = 2  # steps with compared random states
 _GATHERS = {"GlobalBatchLoss", "DistributedLossWrapper", "CrossBatchMemory"}
 _CALLS_ON_DEVICE = 20
-_ENDS = "number of batches"
 _ARGUMENTS = ("embeddings", "labels", "indices_tuple", "ref_emb")
 
 
@@ -83,46 +82,6 @@ def pml_gather(module: nn.Module) -> str:
 # ---------------------------------------------------------------------- the check
 
 
-class BatchStepRow(NamedTuple):
-    """Numbers that travel before backward.
-
-    Attributes:
-        end: Index of the batch, shifted left by one. The low bit marks the last one of the epoch.
-        rows: Rows of the batch (graphs, if it is made of graphs). 0 if their number is not known.
-        content: Hash of the batch. 0 if it was not read.
-        distinct: Different rows in it, shifted left by one. The low bit marks an iterable data set.
-        random_state: Hash of torch's random state in the first steps, else 0.
-        order: Number of the order that the ranks divide. 0 if it is not known.
-        read_step: Optimizer steps before the batch that was hashed.
-        began_again: 1 if a resumed epoch began with its first batch again.
-    """
-
-    end: int
-    rows: int
-    content: int
-    distinct: int
-    random_state: int
-    order: int
-    read_step: int
-    began_again: int
-
-
-class BatchEpochRow(NamedTuple):
-    """Numbers that travel at the start of an epoch and at the end, before the labels of the last epoch by bucket.
-
-    Attributes:
-        batches: Batches of the epoch. -1 if it is endless.
-        full_size: Rows of a full batch. 0 if they cannot be known.
-        last_size: Rows of the last batch. 0 if they cannot be known.
-        gathers: Hash of the path of a loss that gathers equal numbers of rows only. 0 for none.
-    """
-
-    batches: int
-    full_size: int
-    last_size: int
-    gathers: int
-
-
 class BatchCheck(RankCheck, default=True):
     """The data of each rank: different rows, equal numbers of batches, batches that belong together, positive pairs, whole windows.
 
@@ -141,15 +100,6 @@ class BatchCheck(RankCheck, default=True):
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])
     """
 
-    stages = (
-        CheckStage.TRAIN_START,
-        CheckStage.EPOCH_START,
-        CheckStage.BEFORE_BACKWARD,
-        CheckStage.VALIDATION_START,
-        CheckStage.SAVE,
-        CheckStage.LOAD,
-        CheckStage.TRAIN_END,
-    )
     needs_peers = False
     faults = (
         *("F28", "F29", "F31", "F33", "F36", "F54", "F62"),
@@ -166,11 +116,11 @@ class BatchCheck(RankCheck, default=True):
         self._sampler_epochs: dict[int, dict[str, int]] = {}
         self._steps_without_pairs: dict[str, int] = {}
         self._order = 0
-        self._resumed_at = ""
+        self._resumed_at = 0, 0  # batch and epoch
         self._began_again = False
         # all ranks' data
         self._same = SameRows()
-        self._random_states: list[tuple[int, ...]] = []
+        self._random_states: list[Sequence[int]] = []
         self._imbalance = 0.0
         self._global_rows: tuple[int, ...] = ()
         self._accumulated = 1
@@ -222,7 +172,7 @@ class BatchCheck(RankCheck, default=True):
         # the first one after a resume in the middle of an epoch
         saved, self._saved = self._saved, None
         if saved is not None and saved.epoch == trainer.current_epoch and batch_idx:
-            self._resumed_at = f"batch {batch_idx} of epoch {saved.epoch}"
+            self._resumed_at = batch_idx, saved.epoch
             self._began_again = read.first[saved.epoch] == saved.first != saved.latest
             read.first[saved.epoch] = saved.first
 
@@ -230,33 +180,42 @@ class BatchCheck(RankCheck, default=True):
     def _batches(self) -> BatchReader:
         return self.runner.shared(BatchReader)
 
-    # ------------------------------------------------------------------ measure
+    # ------------------------------------------------------------------ facts
 
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Look for findings of this rank, and return the numbers of the stage."""
-        if stage == CheckStage.TRAIN_START:
-            self._find_local_losses(trainer, module)
-        elif stage == CheckStage.VALIDATION_START:
-            self._find_repeated_rows(trainer)
-        elif stage == CheckStage.LOAD:
-            saved = (self.runner.checkpoint or {}).get(KEY, {})
-            self._saved = EpochRecord(saved["epoch"], saved["first"], saved["latest"]) if "latest" in saved else None
-        elif stage == CheckStage.SAVE:
-            record = self._batches.epoch_record()
-            if record is not None and self.runner.checkpoint is not None:
-                self.runner.checkpoint[KEY] = record._asdict()
-        elif stage == CheckStage.BEFORE_BACKWARD:
-            return [*self._step_row(trainer)]
-        else:
-            if stage == CheckStage.EPOCH_START:
-                self._find_reshuffled(trainer)
-                batches = trainer.num_training_batches
-                if batches <= batches_until_max_steps(trainer) and math.isfinite(batches):
-                    self._find_short_window(trainer, int(batches))
-            return [*_epoch_row(trainer, module), *self._batches.counts]
-        return []
+    def _read_start(self) -> Numbers:
+        """Find losses that compare the rows of this rank only."""
+        self._find_local_losses(self.runner.trainer, self.runner.module)
+        return {}
 
-    def _step_row(self, trainer: Trainer) -> BatchStepRow:
+    def _read_validation(self) -> Numbers:
+        """Find held-out rows that padding repeats."""
+        for index, loader in enumerate(batch_reader.data_loaders(self.runner.trainer, validation=True)):
+            rows = repeated_rows(loader)
+            if rows:
+                self.add("F54", name=f"validation loader {index}", rows=rows)
+        return {}
+
+    def _read_loaded(self) -> Numbers:
+        """Take the record of the epoch from the checkpoint."""
+        saved = (self.runner.checkpoint or {}).get(KEY, {})
+        self._saved = EpochRecord(saved["epoch"], saved["first"], saved["latest"]) if "latest" in saved else None
+        return {}
+
+    def _read_saved(self) -> Numbers:
+        """Add the record of the epoch to the checkpoint."""
+        record = self._batches.epoch_record()
+        if record is not None and self.runner.checkpoint is not None:
+            self.runner.checkpoint[KEY] = record._asdict()
+        return {}
+
+    def _read_batch(self) -> Numbers:
+        """Look for findings of this rank in a step, and return what its batch is.
+
+        ``rows`` are rows of the batch (graphs, if it is made of graphs), 0 if their number is not known. ``content`` is a hash of the
+        batch, 0 if it was not read, ``distinct`` the different rows in it, and ``read_step`` the optimizer steps before it. ``order`` is
+        the number of the order that ranks divide, 0 if it is not known, and ``random_state`` a hash of torch's state in the first steps.
+        """
+        trainer = self.runner.trainer
         loaders = batch_reader.data_loaders(trainer)
         # samplers are asked once per epoch
         batch_idx = trainer.fit_loop.batch_idx
@@ -271,19 +230,80 @@ class BatchCheck(RankCheck, default=True):
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         if is_last:
             self._find_short_window(trainer, batch_idx + 1)
-        is_iterable = any(batch_reader.is_iterable(loader) for loader in loaders)
         began_again, self._began_again = self._began_again, False
         read = self._batches
-        return BatchStepRow(
-            end=batch_idx << 1 | bool(is_last),
-            rows=read.samples,
-            content=read.content,
-            distinct=read.distinct << 1 | is_iterable,
-            random_state=random_state,
-            order=self._order,
-            read_step=read.read_step,
-            began_again=int(began_again),
-        )
+        self._accumulated = trainer.accumulate_grad_batches
+        return {
+            "batch": batch_idx,
+            "is_last": bool(is_last),
+            "compares_ends": batches_until_max_steps(trainer) > self._accumulated,
+            "rows": read.samples,
+            "content": read.content,
+            "distinct": read.distinct,
+            "is_iterable": any(batch_reader.is_iterable(loader) for loader in loaders),
+            "read_step": read.read_step,
+            "order": self._order,
+            "random_state": random_state,
+            "began_again": began_again,
+            "resumed_batch": self._resumed_at[0],
+            "resumed_epoch": self._resumed_at[1],
+        }
+
+    def _see_batch(self, columns: Columns) -> None:
+        """Keep the rows, and add what earlier steps showed: ranks with the same batches, and random states."""
+        self._global_rows = tuple(columns["rows"])
+        same = self._same.see(columns["content"], columns["distinct"])
+        columns["is_same"] = [rank in same for rank in range(len(self._global_rows))]
+        states = self._random_states
+        if any(columns["random_state"]):
+            states.append(columns["random_state"])
+        is_second = len(states) == _RANDOM_STEPS and any(columns["random_state"])
+        columns["random_state_before"] = states[0] if is_second else [0] * len(self._global_rows)
+
+    def _read_epoch(self) -> Numbers:
+        """Look for batches that Lightning shuffles and for a short window, and return the labels of the last epoch and sizes of this one.
+
+        ``batches`` is -1 if an epoch is endless, ``full_size`` and ``last_size`` are 0 if they cannot be known, and ``gathers`` is a hash
+        of the path of a loss that gathers equal numbers of rows only, 0 for none.
+        """
+        trainer, module = self.runner.trainer, self.runner.module
+        for loader in batch_reader.data_loaders(trainer):
+            name = batch_reader.sampler_shuffled_by_lightning(loader)
+            if name:
+                self.add("F68", name=name)
+        batches, until_max_steps = trainer.num_training_batches, batches_until_max_steps(trainer)
+        if batches <= until_max_steps and math.isfinite(batches):
+            self._find_short_window(trainer, int(batches))
+        number, full_size, last_size = _sizes(trainer)
+        path = pml_gather(module)
+        return {
+            "batches": number,
+            "full_size": full_size,
+            "last_size": last_size,
+            "gathers": hash_text(path) if path else 0,
+            "until_max_steps": float(until_max_steps),
+            "has_batch_norm": any(type(inner) is nn.BatchNorm1d for inner in module.modules()),
+            "labels": self._batches.counts,
+        }
+
+    def _read_labels(self) -> Numbers:
+        """Return the labels of the last epoch by bucket."""
+        return {"labels": self._batches.counts}
+
+    def _see_labels(self, columns: Columns) -> None:
+        self._imbalance = label_imbalance(columns["labels"])
+
+    facts = (
+        Fact("losses on rows of one rank", CheckStage.TRAIN_START, _read_start),
+        Fact("sizes and labels", CheckStage.EPOCH_START, _read_epoch, compare_sizes, _see_labels),
+        Fact("batch", CheckStage.BEFORE_BACKWARD, _read_batch, compare_batches, _see_batch),
+        Fact("rows of validation", CheckStage.VALIDATION_START, _read_validation),
+        Fact("epoch of a checkpoint", CheckStage.SAVE, _read_saved),
+        Fact("epoch of a checkpoint", CheckStage.LOAD, _read_loaded),
+        Fact("labels", CheckStage.TRAIN_END, _read_labels, see=_see_labels),
+    )
+
+    # ------------------------------------------------------------------ findings of this rank
 
     def _find_short_window(self, trainer: Trainer, batches: int) -> None:
         """Look for a last window of fewer batches, which Lightning divides by the number of a full one."""
@@ -336,65 +356,21 @@ class BatchCheck(RankCheck, default=True):
         if names and trainer.accumulate_grad_batches > 1:
             self.add("F33", name=names, batches=trainer.accumulate_grad_batches)
 
-    def _find_repeated_rows(self, trainer: Trainer) -> None:
-        """Find held-out rows that padding repeats."""
-        for index, loader in enumerate(batch_reader.data_loaders(trainer, validation=True)):
-            rows = repeated_rows(loader)
-            if rows:
-                self.add("F54", name=f"validation loader {index}", rows=rows)
+    # ------------------------------------------------------------------ explain
 
-    def _find_reshuffled(self, trainer: Trainer) -> None:
-        """Find batches that belong together and that Lightning shuffles."""
-        for loader in batch_reader.data_loaders(trainer):
-            name = batch_reader.sampler_shuffled_by_lightning(loader)
-            if name:
-                self.add("F68", name=name)
+    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> str | None:
+        """Return the class of a foreign loader, or the path of a loss that gathers."""
+        return {"F67": foreign_loader(trainer), "F28": pml_gather(module)}.get(finding.fault)
 
-    # ------------------------------------------------------------------ judge
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Compare the ranks' data."""
-        if stage == CheckStage.BEFORE_BACKWARD:
-            return self._judge_step([BatchStepRow(*row) for row in table], trainer)
-        if stage in (CheckStage.EPOCH_START, CheckStage.TRAIN_END):
-            self._imbalance = label_imbalance([row[-BUCKETS:] for row in table])
-            if stage == CheckStage.EPOCH_START:
-                return _judge_sizes([BatchEpochRow(*row[:-BUCKETS]) for row in table], trainer, module)
-        return []
-
-    def _judge_step(self, rows: Sequence[BatchStepRow], trainer: Trainer) -> list[Finding]:
-        self._global_rows, self._accumulated = tuple(row.rows for row in rows), trainer.accumulate_grad_batches
-        found: list[Finding] = []
-        # an epoch that ends on some ranks only, unless the fit ends here anyway
-        if batches_until_max_steps(trainer) > self._accumulated:
-            texts = [f"batch {row.end >> 1}{', its last' * (row.end & 1)}" for row in rows]
-            found += differing([row.end & 1 for row in rows], "F36", name=_ENDS, values=texts)
-        # batches and orders
-        ranks = self._same.see([row.content for row in rows], [row.distinct >> 1 for row in rows])
-        if ranks:
-            fault = "F71" if any(row.distinct & 1 for row in rows) else "F67"
-            whose = "all ranks" if len(ranks) == len(rows) else "some ranks"
-            loader = foreign_loader(trainer)
-            case = "loader" if loader and fault == "F67" else "check"
-            same = Finding.of(fault, case, ranks=tuple(ranks), name="batches", whose=whose, loader=loader)
-            step = max(row.read_step for row in rows)
-            found.append(replace(same, step=step, moment=CheckStage.BEFORE_BACKWARD.value))
-        orders = [row.order for row in rows]
-        if 0 not in orders:
-            found += differing(orders, "F69", name="order")
-        if rows[0].began_again:
-            found.append(Finding.of("F83", name="resumed epoch", place=self._resumed_at))
-        if self.runner.step < _RANDOM_STEPS and len(rows) > 1:
-            found += self._same_random_numbers(tuple(row.random_state for row in rows))
-        return found
-
-    def _same_random_numbers(self, states: tuple[int, ...]) -> list[Finding]:
-        self._random_states.append(states)
-        is_equal = all(len(set(step)) == 1 for step in self._random_states)
-        is_used = self._random_states[0] != self._random_states[-1]
-        if is_equal and is_used and len(self._random_states) == _RANDOM_STEPS:
-            return [Finding.of("F72", name="random numbers")]
-        return []
+    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
+        """Name the loader or the loss, which is the same on every rank."""
+        name = texts[0]
+        if finding.fault == "F28":
+            return [Finding.of("F28", name=name, values=finding.values)]
+        if not name:
+            return [finding]
+        whose = "all ranks" if len(finding.ranks) == len(texts) else "some ranks"
+        return [Finding.of("F67", "loader", ranks=finding.ranks, name=finding.name, whose=whose, loader=name)]
 
     def figures(self) -> dict[str, float]:
         """Return the rows of the latest step, and the distance of the ranks' classes from those of all ranks."""
@@ -419,8 +395,8 @@ def _iterator_of(trainer: Trainer) -> object:
     return compat.mode_iterator(compat.combined_loader(trainer.fit_loop))
 
 
-def _epoch_row(trainer: Trainer, module: nn.Module) -> BatchEpochRow:
-    """Return the sizes of this rank's batches."""
+def _sizes(trainer: Trainer) -> tuple[int, int, int]:
+    """Return the batches of this rank's epoch, the rows of a full batch, and those of the last one."""
     batches = int(trainer.num_training_batches) if math.isfinite(trainer.num_training_batches) else -1
     full_size = last_size = 0
     loaders = batch_reader.data_loaders(trainer)
@@ -428,27 +404,4 @@ def _epoch_row(trainer: Trainer, module: nn.Module) -> BatchEpochRow:
         full_size, last_size = batch_reader.batch_sizes(loaders[0])
         if full_size and batches < len(loaders[0]):
             last_size = full_size  # the epoch ends before it
-    path = pml_gather(module)
-    return BatchEpochRow(batches, full_size, last_size, hash_text(path) if path else 0)
-
-
-# ---------------------------------------------------------------------- findings of all ranks
-
-
-def _judge_sizes(rows: Sequence[BatchEpochRow], trainer: Trainer, module: LightningModule) -> list[Finding]:
-    """Compare the numbers of batches, and their sizes if a loss gathers equal numbers only. Look for a batch of one row."""
-    found = []
-    numbers = [row.batches for row in rows]
-    if 0 <= min(numbers) < batches_until_max_steps(trainer):
-        found += differing(numbers, "F36", name=_ENDS, values=[f"{number} batches" for number in numbers])
-    sizes = [(row.full_size, row.last_size) for row in rows]
-    gathers = [row.gathers for row in rows]
-    if len(set(sizes)) > 1 and len(set(gathers)) == 1 and gathers[0]:
-        values = tuple(f"batches of {full}, the last of {last}" for full, last in sizes)
-        found.append(Finding.of("F28", name=pml_gather(module), values=values))
-    # a note: batch norm over rows and positions takes one row
-    ranks = tuple(rank for rank, (full, last) in enumerate(sizes) if last == 1 < full)
-    if ranks and any(type(inner) is nn.BatchNorm1d for inner in module.modules()):
-        ranks = ranks if len(ranks) < len(rows) else ()
-        found.append(Finding.of("F62", ranks=ranks, name="last batch", graded="note"))
-    return found
+    return batches, full_size, last_size

@@ -203,16 +203,6 @@ def labels_of(batch: Any, rows: int) -> Tensor | None:
     return torch.Tensor.detach(found)
 
 
-def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
-    """Return the largest total variation between a rank's labels and those of all ranks: from 0 (the same) to 1 (none in common)."""
-    counts = torch.tensor(counts_by_rank, dtype=torch.float64)
-    known = counts[counts.sum(1) > 0]
-    if not len(known):
-        return 0.0
-    distances = known / known.sum(1, keepdim=True) - counts.sum(0) / counts.sum()
-    return float(distances.abs().sum(1).max()) / 2
-
-
 # ---------------------------------------------------------------------- DataLoaders
 
 

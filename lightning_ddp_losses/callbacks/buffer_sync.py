@@ -6,8 +6,8 @@ The check follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, label_imbalance
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, differing_columns, odd_ranks
+from lightning_ddp_losses.callbacks.batch_reader import BatchReader
+from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.rules import (
+    compare_buffers,
+    compare_forwards,
+    compare_metric_states,
+    compare_norms,
+)
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
-from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
 from lightning_ddp_losses.core.modules import synchronises, unregistered_modules
@@ -33,10 +39,7 @@ _QUEUE_ROWS = 1024  # compared rows of a larger queue: the first ones, and as ma
 _MASK = (1 << 62) - 1
 MAX_CHANNELS = 48  # compared channels of all layers together
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_MIN_VARIANCE = 1e-12
-_NOISE = 0.5  # standard deviations times the root of the rows
 _SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
-_METRIC_STAGES = (CheckStage.VALIDATION_EPOCH_END, CheckStage.TRAIN_EPOCH_END)
 
 
 # ---------------------------------------------------------------------- queues and running sums
@@ -114,32 +117,17 @@ def plain_norms(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def norm_statistics(norms: Mapping[str, Any]) -> list[float]:
-    """Return means, then variances, of channels spread evenly over all layers."""
+def norm_statistics(norms: Mapping[str, Any]) -> tuple[list[float], list[float]]:
+    """Return means and variances of channels spread evenly over all layers."""
     tracked = [norm for norm in norms.values() if norm.running_mean is not None and norm.running_var is not None]
     total = sum(norm.num_features for norm in tracked)
     if not total:
-        return []
+        return [], []
     chosen = sorted({i * total // MAX_CHANNELS for i in range(MAX_CHANNELS)})
     means = torch.cat([norm.running_mean.detach().double() for norm in tracked])
     variances = torch.cat([norm.running_var.detach().double() for norm in tracked])
-    return [*torch.stack([means[chosen], variances[chosen]]).flatten().tolist()]
-
-
-def norm_distances(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return the distance of each rank's statistics from those of all ranks.
-
-    Means are compared in standard deviations, variances in natural logarithms. The larger of the two counts, as the root mean square over
-    channels.
-    """
-    if not rows[0]:
-        return [0.0] * len(rows)
-    means, variances = torch.tensor(rows, dtype=torch.float64).chunk(2, dim=1)
-    # the mean over ranks of each number
-    usual = variances.mean(0).clamp(min=_MIN_VARIANCE)
-    of_means = (means - means.mean(0)).square() / usual
-    of_variances = (variances.clamp(min=_MIN_VARIANCE) / usual).log().square()
-    return [*torch.maximum(of_means.mean(1), of_variances.mean(1)).sqrt().tolist()]
+    of_means, of_variances = torch.stack([means[chosen], variances[chosen]]).tolist()
+    return of_means, of_variances
 
 
 # ---------------------------------------------------------------------- metric states
@@ -199,21 +187,7 @@ def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
     return Finding.of("F52", ranks=odd_ranks(shown), name=finding.name, values=shown)
 
 
-# ---------------------------------------------------------------------- rows, and the check
-
-
-class ForwardRow(NamedTuple):
-    """Numbers that travel before backward.
-
-    Attributes:
-        forwards: Largest number of forwards of a DDP with buffers since the last backward.
-        buffers: Hash of its buffers before the second forward. 0 without a second forward or buffers.
-        step: Optimizer steps before the backward of these numbers: the first backward of a fit, later the one before this one.
-    """
-
-    forwards: int
-    buffers: int
-    step: int
+# ---------------------------------------------------------------------- the check
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -236,14 +210,6 @@ class BufferSyncCheck(RankCheck, default=True):
         >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])
     """
 
-    stages = (
-        CheckStage.TRAIN_START,
-        CheckStage.BEFORE_BACKWARD,
-        CheckStage.AFTER_STEP,
-        CheckStage.VALIDATION_START,
-        *_METRIC_STAGES,
-        CheckStage.TRAIN_END,
-    )
     faults = ("F26", "F41", "F49", "F51", "F52", "F59", "F60", "F64")
 
     tolerance: float = 0.1
@@ -286,35 +252,32 @@ class BufferSyncCheck(RankCheck, default=True):
         """Read rows and labels, for the advice."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
 
-    # ------------------------------------------------------------------ measure
+    # ------------------------------------------------------------------ facts
 
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return fingerprints of buffers or states, or channels of batch norm."""
-        if stage == CheckStage.TRAIN_START:
-            self._find_unconverted(trainer, module)
-            return []
-        if stage == CheckStage.BEFORE_BACKWARD:
-            return self._forward_row()
-        if stage == CheckStage.AFTER_STEP:
-            return self._measure_buffers(module)
-        if stage in _METRIC_STAGES:
-            return self._measure_states(module)
-        read = self.runner.shared(BatchReader)
-        mean_rows = read.total_rows / max(read.number, 1)
-        return [mean_rows, *map(float, read.counts), *norm_statistics(plain_norms(module))]
+    def _read_start(self) -> Numbers:
+        """Find plain batch norm although the trainer synchronises it."""
+        # also in unregistered modules, which the conversion does not find
+        if compat.has_layer_sync(self.runner.trainer.strategy):
+            for path, outer in _roots(self.runner.module):
+                for name in plain_norms(outer):
+                    self.add("F60", name=f"{path}.{name}".strip("."))
+        return {}
 
-    def _forward_row(self) -> list[int]:
-        """Return the forwards of the first backward at once, because autograd may fail in it, and later those of the backward before."""
+    def _read_forwards(self) -> Numbers:
+        """Return the largest number of forwards of a DDP with buffers, a hash of its buffers before the second, and the step.
+
+        Those of the first backward are read immediately, because autograd may fail in it, and later those of the backward before.
+        """
         seen = max(self._forwards.values(), default=0), self._before_second, self.runner.step
         self._forwards, self._before_second = {}, None
         (forwards, before_second, step), self._last_forwards = self._last_forwards or seen, seen
         values = [] if before_second is None else before_second.read()
-        return [*ForwardRow(forwards, hash_text(repr(values)) if values else 0, step)]
+        return {"forwards": forwards, "buffers": hash_text(repr(values)) if values else 0, "step": step}
 
-    def _measure_buffers(self, module: nn.Module) -> Row:
-        """Start to read the compared buffers."""
+    def _read_buffers(self) -> Callable[[], Numbers]:
+        """Start to read the compared buffers. Return a function that returns their number, and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
-            self._slots = compared_slots(module)
+            self._slots = compared_slots(self.runner.module)
         self._buffers = {}
         sent: dict[str, SentBuffer] = {}
         for slot in self._slots:
@@ -322,54 +285,46 @@ class BufferSyncCheck(RankCheck, default=True):
             if value is not None and not value.is_meta and is_plain_memory(value):
                 self._buffers[slot.path] = value.int_repr() if value.is_quantized else value
                 sent[slot.path] = SentBuffer(self._buffers[slot.path], is_queue=slot.is_queue)
-        return partial(self._read_buffers, sent)
 
-    def _read_buffers(self, sent: dict[str, SentBuffer]) -> list[int]:
-        """Return the number of compared buffers, and a hash of their names and fingerprints, which are kept for the explanation."""
-        self._judged = sent
-        named = [(name, *buffer.read()) for name, buffer in sent.items()]
-        return [len(named), hash_text(repr(named))]
+        def read() -> Numbers:
+            self._judged = sent  # for the explanation
+            named = [(name, *buffer.read()) for name, buffer in sent.items()]
+            return {"number": len(named), "values": hash_text(repr(named))}
 
-    def _measure_states(self, module: nn.Module) -> list[int]:
+        return read
+
+    def _read_states(self) -> Numbers:
         """Return a hash of the states' names, then one for the kind of each."""
-        self._states = metric_states(module)
-        # an empty list of a state that is concatenated matches any other
-        kinds = [0 if kind == StateKind(-1) else hash_text(repr(kind)) for kind in self._states.values()]
-        return [hash_text(repr(list(self._states))), *kinds]
+        self._states = metric_states(self.runner.module)
+        numbers = {"names": hash_text(repr(list(self._states)))}
+        for name, kind in self._states.items():
+            # an empty list of a state that is concatenated matches any other
+            numbers[name] = 0 if kind == StateKind(-1) else hash_text(repr(kind))
+        return numbers
 
-    def _find_unconverted(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find plain batch norm although the trainer synchronises it."""
-        if not compat.has_layer_sync(trainer.strategy):
-            return
-        # also in unregistered modules, which the conversion does not find
-        for path, outer in _roots(module):
-            for name in plain_norms(outer):
-                self.add("F60", name=f"{path}.{name}".strip("."))
+    def _read_norms(self) -> Numbers:
+        """Return the rows per batch, the labels of the epoch by bucket, statistics of some channels, and what the advice needs."""
+        read = self.runner.shared(BatchReader)
+        means, variances = norm_statistics(plain_norms(self.runner.module))
+        rates = [group["lr"] for optimizer in self.runner.trainer.optimizers for group in optimizer.param_groups]
+        return {
+            "rows": read.total_rows / max(read.number, 1),
+            "labels": read.counts,
+            "means": means,
+            "variances": variances,
+            "tolerance": float(self.tolerance),
+            "rate": float(rates[0]) if rates else 0.0,
+        }
 
-    # ------------------------------------------------------------------ judge
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Compare buffers, metric states or statistics of the ranks."""
-        if stage == CheckStage.TRAIN_START:
-            return []
-        if stage == CheckStage.BEFORE_BACKWARD:
-            return _two_forwards([ForwardRow(*row) for row in table])
-        if stage == CheckStage.AFTER_STEP:
-            return differing([tuple(row) for row in table], "F64", "unnamed", name="buffers")
-        if stage in _METRIC_STAGES:
-            return self._judge_states(table)
-        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        return _judge_norms(table, self.tolerance, float(rates[0]) if rates else 0.0)
-
-    def _judge_states(self, table: list[list[int]]) -> list[Finding]:
-        names, *columns = zip(*table, strict=True)
-        if len(set(names)) > 1:  # different metrics per rank: they cannot be lined up
-            return []
-        found = []
-        for name, column in zip(self._states, columns, strict=True):
-            if len(set(column) - {0}) > 1:
-                found.append(Finding.of("F52", ranks=odd_ranks(column), name=name))
-        return found
+    facts = (
+        Fact("kinds of batch norm", CheckStage.TRAIN_START, _read_start),
+        Fact("forwards", CheckStage.BEFORE_BACKWARD, _read_forwards, compare_forwards),
+        Fact("buffers", CheckStage.AFTER_STEP, _read_buffers, compare_buffers),
+        Fact("metric states", CheckStage.VALIDATION_EPOCH_END, _read_states, compare_metric_states),
+        Fact("metric states", CheckStage.TRAIN_EPOCH_END, _read_states, compare_metric_states),
+        Fact("batch norm", CheckStage.VALIDATION_START, _read_norms, compare_norms),
+        Fact("batch norm", CheckStage.TRAIN_END, _read_norms, compare_norms),
+    )
 
     # ------------------------------------------------------------------ explain
 
@@ -388,32 +343,6 @@ class BufferSyncCheck(RankCheck, default=True):
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""
         return self._buffers.get(finding.name)
-
-
-def _two_forwards(rows: Sequence[ForwardRow]) -> list[Finding]:
-    """Report a second forward that overwrote buffers which the first one used."""
-    hashes = [row.buffers for row in rows]
-    if min(row.forwards for row in rows) < 2 or len(set(hashes)) == 1:
-        return []
-    found = Finding.of("F41", ranks=odd_ranks(hashes), name="DistributedDataParallel")
-    return [replace(found, step=rows[0].step, moment=CheckStage.BEFORE_BACKWARD.value)]
-
-
-def _judge_norms(table: Rows, tolerance: float, rate: float) -> list[Finding]:
-    """Compare batch norm: a row has the rows per batch, the labels of the epoch by bucket, and the statistics of some channels."""
-    distances = norm_distances([row[1 + BUCKETS :] for row in table])
-    local_rows, labels = [row[0] for row in table], [row[1 : 1 + BUCKETS] for row in table]
-    # further apart than the tolerance, and than chance puts them
-    largest, global_rows = max(local_rows), sum(local_rows)
-    allowed = max(tolerance, _NOISE / max(min(local_rows), 1.0) ** 0.5)
-    if max(distances) <= allowed:
-        return []
-    # advice: the effect of normalising over all ranks
-    advice = {"allowed": allowed, "largest": largest, "global_rows": global_rows, "rate": rate}
-    advice["scaled"] = rate * global_rows / max(largest, 1.0)
-    unlike = f"{label_imbalance(labels):.0%} unlike those of all" if any(map(sum, labels)) else "unknown"
-    values = tuple(f"{distance:.3g} standard deviations from the mean of all ranks" for distance in distances)
-    return [Finding.of("F59", name="batch norm", values=values, unlike=unlike, **advice)]
 
 
 def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:

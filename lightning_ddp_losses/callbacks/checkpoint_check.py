@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
+from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
 from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.callbacks.replicas import optimizer_parameters
 from lightning_ddp_losses.distributed import process_groups
@@ -37,7 +38,6 @@ class CheckpointCheck(RankCheck, default=True):
         >>> checks = DDPChecks([CheckpointCheck(action="warn")])
     """
 
-    stages = (CheckStage.LOAD, CheckStage.BEFORE_BACKWARD, CheckStage.SAVE)
     faults = ("F65", "F75", "F76")
     needs_peers = False
 
@@ -47,22 +47,6 @@ class CheckpointCheck(RankCheck, default=True):
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count the rows of the batch."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
-
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int]:
-        """Look for this rank's findings in the checkpoint."""
-        checkpoint = self.runner.checkpoint or {}
-        state: Mapping[str, Any] = checkpoint.get("state_dict", {})
-        if stage == CheckStage.SAVE:
-            checkpoint[KEY] = self._description(trainer)
-            self._find_missing(trainer, module, state)
-            self._find_prefixes(module)
-        elif stage == CheckStage.BEFORE_BACKWARD:
-            self._find_other_batch(trainer)
-        else:
-            self._made_by = checkpoint.get(KEY)
-            self._find_unread(module, state)
-            self._find_lost_positions(module)
-        return []
 
     def _description(self, trainer: Trainer) -> dict[str, Any]:
         """Return the numbers that describe this fit."""
@@ -120,6 +104,36 @@ class CheckpointCheck(RankCheck, default=True):
         if made_by["world_size"] != now["world_size"] and abs(rows_before - rows_now) > _UNEVEN * rows_before:
             ranks = {"ranks_now": now["world_size"], "ranks_before": made_by["world_size"]}
             self.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
+
+    # ------------------------------------------------------------------ facts: all findings are those of a rank
+
+    def _read_saved(self) -> Numbers:
+        """Describe this fit in the checkpoint, and look for parameters that it leaves out."""
+        trainer, module = self.runner.trainer, self.runner.module
+        checkpoint = self.runner.checkpoint or {}
+        checkpoint[KEY] = self._description(trainer)
+        self._find_missing(trainer, module, checkpoint.get("state_dict", {}))
+        self._find_prefixes(module)
+        return {}
+
+    def _read_loaded(self) -> Numbers:
+        """Look for keys that the module does not load."""
+        checkpoint = self.runner.checkpoint or {}
+        self._made_by = checkpoint.get(KEY)
+        self._find_unread(self.runner.module, checkpoint.get("state_dict", {}))
+        self._find_lost_positions(self.runner.module)
+        return {}
+
+    def _read_batch(self) -> Numbers:
+        """Compare the batch with that of the fit that wrote the checkpoint."""
+        self._find_other_batch(self.runner.trainer)
+        return {}
+
+    facts = (
+        Fact("loaded checkpoint", CheckStage.LOAD, _read_loaded),
+        Fact("rows of a step", CheckStage.BEFORE_BACKWARD, _read_batch),
+        Fact("saved checkpoint", CheckStage.SAVE, _read_saved),
+    )
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.buffer_sync import metrics_of
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
+from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.rules import find_shared_devices
+from lightning_ddp_losses.callbacks.findings import CheckStage
 from lightning_ddp_losses.callbacks.report import MOST_RANKS_ONE_BY_ONE
-from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.core.host_copy import anonymous_bytes
 from lightning_ddp_losses.core.modules import unregistered_modules
 from lightning_ddp_losses.distributed import process_groups
@@ -22,8 +23,8 @@ from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.rendezvous import device_identity
 
 
-class UseRow(NamedTuple):
-    """Work of a rank in a fit. The numbers travel at the end.
+class UseOfRank(NamedTuple):
+    """Work of a rank in a fit.
 
     Attributes:
         batches: Training batches.
@@ -55,13 +56,12 @@ class DeviceCheck(RankCheck, default=True):
         >>> checks = DDPChecks([DeviceCheck()], log_figures=True)  # seconds and memory of every rank go to the loggers
     """
 
-    stages = (CheckStage.TRAIN_START, CheckStage.TRAIN_END)
     faults = ("F50", "F73", "IDLE")
     needs_peers = False
 
     def _forget(self) -> None:
         self._batches, self._began, self._host_peak_bytes = 0, time.perf_counter(), 0
-        self._use_by_rank: list[UseRow] = []
+        self._use_by_rank: list[UseOfRank] = []
 
     def start(self, trainer: Trainer, module: LightningModule) -> None:
         """Start the clock."""
@@ -76,24 +76,36 @@ class DeviceCheck(RankCheck, default=True):
         if trainer.strategy.root_device.type == "cpu":
             self._host_peak_bytes = max(self._host_peak_bytes, anonymous_bytes())
 
-    # ------------------------------------------------------------------ measure
+    # ------------------------------------------------------------------ facts
 
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[int] | list[float]:
-        """Return a hash of the device's identity, 0 for one that ranks may share. At the end, the work of this rank."""
+    def _read_start(self) -> Numbers:
+        """Return a hash of the device's identity, 0 for one that ranks may share."""
+        trainer, module = self.runner.trainer, self.runner.module
         device = trainer.strategy.root_device
-        if stage == CheckStage.TRAIN_END:
-            peak_bytes = self._host_peak_bytes
-            peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-            if device.type != "cpu" and peak_of is not None:
-                peak_bytes = peak_of(device)
-            return [*UseRow(self._batches, time.perf_counter() - self._began, peak_bytes)]
         # registered modules, and those in attributes, lists and dicts
         modules = dict(module.named_modules()) | dict(unregistered_modules(module, {}))
         del modules[""]
         self._find_elsewhere(modules, device)
         self._find_idle_devices(trainer, device)
         identity = device_identity(device)
-        return [hash_text(identity) if identity else 0]
+        return {"identity": hash_text(identity) if identity else 0}
+
+    def _read_use(self) -> Numbers:
+        """Return the work of this rank."""
+        device = self.runner.trainer.strategy.root_device
+        peak_bytes = self._host_peak_bytes
+        peak_of = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        if device.type != "cpu" and peak_of is not None:
+            peak_bytes = peak_of(device)
+        return {"batches": self._batches, "seconds": time.perf_counter() - self._began, "peak_bytes": peak_bytes}
+
+    def _see_use(self, columns: Columns) -> None:
+        self._use_by_rank = [UseOfRank(*use) for use in zip(*columns.values(), strict=True)]
+
+    facts = (
+        Fact("device", CheckStage.TRAIN_START, _read_start, find_shared_devices),
+        Fact("work", CheckStage.TRAIN_END, _read_use, see=_see_use),
+    )
 
     def _find_elsewhere(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         """Find modules that compute in threads, and losses and metrics that are not on the device of their inputs."""
@@ -119,17 +131,6 @@ class DeviceCheck(RankCheck, default=True):
         in_use = process_groups.world_size() // max(trainer.num_nodes, 1)
         if visible > in_use and device.type != "cpu":
             self.add("IDLE", name=f"{device.type} devices", visible=visible, in_use=in_use)
-
-    # ------------------------------------------------------------------ judge
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Find devices that ranks share. Keep the figures."""
-        if stage == CheckStage.TRAIN_END:
-            self._use_by_rank = [UseRow(*row) for row in table]
-            return []
-        identities = [identity for (identity,) in table]
-        shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
-        return [Finding.of("F73", ranks=shared, name="devices")] if shared else []
 
     def figures(self) -> dict[str, float]:
         """Return batches, seconds and peak memory of every rank."""

@@ -9,10 +9,10 @@ on a step that only accumulates. They are judged at the next step. Before the fi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks import ddp_state, replicas
 from lightning_ddp_losses.callbacks.base import RankCheck
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, odd_ranks, shown_names
+from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.rules import compare_gradients, compare_graphs
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, odd_ranks, shown_names
 from lightning_ddp_losses.callbacks.gradient_scale import find_wrong_scales
-from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core.autograd_graph import UnusedParameterFinder
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, start_fingerprint
@@ -31,26 +32,6 @@ from lightning_ddp_losses.distributed.shard import local_part
 
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
 _FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
-
-
-class GradientRow(NamedTuple):
-    """Numbers that travel after a step.
-
-    Attributes:
-        stepped: Number of optimizers that made a step.
-        absent: Hash of the names of the parameters without a gradient.
-        expected: Number of these that DDP waits for.
-        values: One fingerprint of the gradients of this step's slices.
-        not_finite: Number of these that are not finite.
-        detached: Number of modules with zeros only.
-    """
-
-    stepped: int
-    absent: int
-    expected: int
-    values: int
-    not_finite: int
-    detached: int
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -79,7 +60,6 @@ class GradientFlowCheck(RankCheck, default=True):
         >>> checks = DDPChecks([GradientFlowCheck(probe_scale=False)])
     """
 
-    stages = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)
     faults = (
         # not reduced
         *("F02", "F05", "F06", "F07", "F08", "F09", "F10", "F11", "F13", "SYNC"),
@@ -205,13 +185,19 @@ class GradientFlowCheck(RankCheck, default=True):
         """Drop references to the fit."""
         self._gradients, self._judged, self._loss = StepGradients(), StepGradients(), None
 
-    # ------------------------------------------------------------------ measure
+    # ------------------------------------------------------------------ facts
 
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return a hash of the unreached parameters, or the numbers of a step."""
-        if stage == CheckStage.BEFORE_BACKWARD:
-            return [hash_lines(self._missing)]
-        # the gradients since the last step, and the numbers that the host knows now
+    def _read_graph(self) -> Numbers:
+        """Return a hash of the unreached parameters."""
+        return {"missing": hash_lines(self._missing)}
+
+    def _read_step(self) -> Callable[[], Numbers]:
+        """Return the numbers of the gradients since the last step.
+
+        ``stepped`` is the number of optimizers that made a step, ``absent`` a hash of the names of parameters without a gradient,
+        ``expected`` the number of these that DDP waits for, ``values`` one fingerprint of the slices of this step, ``not_finite`` the
+        number of gradients that are not finite, and ``detached`` the number of modules with zeros only.
+        """
         gradients, self._gradients = self._gradients, StepGradients()
         gradients.send_(self._loss)
         if self._looks_for_zeros:
@@ -220,15 +206,18 @@ class GradientFlowCheck(RankCheck, default=True):
         expected = sum(name in waited_for for name in gradients.absent)
         # all gradients that are compared have been read
         gradients.state = ddp_state.StepState(self.runner, self.runner.replicated_parameters(), compared=[])
-        stepped, compares = self.runner.batch.stepped, replicas.is_replicated(trainer)
+        stepped, compares = self.runner.batch.stepped, replicas.is_replicated(self.runner.trainer)
 
-        def read() -> list[int]:
+        def read() -> Numbers:
             self._judged = gradients  # for the explanation
-            absent = values = 0
-            if compares:
-                absent, values = hash_lines(gradients.absent), combine(gradients.values.read())
-            not_finite, detached = len(gradients.not_finite()), len(self._detached_modules(gradients))
-            return [*GradientRow(stepped, absent, expected, values, not_finite, detached)]
+            return {
+                "stepped": stepped,
+                "absent": hash_lines(gradients.absent) if compares else 0,
+                "expected": expected,
+                "values": combine(gradients.values.read()) if compares else 0,
+                "not_finite": len(gradients.not_finite()),
+                "detached": len(self._detached_modules(gradients)),
+            }
 
         return read
 
@@ -250,13 +239,10 @@ class GradientFlowCheck(RankCheck, default=True):
         self._zero_modules &= zero
         return sorted(self._zero_modules)
 
-    # ------------------------------------------------------------------ judge
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Compare the rows. The ranks' texts add the names."""
-        if stage == CheckStage.BEFORE_BACKWARD:
-            return differing([missing for (missing,) in table], "F37", "", name="graph")
-        return _compare_steps([GradientRow(*row) for row in table])
+    facts = (
+        Fact("unreached parameters", CheckStage.BEFORE_BACKWARD, _read_graph, compare_graphs),
+        Fact("gradients of a step", CheckStage.AFTER_STEP, _read_step, compare_gradients),
+    )
 
     # ------------------------------------------------------------------ explain
 
@@ -289,28 +275,6 @@ class GradientFlowCheck(RankCheck, default=True):
 def _ids_of_stepped(optimizers: Sequence[Optimizer]) -> set[int]:
     """Return the ids of the parameters that these optimizers step."""
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
-def _compare_steps(rows: Sequence[GradientRow]) -> list[Finding]:
-    if len({row.stepped for row in rows}) > 1:
-        return []  # OptimizerCheck says who skipped a step
-    found = []
-    # no gradient at all, or another one
-    absent = [row.absent for row in rows]
-    values = [row.values for row in rows]
-    if len(set(absent)) > 1:
-        found += differing(absent, "F37", "", name="absent")
-    elif rows[0].expected:
-        found.append(Finding("F38", "missing gradients", name="absent"))
-    elif len(set(values)) > 1:
-        found.append(Finding("SYNC", "gradients", "equal on all ranks", odd_ranks(values), name="gradients"))
-    # faults of a single gradient
-    not_finite = tuple(rank for rank, row in enumerate(rows) if row.not_finite)
-    if not_finite:
-        found.append(Finding("F79", "gradients that are not finite", ranks=not_finite, name="finite"))
-    if all(row.detached for row in rows):
-        found.append(Finding("DETACHED", "modules without gradient", name="zero"))
-    return found
 
 
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:

@@ -12,8 +12,9 @@ import json
 import logging
 from collections.abc import Sequence
 
+from lightning_ddp_losses.callbacks.check import Check
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
-from lightning_ddp_losses.callbacks.row_exchange import Check, RowExchange
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.handshake import note_on
 from lightning_ddp_losses.distributed.store_exchange import StoreExchange

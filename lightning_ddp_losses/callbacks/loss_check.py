@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any
 
@@ -30,22 +30,29 @@ from torch import Tensor
 from lightning_ddp_losses.callbacks import findings
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_check import contrastive_losses
-from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
-from lightning_ddp_losses.callbacks.loss_reader import LossReader, LossRow, is_divided
+from lightning_ddp_losses.callbacks.facts.fact import Columns, Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.loss_rules import (
+    MEAN,
+    MONITORED,
+    ROWS,
+    SUM,
+    compare_logged,
+    compare_losses,
+    compare_names,
+    has_biased_weights,
+    uneven_micro_batches,
+)
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
+from lightning_ddp_losses.callbacks.loss_reader import LossReader, is_divided
 from lightning_ddp_losses.callbacks.report import LOSSES_FILE_NAME, MOST_RANKS_ONE_BY_ONE
-from lightning_ddp_losses.callbacks.row_exchange import Rows
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.errors import DDPLossError
 
-_WINDOW, _BIASED_STEPS = 20, 3
+_WINDOW = 20  # steps, of which some may be biased
 _HISTORY = 10_000
-_EQUAL = 1e-6  # relative
-_HASH_BITS = 52  # exact in float64
-_ROUNDING = 1e-5  # relative to the mean of absolute values; ranks add float32 sums
-_EPOCH_ENDS = (CheckStage.TRAIN_EPOCH_END, CheckStage.VALIDATION_EPOCH_END)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -70,15 +77,6 @@ class LossCheck(RankCheck, default=True):
         >>> checks = DDPChecks([LossCheck(bias=1.5, file=False)])
     """
 
-    stages = (
-        CheckStage.EPOCH_START,
-        CheckStage.BEFORE_BACKWARD,
-        CheckStage.TRAIN_EPOCH_END,
-        CheckStage.VALIDATION_EPOCH_END,
-        CheckStage.VALIDATION_END,
-        CheckStage.SAVE,
-        CheckStage.TRAIN_END,
-    )
     faults = ("F30", "F31", "F35", "F46", "F55", "F56", "F79", "F82")
     needs_peers = False
 
@@ -147,95 +145,64 @@ class LossCheck(RankCheck, default=True):
             vars(trainer.strategy).pop("training_step", None)
         self._history.close()
 
-    # ------------------------------------------------------------------ measure
+    # ------------------------------------------------------------------ facts
 
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[float]:
-        """Return this rank's loss, its sums of logged means, or the values that are logged and monitored."""
-        if stage == CheckStage.BEFORE_BACKWARD:
-            # losses of the step before. At the first step, which shows most faults, of that step
-            self._reader.read(self.runner.step if self.runner.steps else math.inf)
-            return self._step_row(trainer)
-        if stage == CheckStage.SAVE:
-            return self._last_row(trainer)
-        if stage in _EPOCH_ENDS:
-            return self._values.measure_epoch(trainer, validation=stage == CheckStage.VALIDATION_EPOCH_END)
-        logged = self._values.measure_logged(trainer)
-        if stage != CheckStage.TRAIN_END:
-            return logged
-        # the unread losses come first
-        last = self._last_row(trainer)
-        return [float(len(last)), *last, *logged]
+    def _read_losses(self) -> Numbers:
+        """Return the losses of the step before. At the first step, which shows most faults, those of that step."""
+        self._reader.read(self.runner.step if self.runner.steps else math.inf)
+        return self._numbers()
 
-    def _last_row(self, trainer: Trainer) -> list[float]:
-        """Return the row of the losses that have not been read yet. Empty if there are none."""
+    def _read_last(self) -> Numbers | None:
+        """Return the losses that have not been read yet."""
         if not self._reader.pending:
-            return []
+            return None
         self._reader.read(math.inf)
-        return self._step_row(trainer)
+        return self._numbers()
 
-    def _step_row(self, trainer: Trainer) -> list[float]:
+    def _numbers(self) -> Numbers:
         is_missing, self._is_missing = self._is_missing, False
-        return self._reader.row(self._values.hash_keys(_results_of_epoch(trainer)), is_missing=is_missing)
+        keys = self._values.hash_keys(_results_of_epoch(self.runner.trainer))
+        options = {"bias": self.bias, "most_zero_steps": self.zero_steps}
+        return {"is_missing": is_missing, "keys": keys, **self._reader.numbers(), **options}
 
-    # ------------------------------------------------------------------ judge
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Compare the losses, or the logged and monitored values."""
-        if stage in _EPOCH_ENDS:
-            return self._values.judge_epoch(table)
-        losses: Rows = [[]]
-        if stage in (CheckStage.BEFORE_BACKWARD, CheckStage.SAVE):
-            losses, table = table, []
-        elif stage == CheckStage.TRAIN_END:
-            losses = [row[1 : 1 + int(row[0])] for row in table]
-            table = [row[1 + int(row[0]) :] for row in table]
-        found = self._judge_step(losses) if all(losses) else []
-        return found + (self._values.judge_logged(table, trainer) if table else [])
-
-    def _judge_step(self, table: Sequence[Sequence[float]]) -> list[Finding]:
-        """Compare the losses of a step, mostly the one before. Findings name it."""
-        own = len(LossRow._fields)
-        rows = [LossRow(*row[:own]) for row in table]
-        losses = [row.loss for row in rows]
-        step = int(max(row.step for row in rows))
-        # known at once: a rank without a loss, different names
-        without = tuple(rank for rank, row in enumerate(rows) if row.is_missing)
-        if without:
-            texts = ["None" if rank in without else f"{loss:g}" for rank, loss in enumerate(losses)]
-            found = [Finding.of("F35", ranks=without, name="loss", values=tuple(texts))]
-        else:
-            found = differing([row.keys for row in rows], "F46", name="log keys")
-        # read later
+    def _see_losses(self, columns: Columns) -> None:
+        """Keep the losses of all ranks, and add the number of biased steps."""
+        step = max(columns["step"])
         if step >= 0:
-            self._history.add(self.runner, step, losses)
-            of_step = [] if without else self._judge_values(rows)
-            of_step += self._reader.judge_window([row[own:] for row in table], self.bias)
-            found += [replace(each, step=step, moment=CheckStage.BEFORE_BACKWARD.value) for each in of_step]
-        return found
+            self._history.add(self.runner, step, list(columns["loss"]))
+            if not any(columns["is_missing"]):
+                self._biased.append(has_biased_weights(columns))
+            if uneven_micro_batches(columns):  # is reported now, and once
+                self._reader.stop_windows()
+        columns["biased_steps"] = [sum(self._biased)]
 
-    def _judge_values(self, rows: Sequence[LossRow]) -> list[Finding]:
-        found: list[Finding] = []
-        losses = [row.loss for row in rows]
-        shown = [f"{loss:g}" for loss in losses]
-        # a rank with a loss that is not a number, or zero from the start
-        not_finite = tuple(rank for rank, row in enumerate(rows) if row.bad_batch >= 0)
-        if not_finite:
-            batches = [f" in batch {int(row.bad_batch)}" if row.bad_batch >= 0 else "" for row in rows]
-            values = tuple(loss + batch for loss, batch in zip(shown, batches, strict=True))
-            found.append(Finding.of("F79", ranks=not_finite, name="loss", values=values))
-        zero = tuple(rank for rank, row in enumerate(rows) if row.zero_steps == self.zero_steps)
-        if zero:
-            found.append(Finding.of("F31", ranks=zero, name="loss", values=tuple(shown), steps=self.zero_steps))
-        if len(rows) == 1:
-            return found
-        # elements that weigh more on one rank than on another, in several steps
-        first = _largest_ratio([abs(row.weight) for row in rows])
-        second = _largest_ratio([abs(row.second_weight) for row in rows])
-        self._biased.append(max(first, second) > self.bias)
-        if self._biased[-1] and sum(self._biased) >= _BIASED_STEPS:
-            values = tuple(f"mean over {row.elements:g}, each weighs {row.weight:.4g}" for row in rows)
-            found.append(Finding.of("F30", name="loss", values=values))
-        return found
+    def _read_training_epoch(self) -> Numbers:
+        return self._values.numbers_of_epoch(self.runner.trainer)
+
+    def _read_validation_epoch(self) -> Numbers:
+        return self._values.numbers_of_epoch(self.runner.trainer, validation=True)
+
+    def _see_epoch(self, columns: Columns) -> None:
+        self._values.keep_true_means(columns)
+
+    def _read_logged(self) -> Numbers:
+        return self._values.logged_numbers(self.runner.trainer)
+
+    def _see_logged(self, columns: Columns) -> None:
+        self._values.add_true_means_(columns)
+
+    facts = (
+        Fact("losses", CheckStage.BEFORE_BACKWARD, _read_losses, compare_losses, _see_losses),
+        Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses),
+        Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses),
+        Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_training_epoch, compare_names, _see_epoch),
+        Fact("logged means", CheckStage.VALIDATION_EPOCH_END, _read_validation_epoch, compare_names, _see_epoch),
+        Fact("logged values", CheckStage.EPOCH_START, _read_logged, compare_logged, _see_logged),
+        Fact("logged values", CheckStage.VALIDATION_END, _read_logged, compare_logged, _see_logged),
+        Fact("logged values", CheckStage.TRAIN_END, _read_logged, compare_logged, _see_logged),
+    )
+
+    # ------------------------------------------------------------------ findings and figures
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return the logged names or values of this rank."""
@@ -311,13 +278,6 @@ class LossHistory:
             self._stream = None
 
 
-def _largest_ratio(weights: list[float]) -> float:
-    """Return the largest ratio of an element's weights on two ranks. 1 if a weight is not known."""
-    if min(weights) <= 0:
-        return 1.0
-    return max(weights) / min(weights)
-
-
 # ---------------------------------------------------------------------- logged values
 
 
@@ -333,17 +293,15 @@ class LoggedValues:
         self.keys: list[str] = []
         self.local_values: dict[str, float] = {}
         self._rows_before: dict[str, Tensor] = {}  # by Lightning's key, before the reduction
-        self._names: list[str] = []  # means of the epoch that has just ended
-        # means over the rows of all ranks, which may be floored: each with the mean of the ranks' absolute sums, the measure of
-        # rounding, and the rows of each rank. The same on every rank
-        self._true_means: dict[str, tuple[float, float, tuple[float, ...]]] = {}
+        # means of the last epoch that may be floored: sum and rows of each rank. The same on every rank
+        self._true_means: Columns = {}
 
     # ------------------------------------------------------------------ names
 
-    def hash_keys(self, results: Any) -> float:
+    def hash_keys(self, results: Any) -> int:
         """Return a hash of the names of logged values that need all ranks: with ``sync_dist``, or a metric."""
         self.keys = sorted(f"{name} ({value.meta.fx})" for name, value in results.items() if _is_reduced(value))
-        return _hash_of(self.keys)
+        return hash_text("; ".join(self.keys))
 
     # ------------------------------------------------------------------ an epoch, before and after Lightning has logged its means
 
@@ -355,17 +313,22 @@ class LoggedValues:
             if _is_global_mean(result) and not compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
-    def measure_epoch(self, trainer: Trainer, *, validation: bool = False) -> list[float]:
+    def numbers_of_epoch(self, trainer: Trainer, *, validation: bool = False) -> dict[str, Any]:
         """Return hashes of the names that are reduced, of the values that are not and of the names of means, then sum and rows of each."""
         results = _results_of_epoch(trainer, validation=validation)
         keys = self.hash_keys(results)
         self.local_values = {} if validation else _values_of_one_rank(results)
         sums = dict(sorted(self._sums(results)))
-        self._names = list(sums)
-        measured = [keys, _hash_of(map(repr, self.local_values.items())), _hash_of(sums)]
-        for each in sums.values():
-            measured += each
-        return measured
+        local_values = "; ".join(map(repr, self.local_values.items()))
+        numbers: dict[str, Any] = {
+            "keys": keys,
+            "local_values": hash_text(local_values),
+            "names": hash_text("; ".join(sums)),
+        }
+        for name, (total, rows) in sums.items():
+            numbers[SUM + name] = total
+            numbers[ROWS + name] = rows
+        return numbers
 
     def _sums(self, results: Any) -> Iterator[tuple[str, tuple[float, float]]]:
         """Yield names with the sum of their values, each times its rows, and the number of rows."""
@@ -379,54 +342,33 @@ class LoggedValues:
                 continue
             yield compat.epoch_name(results, result), (float(result.value), float(rows))
 
-    def judge_epoch(self, table: Sequence[Sequence[float]]) -> list[Finding]:
-        """Report different names, and values of one rank. Remember the true means if the number of ranks does not divide the rows."""
+    def keep_true_means(self, columns: Columns) -> None:
+        """Remember sums and rows of all ranks, of the means that may be floored: ``W`` does not divide their rows."""
         self._true_means = {}
-        keys, local_values, names, *numbers = zip(*table, strict=True)
-        found = differing(keys, "F46", name="log keys")
-        if len(set(local_values)) > 1:
-            found.append(Finding("F56", "logged values", name="logged values"))
-        if len(set(names)) > 1:  # different names per rank: they cannot be lined up
-            return found
-        for name, totals, rows in zip(self._names, numbers[::2], numbers[1::2], strict=True):
-            if sum(rows) % len(table):
-                mean, scale = sum(totals) / sum(rows), sum(map(abs, totals)) / sum(rows)
-                self._true_means[name] = mean, scale, rows
-        return found
+        if len(set(columns["names"])) > 1:  # different names per rank: they cannot be lined up
+            return
+        for column, rows in columns.items():
+            if column.startswith(ROWS) and sum(rows) % len(rows):
+                name = column.removeprefix(ROWS)
+                self._true_means |= {SUM + name: columns[SUM + name], ROWS + name: rows}
 
-    def measure_logged(self, trainer: Trainer) -> list[float]:
-        """Return the means that may be floored, a hash of the monitored names, then for each whether it is logged, and its value."""
-        means = [float(trainer.callback_metrics.get(name, math.nan)) for name in self._true_means]
+    def logged_numbers(self, trainer: Trainer) -> dict[str, Any]:
+        """Return the means that may be floored, a hash of the monitored names, then each of their values. An empty list is no value."""
+        numbers: dict[str, Any] = {}
+        for column in self._true_means:
+            if column.startswith(SUM):
+                name = column.removeprefix(SUM)
+                numbers[MEAN + name] = float(trainer.callback_metrics.get(name, math.nan))
         values = _monitored_values(trainer)
-        measured = [*means, _hash_of(values)]
-        for value in values.values():
-            measured += [float(value is not None), value or 0.0]
-        return measured
+        numbers["monitors"] = hash_text("; ".join(values))
+        for name, value in values.items():
+            numbers[MONITORED + name] = [] if value is None else [value]
+        return numbers
 
-    def judge_logged(self, table: Sequence[Sequence[float]], trainer: Trainer) -> list[Finding]:
-        """Report wrong means, each once, and monitored values that differ."""
-        number = len(self._true_means)
-        found = self._wrong_means(table[0][:number])
-        monitored = [row[number:] for row in table]
-        if len({row[0] for row in monitored}) > 1:  # different monitors per rank: their names cannot be lined up
-            return found
-        return found + _different_values([row[1:] for row in monitored], list(_monitored_values(trainer)))
-
-    def _wrong_means(self, logged: Sequence[float]) -> list[Finding]:
-        """Compare rank 0's values. Reduced ones are equal on every rank."""
-        found = []
-        for (name, (mean, scale, rows)), value in zip(self._true_means.items(), logged, strict=True):
-            # NaN is a different fault
-            if abs(value - mean) > _ROUNDING * scale:
-                values = tuple(f"{number:g} rows" for number in rows)
-                found.append(Finding.of("F82", name=name, values=values, value=value, mean=mean, rows=sum(rows)))
+    def add_true_means_(self, columns: Columns) -> None:
+        """Add the sums and rows of the last epoch, once."""
+        columns |= self._true_means
         self._true_means = {}
-        return found
-
-
-def _hash_of(names: Iterable[str]) -> float:
-    """Return one number for some names, exact as a float."""
-    return float(hash_text("; ".join(names), _HASH_BITS))
 
 
 def _results_of_epoch(trainer: Trainer, *, validation: bool = False) -> Any:
@@ -488,22 +430,3 @@ def _name_values(finding: Finding, values_by_rank: Sequence[dict[str, float]]) -
     names = list(findings.differing_columns(values_by_rank))[: findings.MOST_NAMES]
     shown = tuple(", ".join(f"{values.get(name, math.nan):.6g}" for name in names) for values in values_by_rank)
     return Finding.of("F56", name=", ".join(names), values=shown, shown=findings.shown_names(names))
-
-
-def _different_values(rows: Sequence[Sequence[float]], names: list[str]) -> list[Finding]:
-    """Report monitored values that differ. A row holds for each name whether it is logged, and its value."""
-    found = []
-    for place, name in enumerate(names):
-        column = [row[2 * place + 1] if row[2 * place] else None for row in rows]
-        # not logged anywhere yet, or the same everywhere
-        logged = [value for value in column if value is not None]
-        if logged and not (len(logged) == len(rows) and _are_equal(logged)):
-            shown = tuple("not logged" if value is None else f"{value:.6g}" for value in column)
-            found.append(Finding.of("F55", ranks=odd_ranks(column), name=name, values=shown))
-    return found
-
-
-def _are_equal(values: Sequence[float]) -> bool:
-    if math.isnan(values[0]):
-        return all(map(math.isnan, values))
-    return all(math.isclose(value, values[0], rel_tol=_EQUAL) for value in values)

@@ -7,9 +7,6 @@ over ranks, so elements count equally on all ranks only if this weight is equal 
 another is a mean of means. A sum divided by the number of all ranks' targets is not. Numbers on an accelerator are copied without waiting
 (``LateNumber``), and ``read_weights`` reads them later.
 
-Lightning divides each micro-batch's loss by their number, so that micro-batches count equally although they may have different divisors. In
-that case an optimizer step is not that of one batch of all their rows.
-
 Legend: ``M`` micro-batches of a window.
 """
 
@@ -18,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_ddp_losses.callbacks.ddp_state import send_gradient_scale
-from lightning_ddp_losses.callbacks.findings import Finding
+from lightning_ddp_losses.callbacks.facts.loss_rules import spread
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers, LateNumber
@@ -36,7 +33,6 @@ _MAX_NODES = 64
 _MEAN, _SUM = 1, 2  # torch's codes
 Number: TypeAlias = "float | LateNumber"
 _MOST = 64  # micro-batches of a window that are looked at
-_SHOWN = 8  # of them in a message
 _EQUAL = 1e-6  # relative: weights in half precision are computed in float32
 
 
@@ -185,32 +181,6 @@ def _as_number(value: Any) -> Number | None:
 # ---------------------------------------------------------------------- losses
 
 
-class LossRow(NamedTuple):
-    """Numbers that travel before backward, all as floats.
-
-    Attributes:
-        is_missing: 1 if ``training_step`` returned None.
-        keys: Hash of the names that are logged and reduced over ranks.
-        loss: Value of the loss. Among several batches of a step, the first that is not finite, else the last.
-        bad_batch: First batch of this step with a loss that was not finite. -1 for none.
-        weight: Weight of one element in the first reduction of the loss. 0 if it is not known.
-        elements: Number of elements in that reduction.
-        second_weight: Weight of one element in the second reduction.
-        zero_steps: Steps with a loss of exactly zero since the start. -1 after any other loss.
-        step: Step of the loss and of all that is read from it: the one before this one, at the first step this one. -1 for none.
-    """
-
-    is_missing: float
-    keys: float
-    loss: float
-    bad_batch: float
-    weight: float
-    elements: float
-    second_weight: float
-    zero_steps: float
-    step: float
-
-
 class LossReader:
     """Reads the losses of a fit.
 
@@ -276,29 +246,41 @@ class LossReader:
             _, read = self.pending.pop(0)
             read()
 
-    def row(self, keys: float, *, is_missing: bool) -> list[float]:
-        """Return the numbers that were read since the last row, and those of the micro-batches.
+    def numbers(self) -> dict[str, Any]:
+        """Return what was read since the last call.
 
-        Args:
-            keys: Hash of the logged names.
-            is_missing: True if this step has no loss.
+        Returns:
+            ``loss``: value of the loss. Among several batches of a step, the first that is not finite, else the last.
+            ``bad_batch``: first batch of this step with a loss that was not finite. -1 for none.
+            ``weight``, ``elements``: weight of one element in the first reduction of the loss, 0 if it is not known, and their number.
+            ``second_weight``: weight of one element in the second reduction.
+            ``zero_steps``: steps with a loss of exactly zero since the start. -1 after any other loss.
+            ``step``: step of the loss and of all that is read from it. -1 for none.
+            ``micro_batches``, ``divisors``: values and divisors of the micro-batches of a window.
         """
         # the two reductions next to the loss are enough: a loss is rarely the sum of more
         first, second = (*self._weights, _NO_WEIGHT, _NO_WEIGHT)[:2]
-        weights = float(first.weight), float(first.elements), float(second.weight)
-        row = LossRow(float(is_missing), keys, self._loss, self._bad_batch, *weights, self._zero_steps, self._step)
-        measured = [*row]
-        if self._micro_batches is not None:
-            measured += self._micro_batches.row() if self._step >= 0 else [0.0]
+        values: list[float] = []
+        divisors: list[float] = []
+        if self._micro_batches is not None and self._step >= 0:
+            values, divisors = self._micro_batches.numbers()
+        numbers = {
+            "loss": self._loss,
+            "bad_batch": self._bad_batch,
+            "weight": float(first.weight),
+            "elements": float(first.elements),
+            "second_weight": float(second.weight),
+            "zero_steps": self._zero_steps,
+            "step": self._step,
+            "micro_batches": values,
+            "divisors": divisors,
+        }
         self._bad_batch, self._step = -1, -1
-        return measured
+        return numbers
 
-    def judge_window(self, rows: Sequence[Sequence[float]], bias: float) -> list[Finding]:
-        """Report once the distance between the mean of the micro-batches' means and the mean over all their rows."""
-        found = uneven_micro_batches(rows, bias)
-        if found:
-            self._micro_batches = None
-        return found
+    def stop_windows(self) -> None:
+        """Compare no more micro-batches: a window was reported."""
+        self._micro_batches = None
 
 
 def is_divided(trainer: Trainer) -> bool:
@@ -332,66 +314,22 @@ class MicroBatches:
         self._divisors.append([1.0 / size if size else math.nan for size in sizes])
         self._is_known &= len(sizes) == len(weights)
 
-    def row(self) -> list[float]:
-        """Return M, then M values and M divisors. M is 0 if a window is one micro-batch, or divisors are not known."""
-        values, number = self._values, len(self._values)
+    def numbers(self) -> tuple[list[float], list[float]]:
+        """Return M values and M divisors. Both are empty if a window is one micro-batch, or divisors are not known."""
+        number = len(self._values)
         reductions = {len(divisors) for divisors in self._divisors}
         if not 1 < number <= _MOST or len(reductions) > 1 or reductions == {0}:
-            return [0.0]
+            return [], []
         # a column for each reduction. The one that differs most decides
         columns = list(zip(*self._divisors, strict=True))
-        divisors = max(columns, key=_spread)
-        is_whole = all(_spread(column) < 1 + _EQUAL or _in_proportion(column, divisors) for column in columns)
-        if not self._is_known or not is_whole:  # a mean over all rows would need the value of each term
-            values = [math.nan] * number
-        return [float(number), *values, *divisors]
-
-
-def _spread(divisors: Sequence[float]) -> float:
-    """Return the ratio of the largest to the smallest. 1 if one is not known."""
-    if any(map(math.isnan, divisors)) or not max(divisors):
-        return 1.0
-    return max(divisors) / min(divisors) if min(divisors) else math.inf
+        divisors = max(columns, key=spread)
+        is_whole = all(spread(column) < 1 + _EQUAL or _in_proportion(column, divisors) for column in columns)
+        if self._is_known and is_whole:
+            return self._values, [*divisors]
+        # a mean over all rows would need the value of each term
+        return [math.nan] * number, [*divisors]
 
 
 def _in_proportion(left: Sequence[float], right: Sequence[float]) -> bool:
     pairs = zip(left, right, strict=True)
     return all(math.isclose(a * right[0], b * left[0], rel_tol=_EQUAL) for a, b in pairs)
-
-
-def uneven_micro_batches(rows: Sequence[Sequence[float]], bias: float) -> list[Finding]:
-    """Report a window if the divisors of its micro-batches are further apart than ``bias``.
-
-    Args:
-        rows: Rows of all ranks, from ``MicroBatches.row``.
-        bias: Allowed ratio. 1.1 is 10%.
-    """
-    numbers = {row[0] for row in rows if row}
-    if len(numbers) != 1 or numbers == {0.0}:
-        return []
-    number = int(numbers.pop())
-    tables = [list(row[1:]) for row in rows]
-    if all(table == tables[0] for table in tables):  # one loss, which is global
-        tables = tables[:1]
-    # of each micro-batch over all ranks: its divisor, its sum, and its mean
-    by_rank = [table[number : 2 * number] for table in tables]
-    divisors = [math.fsum(column) for column in zip(*by_rank, strict=True)]
-    if _spread(divisors) <= bias:
-        return []
-    totals, means = [], []
-    for m, divisor in enumerate(divisors):
-        totals.append(math.fsum(table[m] * table[number + m] for table in tables if table[number + m]))
-        plain_mean = math.fsum(table[m] for table in tables) / len(tables)
-        means.append(totals[-1] / divisor if divisor else plain_mean)
-    # one mean counts micro-batches equally, the other one rows
-    of_means, of_rows = math.fsum(means) / number, math.fsum(totals) / math.fsum(divisors)
-    shown = ", ".join(f"{divisor:g}" for divisor in divisors[:_SHOWN])
-    if number > _SHOWN:
-        shown += ", ..."
-    compared = ""
-    if math.isfinite(of_means) and math.isfinite(of_rows):
-        compared = f": the mean of their means is {of_means:.6g}, that over all their rows {of_rows:.6g}"
-        if of_rows:
-            compared += f", {abs(of_means / of_rows - 1):.2%} apart"
-    texts: dict[str, Any] = {"number": number, "shown": shown, "compared": compared}
-    return [Finding.of("F30", "micro_batches", name="accumulation", graded="note", **texts)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,31 +13,14 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.ddp_state import OptimizerSettings, differing_settings, send_gradient_scale
-from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, differing, shown_names
+from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
+from lightning_ddp_losses.callbacks.facts.rules import compare_optimizers
+from lightning_ddp_losses.callbacks.findings import MOST_NAMES, CheckStage, Finding, shown_names
 from lightning_ddp_losses.callbacks.replicas import is_replicated, optimizer_parameters
-from lightning_ddp_losses.callbacks.row_exchange import Row, Rows
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.core.modules import unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import combine, fingerprints, hash_lines, start_fingerprints
-
-
-class SettingsRow(NamedTuple):
-    """Numbers that travel at the start of training and after each step.
-
-    Attributes:
-        settings: Hash of the optimizers' settings.
-        scale: Bits of the gradient scale.
-        state: Hash of the tensors in the optimizers' states, at the start of training.
-        stepped: Number of optimizers that made a step.
-        stood_still: 1 if two steps changed no parameter.
-    """
-
-    settings: int
-    scale: int
-    state: int = 0
-    stepped: int = 0
-    stood_still: int = 0
 
 
 class OptimizerCheck(RankCheck, default=True):
@@ -61,7 +43,6 @@ class OptimizerCheck(RankCheck, default=True):
         >>> checks = DDPChecks([OptimizerCheck(action={"warning": "log"})])
     """
 
-    stages = (CheckStage.TRAIN_START, CheckStage.AFTER_STEP)
     faults = ("F01", "F02", "F03", "TWICE", "F14", "F15", "F17", "STEP")
     needs_peers = False
 
@@ -77,35 +58,55 @@ class OptimizerCheck(RankCheck, default=True):
         moving = {name: p for name, p in self.runner.replicated_parameters().items() if _has_gradient(p)}
         self._before = dict(zip(moving, fingerprints(moving.values()), strict=True))
 
-    # ------------------------------------------------------------------ measure
+    # ------------------------------------------------------------------ facts
 
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
+    def _read_start(self) -> Numbers:
         """Look for parameters that optimizers hold wrongly, and return the numbers that must be equal."""
+        trainer = self.runner.trainer
         settings, scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
-        if stage == CheckStage.TRAIN_START:
-            self._find_misplaced(trainer, module)
-            state = self._state(trainer) if is_replicated(trainer) else 0
-            return self._row(settings, scale, state=state)
+        self._find_misplaced(trainer, self.runner.module)
+        state = self._state(trainer) if is_replicated(trainer) else 0
+        return self._numbers(settings, scale, state=state)
+
+    def _read_step(self) -> Callable[[], Numbers]:
+        """Look, once, for parameters that no optimizer holds, and return the numbers of a step."""
+        trainer = self.runner.trainer
+        settings, scale = OptimizerSettings(self.runner), send_gradient_scale(trainer)
         if self._steps_seen == 0:  # looking at all gradients waits for the device: once is enough
-            self._find_forgotten(trainer, module)
+            self._find_forgotten(trainer, self.runner.module)
         before, now = list[int](), HostNumbers([])
         if self._is_second_step(trainer) and self._before:
             parameters = self.runner.replicated_parameters()
             before, now = [*self._before.values()], start_fingerprints(parameters[name] for name in self._before)
         stepped = self.runner.batch.stepped
 
-        def read() -> list[int]:
+        def read() -> Numbers:
             stood_still = bool(before) and now.read() == before
-            return self._row(settings, scale, stepped=stepped, stood_still=int(stood_still))
+            return self._numbers(settings, scale, stepped=stepped, stood_still=stood_still)
 
         return read
 
-    def _row(self, settings: OptimizerSettings, scale: HostNumbers, **numbers: int) -> list[int]:
-        """Return a row with the settings, which are kept for the explanation, and the gradient scale (0.0 without a scaler)."""
+    def _numbers(
+        self,
+        settings: OptimizerSettings,
+        scale: HostNumbers,
+        *,
+        state: int = 0,
+        stepped: int = 0,
+        stood_still: bool = False,
+    ) -> Numbers:
+        """Return the numbers that must be equal, and keep the settings for the explanation.
+
+        Args:
+            settings: Settings of the optimizers.
+            scale: Gradient scale. No number without a scaler.
+            state: Hash of the tensors in the optimizers' states, at the start of training.
+            stepped: Number of optimizers that made a step.
+            stood_still: True if two steps changed no parameter.
+        """
         self._settings = settings.read()
-        # the bits of the float, which travel and compare exactly as an int
-        (bits,) = struct.unpack("<q", struct.pack("<d", sum(scale.read())))
-        return [*SettingsRow(hash_lines(map(str, self._settings)), bits, **numbers)]
+        numbers = {"settings": hash_lines(map(str, self._settings)), "scale": float(sum(scale.read()))}
+        return {**numbers, "state": state, "stepped": stepped, "stood_still": stood_still}
 
     def _is_second_step(self, trainer: Trainer) -> bool:
         """Return whether this is the second step, and the two should have changed something."""
@@ -131,24 +132,10 @@ class OptimizerCheck(RankCheck, default=True):
                         found += fingerprints(_state_tensors(optimizer, parameter))
         return combine(found)
 
-    # ------------------------------------------------------------------ judge
-
-    def judge(self, table: Rows, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Report steps without an effect, then differences."""
-        rows = [SettingsRow(*row) for row in table]
-        found: list[Finding] = []
-        if all(row.stood_still for row in rows):
-            found.append(Finding.of("STEP", name="step"))
-        # after different numbers of steps, scales and settings differ too
-        stepped = [row.stepped for row in rows]
-        if len(set(stepped)) > 1:
-            texts = [f"{number} optimizer steps" for number in stepped]
-            return found + differing(stepped, "F14", "desync", name="step", values=texts)
-        bits = [row.scale for row in rows]
-        scales = struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
-        found += differing(bits, "F15", "desync", name="scale", values=scales)
-        found += differing([row.settings for row in rows], "F17", "desync", name="settings")
-        return found + differing([row.state for row in rows], "F17", "state", name="state")
+    facts = (
+        Fact("optimizers at the start", CheckStage.TRAIN_START, _read_start, compare_optimizers),
+        Fact("optimizers of a step", CheckStage.AFTER_STEP, _read_step, compare_optimizers),
+    )
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return the settings."""

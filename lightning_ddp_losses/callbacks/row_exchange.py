@@ -1,61 +1,42 @@
-"""Rows of checks: measured on each rank, exchanged, judged on all ranks from the same table, so that all ranks have the same findings.
+"""Facts between ranks: read on each rank, exchanged, and judged on all ranks by the same rules, so that all ranks have the same findings.
 
-`RowExchange` asks checks for their rows, sends those of all due checks together, and completes new findings with texts and the largest
-difference of a tensor. Rows travel as bytes in handshakes of a separate process group, which only checks use. Ranks that come from
+`RowExchange` asks checks for their facts, sends those of all due checks together, and completes new findings with texts and the largest
+difference of a tensor. Notes travel as bytes in handshakes of a separate process group, which only checks use. Ranks that come from
 different places of the program still pair up there in handshakes of equal size, and raise the same error.
 
-A row is a list of numbers, a 1-D tensor (int64, float64 or uint8), or a function that returns a list when the row travels. No check waits
-for a device: the host copy of a tensor starts at once, and is read when the row travels. Lists stay lists on their way. After a step the
-processor's caches hold none of this, and a few numbers in a tensor then take ten times as long as in a list (torch 2.13, measured 2026).
+No check waits for a device: the copy of a number to the host starts immediately, and is read when the note travels. Numbers stay Python's
+own on their way. After a step the processor's caches hold none of this, and a few numbers in a tensor then take ten times as long as in a
+list (torch 2.13, measured 2026).
 
-A check that fails sends its error instead of its next row, so that every rank knows. A check of this package is then switched off on all
-ranks and leaves one warning: its fault must not end a healthy fit. A failing check of the user is an error, which the user can mend.
+A check that fails sends its error instead of its next numbers, so that every rank knows. A check of this package is then switched off on
+all ranks and leaves one warning: its fault must not end a healthy fit. A failing check of the user is an error, which the user can mend.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-from torch.optim import Optimizer
 
+from lightning_ddp_losses.callbacks.check import Check
+from lightning_ddp_losses.callbacks.facts.fact import Fact, Note, decode, failure_note, note_of, to_bytes
+from lightning_ddp_losses.callbacks.facts.user_rows import facts_of_rows
 from lightning_ddp_losses.callbacks.findings import FAILED, CheckStage, Finding, findings_of_texts, texts_of
 from lightning_ddp_losses.callbacks.report import Report
-from lightning_ddp_losses.core.host_copy import HostCopy
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.fingerprint import hash_text
 from lightning_ddp_losses.distributed.liveness import Watch
 from lightning_ddp_losses.distributed.raw_collectives import awake_seconds, gather
 from lightning_ddp_losses.distributed.store_exchange import StoreExchange
-from lightning_ddp_losses.errors import DDPLossError, InputError, RankMismatchError
+from lightning_ddp_losses.errors import DDPLossError, RankMismatchError
 
-Measured: TypeAlias = "Tensor | list[int] | list[float]"
-"""One rank's numbers. A list with a float in it becomes one of floats, on this rank; ints must fit 64 bits."""
-
-Row: TypeAlias = "Measured | Callable[[], Tensor] | Callable[[], list[int]] | Callable[[], list[float]]"
-"""Numbers that ``RankCheck.measure`` returns, or a function that returns them when the row travels."""
-
-Rows: TypeAlias = "list[list[Any]]"
-"""The rows of all ranks, in rank order, of a check that measures lists."""
-
-Table: TypeAlias = "Tensor | Rows | dict[int, str] | None"
-"""The rows of all ranks: a tensor (W, n), or lists in rank order. A dict has the errors of ranks. None: some rank has no row."""
-
-_PART_HEAD = struct.Struct("<2sxxIQ")  # kind, number of bytes, hash of the findings that this rank made by itself
-_FAILED, _NOTHING = b"!!", b"--"
-# kinds of rows: list or tensor, then the code that ``array`` has for the numbers
-_TENSORS = {torch.int64: b"Tq", torch.float64: b"Td", torch.uint8: b"TB"}
-_DTYPES = {kind: dtype for dtype, kind in _TENSORS.items()}
-_LISTS = {b"Lq": "a list of ints", b"Ld": "a list of floats"}
 _CHUNK = 1 << 20  # elements of a tensor that are compared at a time
 _LOOK_SECONDS = 1.0  # between looks at what peers wait in
 _FIRST_NAP_SECONDS, _NAP_SECONDS = 0.0001, 0.005
@@ -63,204 +44,31 @@ _MAX_TENSORS = 8  # differences that are measured at one exchange
 T = TypeVar("T")
 
 
-# ---------------------------------------------------------------------- rows as bytes
+class _Waiting:
+    """What one check has read at one stage on this rank, until it is judged.
 
-
-def encode(measured: object, title: str, found: Sequence[Finding] = ()) -> bytes:
-    """Encode the numbers of one check as its part of the row, with a hash of the findings that this rank made by itself.
-
-    Raises:
-        InputError: for anything that cannot travel.
+    Attributes:
+        numbers: Numbers of each fact, a function that returns them when they travel, or None.
+        found: Findings that this rank made by itself.
+        note: The same as it travels. None until then.
     """
-    got = type(measured).__name__
-    if isinstance(measured, list):
-        # one float makes all of them floats
-        code = "d" if any(isinstance(value, float) for value in measured) else "q"
-        with contextlib.suppress(TypeError):  # refused below
-            return _part(f"L{code}".encode(), array(code, measured).tobytes(), found)
-        got = f"a list with {', '.join(dict.fromkeys(type(value).__name__ for value in measured))}"
-    elif isinstance(measured, Tensor):
-        if measured.ndim == 1 and measured.dtype in _TENSORS:
-            return _part(_TENSORS[measured.dtype], measured.detach().cpu().contiguous().numpy().tobytes(), found)
-        got = f"{tuple(measured.shape)} {measured.dtype}"
-    expected = "a list of numbers, or a 1-D tensor of int64, float64 or uint8"
-    raise InputError(f"{title}.measure", expected=expected, got=got)
 
+    def __init__(self, numbers: list[Any], found: list[Finding]) -> None:
+        self.numbers, self.found = numbers, found
+        self.note: Note | None = None
 
-def _part(kind: bytes, data: bytes = b"", found: Sequence[Finding] = ()) -> bytes:
-    texts = hash_text(json.dumps(texts_of(found))) if found else 0
-    return _PART_HEAD.pack(kind, len(data), texts) + data
-
-
-def decode_tables(rows: Sequence[bytes], number: int) -> list[tuple[Table, tuple[int, ...]]]:
-    """Sort the ranks' rows by check: a table, and the hash of each rank's own findings (0 without any).
-
-    A rank that measured fewer values than another is padded with zeros. Values that identify such a rank come first in its row.
-
-    Args:
-        rows: One row per rank, each with the parts of all checks that were due.
-        number: Number of checks that were due.
-    """
-    parts_by_rank = [_split(row, number) for row in rows]
-    tables = []
-    for parts in zip(*parts_by_rank, strict=True):  # of one check
-        kinds, hashes, data = zip(*parts, strict=True)
-        tables.append((_table(kinds, data), hashes))
-    return tables
-
-
-def _split(row: bytes, number: int) -> list[tuple[bytes, int, bytes]]:
-    """Split a row into kind, hash and bytes of each check."""
-    parts: list[tuple[bytes, int, bytes]] = []
-    offset = 0
-    for _ in range(number):
-        kind, size, texts = _PART_HEAD.unpack_from(row, offset)
-        offset += _PART_HEAD.size + size
-        parts.append((kind, texts, row[offset - size : offset]))
-    return parts
-
-
-def _table(kinds: Sequence[bytes], data: Sequence[bytes]) -> Table:
-    """Combine the ranks' numbers of one check."""
-    # an error on any rank, a rank without a row, or kinds that cannot be compared
-    if _FAILED in kinds:
-        return {rank: data[rank].decode(errors="replace") for rank, kind in enumerate(kinds) if kind == _FAILED}
-    if _NOTHING in kinds:
-        return None
-    if len(set(kinds)) > 1 and not set(kinds) <= _LISTS.keys():
-        return {rank: f"measured {_LISTS.get(kind) or _DTYPES[kind]}" for rank, kind in enumerate(kinds)}
-    # rows of one length
-    longest = max(map(len, data))
-    rows = [array(chr(kind[1]), row.ljust(longest, b"\0")).tolist() for kind, row in zip(kinds, data, strict=True)]
-    dtype = _DTYPES.get(kinds[0])
-    return rows if dtype is None else torch.tensor(rows, dtype=dtype)
-
-
-# ---------------------------------------------------------------------- checks
-
-
-class Check:
-    """Defines the methods that a check writes, and those that its runner calls. `base.RankCheck` makes a callback of it."""
-
-    stages: ClassVar[tuple[CheckStage, ...]] = ()
-    faults: ClassVar[tuple[str, ...]] = ()
-    needs_peers: ClassVar[bool] = True
-    every_n_steps: int
-    action: Any  # by severity
-    _found: list[Finding]  # of this rank alone, since ``measure`` began
-
-    # ------------------------------------------------------------------ written by a check
-
-    def measure(self, trainer: Trainer, module: LightningModule, stage: CheckStage) -> Row:
-        """Return this rank's row, without communication: a 1-D tensor of int64, float64 or uint8, or a list of ints or floats.
-
-        A function that returns such a row is called when the row travels: after a step that is one step later, when numbers that come off
-        a device (``host_copy.HostNumbers``) have long arrived.
-        """
-        raise NotImplementedError
-
-    def judge(self, table: Any, trainer: Trainer, module: LightningModule, stage: CheckStage) -> list[Finding]:
-        """Return the findings in the rows of all ranks: a tensor (W, n), or a list of lists if ``measure`` returns lists.
-
-        Decide from the table alone. It is the same on every rank.
-        """
-        return []
-
-    def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
-        """Return this rank's text about a new finding, or another value that JSON has, for ``explain``. None for nothing."""
-        return None
-
-    def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
-        """Return the finding with details from the texts of all ranks, or other findings for its check and place."""
-        return [finding]
-
-    def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
-        """Return this rank's tensor for a new finding. Its largest difference between ranks is added to the finding."""
-        return None
-
-    def add(self, fault: str, case: str = "check", *, name: str, **fields: Any) -> None:
-        """Add a finding that this rank makes by itself in ``measure``, as ``Finding.of`` makes it. All ranks report it."""
-        self._found.append(Finding.of(fault, case, name=name, **fields))
-
-    # ------------------------------------------------------------------ observations of a check, without communication
-
-    def start(self, trainer: Trainer, module: LightningModule) -> None:
-        """Forget an earlier fit: training starts."""
-
-    def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look at a training batch, on the device."""
-
-    def dry_run(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> list[Finding]:
-        """Try out the first batch before its step, on all ranks together.
-
-        Only here may a check communicate by itself. It must make the same findings on every rank.
-        """
-        return []
-
-    def see_loss(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        """Look at the loss before each backward, those of accumulation steps too."""
-
-    def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at gradients right after each backward, those of accumulation steps too, before the module's own hook."""
-
-    def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at reduced and unscaled gradients, before the module's own hook and before clipping."""
-
-    def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
-        """Look at the module right after a step: gradients are those that the optimizer used."""
-
-    def see_batch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Look at the module after a batch of training or validation (``trainer.validating``), before the module's own hook."""
-
-    def stop(self, trainer: Trainer, module: LightningModule) -> None:
-        """Remove hooks and drop references: the fit is over, maybe after an error. It may be called twice."""
-
-    def figures(self) -> dict[str, float]:
-        """Return figures for the logger and the summary, by name."""
-        return {}
-
-    def remarks(self) -> list[str]:
-        """Return lines for the summary."""
-        return []
-
-    # ------------------------------------------------------------------ for the runner
-
-    @property
-    def title(self) -> str:
-        """The name of its class, for messages."""
-        return type(self).__name__
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether it is a check of this package: such a check is switched off when it fails, but a user's check raises."""
-        return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
-
-    def join(self, runner: Any) -> None:
-        """Join a run with a fresh state, or leave it."""
-        vars(self).pop("runner", None)
-        if runner is not None:
-            self.runner = runner
-            self._forget()
-
-    def _forget(self) -> None:
-        """Reset the state of one fit. Called by the constructor and at the start of a fit."""
-
-    def overrides(self, method: str) -> bool:
-        """Return whether this check overrides a method with an empty default."""
-        return getattr(type(self), method) is not getattr(Check, method)
-
-    def options(self) -> dict[str, object]:
-        """Return the options that must be equal on all ranks: its plain attributes."""
-        plain = (bool, int, float, str, tuple, list, dict, type(None))
-        own = vars(self).items()
-        return {name: value for name, value in own if not name.startswith("_") and isinstance(value, plain)}
-
-
-# ---------------------------------------------------------------------- rows between ranks
+    def read_(self) -> Note:
+        """Read the numbers that have arrived by now, and return all of them as a note."""
+        own = 0
+        if self.found:
+            own = hash_text(json.dumps(texts_of(self.found)))
+        self.numbers = [numbers() if callable(numbers) else numbers for numbers in self.numbers]
+        self.note = note_of([{"own findings": own}, *self.numbers])
+        return self.note
 
 
 class RowExchange:
-    """Exchanges the rows of checks between the ranks of the world, and turns them into findings.
+    """Exchanges the facts of checks between the ranks of the world, and turns them into findings.
 
     Args:
         trainer: Trainer of the fit.
@@ -286,11 +94,11 @@ class RowExchange:
         self.watch, self.report = watch, report
         self.after_error: StoreExchange | None = None
         self._trainer, self._module, self._stop_check = trainer, module, stop_check
-        # by the id of a check and the stage: rows that have not been judged, and the step of the last row measured
-        self._waiting: dict[tuple[int, CheckStage], bytes | Callable[[], Measured]] = {}
+        # by the id of a check and the stage: its facts, numbers that have not been judged, and the step of the last numbers
+        self._facts_at: dict[tuple[int, CheckStage], list[Fact]] = {}
+        self._waiting: dict[tuple[int, CheckStage], _Waiting] = {}
         self._steps: dict[tuple[int, CheckStage], int] = {}
-        self._local: dict[tuple[int, CheckStage], list[Finding]] = {}  # findings of this rank alone
-        self._failures: dict[int, str] = {}  # sent in place of the next row
+        self._failures: dict[int, str] = {}  # sent in place of the next numbers
         self._switched_off: set[int] = set()
         self._explained: dict[tuple[str, ...], list[Finding]] = {}
 
@@ -398,51 +206,65 @@ class RowExchange:
             self._stop_check(check)
 
     def measure(self, due: Sequence[Check], stage: CheckStage, step: int) -> None:
-        """Measure this rank's rows, which travel at the next exchange of their checks."""
+        """Read the facts of checks on this rank, which travel at the next exchange of their checks."""
         for check in due:
-            self._steps[id(check), stage] = step
+            key = id(check), stage
+            self._steps[key] = step
             if id(check) in self._failures:
                 continue
-            check._found = found = self._local[id(check), stage] = []
+            check._found = found = list[Finding]()
             try:
-                row = check.measure(self._trainer, self._module, stage)
-                if isinstance(row, Tensor):
-                    row = HostCopy(row).read
-                self._waiting[id(check), stage] = row if callable(row) else encode(row, check.title, found)
+                numbers = [fact.read(check) for fact in self._facts(check, stage)]
             except Exception as error:
                 self.note_failure(check, "measure", error)
+            else:
+                self._waiting[key] = _Waiting(numbers, found)
+
+    def _facts(self, check: Check, stage: CheckStage) -> list[Fact]:
+        """Return the facts that a check reads at a stage. The same on every rank."""
+        key = id(check), stage
+        if key not in self._facts_at:
+            facts = [*check.facts, *facts_of_rows(check)]
+            self._facts_at[key] = [fact for fact in facts if fact.stage == stage]
+        return self._facts_at[key]
 
     def pack(self, checks: Sequence[Check], stage: CheckStage) -> bytes:
-        """Return this rank's row: the parts that wait, and the errors of checks that failed."""
-        return b"".join([self._pack_one(check, stage) for check in checks])
+        """Return this rank's note: the facts that wait, and the errors of checks that failed."""
+        return to_bytes([self._note_of(check, stage) for check in checks])
 
-    def _pack_one(self, check: Check, stage: CheckStage) -> bytes:
+    def _note_of(self, check: Check, stage: CheckStage) -> Note:
+        """Return the part of one check: a hash of the findings that this rank made by itself, then its facts.
+
+        It waits until it is judged, because an error of a peer may end the exchange.
+        """
         key = id(check), stage
-        row = self._waiting.get(key, _part(_NOTHING))
-        try:
-            part = row if isinstance(row, bytes) else encode(row(), check.title, self._local[key])
-        except Exception as error:
-            self.note_failure(check, "measure", error)
-        if id(check) in self._failures:
-            part = _part(_FAILED, self._failures.pop(id(check)).encode())
-        if not part.startswith(_NOTHING):
-            self._waiting[key] = part  # until it is judged: an error of a peer may end the exchange
-        return part
+        waiting = self._waiting.get(key)
+        parts = 1 + len(self._facts(check, stage))
+        if waiting is not None and id(check) not in self._failures:
+            try:
+                return waiting.note or waiting.read_()
+            except Exception as error:
+                self.note_failure(check, "measure", error)
+        if id(check) not in self._failures:
+            return note_of([None] * parts)
+        waiting = self._waiting[key] = _Waiting([], [])
+        waiting.note = failure_note(self._failures.pop(id(check)), parts)
+        return waiting.note
 
     def has_waiting(self, checks: Sequence[Check], stage: CheckStage) -> bool:
-        """Return whether rows of a stage have not been judged."""
+        """Return whether facts of a stage have not been judged."""
         return any((id(check), stage) in self._waiting for check in checks)
 
     def steps_of(self, checks: Sequence[Check], stage: CheckStage) -> list[int]:
-        """Return the step of the last row of each check. -1 for a check without a row."""
+        """Return the step of the last facts of each check. -1 for a check without any."""
         return [self._steps.get((id(check), stage), -1) for check in checks]
 
     def exchange(self, checks: Sequence[Check], stage: CheckStage, step: int, *, place: str = "") -> None:
-        """Exchange the rows of these checks that wait since a stage, and judge them.
+        """Exchange the facts of these checks that wait since a stage, and judge them.
 
         Args:
             checks: Checks that are due, the same on every rank.
-            stage: Stage of the rows.
+            stage: Stage of the facts.
             step: Optimizer steps so far.
             place: Place of the exchange, if it differs from the stage.
 
@@ -453,47 +275,55 @@ class RowExchange:
         """
         if checks:
             place = place or stage.value
-            rows = self.gather_rows(place, self.pack(checks, stage), {"step": step})
-            self.judge(checks, stage, rows, step, place=place)
+            notes = self.gather_rows(place, self.pack(checks, stage), {"step": step})
+            self.judge(checks, stage, notes, step, place=place)
 
     def judge(
-        self, checks: Sequence[Check], stage: CheckStage, rows: Sequence[bytes], step: int, *, place: str
+        self, checks: Sequence[Check], stage: CheckStage, notes: Sequence[bytes], step: int, *, place: str
     ) -> None:
-        """Judge all ranks' rows. Every rank calls it with the same rows.
+        """Apply the rules to all ranks' notes. Every rank calls it with the same notes.
 
         Raises:
             DDPLossError: on every rank, for findings with the action ``raise``.
         """
+        waiting = [self._waiting.pop((id(check), stage), None) for check in checks]
+        parts = iter(decode(notes))
         found: list[tuple[Check, Finding]] = []
-        for check in checks:
-            self._waiting.pop((id(check), stage), None)
-        # each check has its own table: one row a rank, all of the same step
-        for check, (table, hashes) in zip(checks, decode_tables(rows, len(checks)), strict=True):
-            if isinstance(table, dict):
-                found += placed(check, [self._failed(check, table)], step, place)
-            elif table is not None:
-                judged = self._combine_local(check, stage, hashes) + self._judge(check, table, stage)
+        for check, own in zip(checks, waiting, strict=True):
+            head = next(parts)
+            columns = [next(parts) for _ in self._facts(check, stage)]
+            if isinstance(head, dict):
+                found += placed(check, [self._failed(check, head)], step, place)
+            elif head is not None and own is not None:
+                judged = own.found
+                if len(set(head[0])) > 1:
+                    judged = self._combine_local(check, own.found, head[0])
+                judged = judged + self._apply(check, stage, own.numbers, columns)
                 found += placed(check, judged, self._steps[id(check), stage], stage.value)
         if found:
             self.report_findings(self._complete(found))
 
-    def _combine_local(self, check: Check, stage: CheckStage, hashes: Sequence[int]) -> list[Finding]:
-        """Return the findings that ranks made by themselves.
+    def _combine_local(self, check: Check, local: list[Finding], hashes: Sequence[int]) -> list[Finding]:
+        """Return the findings that ranks made by themselves, if they are not the same on all of them.
 
-        Communication: none if every rank made the same. Else one gather, once for the same findings.
+        Communication: one gather, once for the same findings.
         """
-        local = self._local.get((id(check), stage), [])
-        if len(set(hashes)) == 1:
-            return local
         key = check.title, str(hashes)
         if key not in self._explained:
             self._explained[key] = findings_of_texts(self.gather_json("texts about findings", texts_of(local)))
         return self._explained[key]
 
-    def _judge(self, check: Check, table: Table, stage: CheckStage) -> list[Finding]:
-        """Let a check judge. The error of a check that fails on this rank alone travels at its next exchange."""
+    def _apply(self, check: Check, stage: CheckStage, numbers: Sequence[Any], parts: Sequence[Any]) -> list[Finding]:
+        """Apply the rules of a check. The error of a rule that fails on this rank alone travels at the next exchange of the check."""
+        found: list[Finding] = []
         try:
-            found = list(check.judge(table, self._trainer, self._module, stage))
+            for fact, names, values in zip(self._facts(check, stage), numbers, parts, strict=True):
+                if values is None:
+                    continue
+                columns = dict(zip(names, values, strict=False))
+                if fact.see is not None:
+                    fact.see(check, columns)
+                found += fact.rule(columns)
             for each in found:
                 if not isinstance(each, Finding):
                     raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")

@@ -30,11 +30,12 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_ddp_losses.callbacks.check import Check
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.callbacks.report import Report, Settings, run_folder
-from lightning_ddp_losses.callbacks.row_exchange import Check, RowExchange, placed
+from lightning_ddp_losses.callbacks.row_exchange import RowExchange, placed
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed import handshake, liveness, process_groups
 from lightning_ddp_losses.errors import ConfigurationError, DDPLossError, RankMismatchError

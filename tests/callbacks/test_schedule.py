@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_ddp_losses import DDPLossError, GradientFlowCheck, OptimizerCheck, ParameterSyncCheck, RankCheck
+from lightning_ddp_losses.callbacks.facts.user_rows import Row
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
 from lightning_ddp_losses.callbacks.replicas import split_by_bytes
-from lightning_ddp_losses.callbacks.row_exchange import Row
 from lightning_ddp_losses.testing import RankPool
 from tests.answers import assert_errors
 from tests.callbacks.harness import Subject, fit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,42 +12,90 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_ddp_losses.callbacks import row_exchange
+from lightning_ddp_losses import RankCheck
+from lightning_ddp_losses.callbacks import CheckStage
 from lightning_ddp_losses.callbacks.batch_reader import BUCKETS, BatchReader, EpochRecord
+from lightning_ddp_losses.callbacks.facts import user_rows
+from lightning_ddp_losses.callbacks.facts.fact import decode, failure_note, note_of, to_bytes
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
 from lightning_ddp_losses.distributed.fingerprint import row_hashes
 from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
+from tests.callbacks.harness import fit
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
+FLOATS = [0.1, -math.inf, 5.0]
+# numbers of one fact, by column
+NUMBERS: list[dict[str, Any]] = [{"one": 7, "loss": 0.5, "extremes": EXTREMES}, {}, {"floats": FLOATS, "none": []}]
 
 
-def test_rows_come_back_as_they_were_measured() -> None:
-    floats = torch.tensor([0.1, -math.inf], dtype=torch.float64)
-    tensors = [torch.tensor(EXTREMES), floats, torch.arange(5, dtype=torch.uint8)]
-    measured = [EXTREMES, [], [1, 2.5, math.inf], *tensors]
-    sent = b"".join(row_exchange.encode(each, "Check") for each in measured)
-    back = [table for table, _ in row_exchange.decode_tables([sent, sent], len(measured))]
-    assert back[:3] == [[each, each] for each in measured[:3]]
-    for table, tensor in zip(back[3:], tensors, strict=True):
-        assert torch.equal(table, torch.stack([tensor, tensor]))
+def sent(facts: Sequence[dict[str, Any] | str | None]) -> bytes:
+    """Return the note of one rank: numbers, the text of an error, or nothing."""
+    return to_bytes([failure_note(each, 1) if isinstance(each, str) else note_of([each]) for each in facts])
 
 
-def test_rows_that_do_not_fit_together() -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_numbers_come_back_as_they_were_read(world_size: int) -> None:
+    back = decode([sent(NUMBERS)] * world_size)
+    for numbers, columns in zip(NUMBERS, back, strict=True):
+        expected = [tuple(value) if isinstance(value, list) else value for value in numbers.values()]
+        assert [list(column) for column in columns] == [[value] * world_size for value in expected]
+
+
+# what three ranks send of one fact, and what is judged
+APART: dict[str, tuple[list[Any], Any]] = {
+    "lists of other lengths": ([{"a": [1, 2]}, {"a": []}, {"a": [3]}], [[(1, 2), (), (3,)]]),
+    "ints and floats": ([{"a": 1}, {"a": 1.5}, {"a": 2}], [[1, 1.5, 2]]),
+    "a column more": ([{"a": 1, "b": 2}, {"a": 3}, {"a": 4, "b": 5}], [[1, 3, 4]]),
+    "no numbers on a rank": ([{"a": 1}, None, {"a": 2}], None),
+    "an error of a rank": ([{"a": 1}, None, "brøke"], {2: "brøke"}),
+    "an error of all": (["one", "two", "six"], {0: "one", 1: "two", 2: "six"}),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_send_different_facts(name: str) -> None:
+    facts, expected = APART[name]
+    (columns,) = decode([sent([each]) for each in facts])
+    assert columns == expected
+
+
+def test_a_row_of_a_user_is_a_table_again() -> None:
     def table(*measured: Any) -> Any:
-        return row_exchange.decode_tables([row_exchange.encode(each, "Check") for each in measured], 1)[0][0]
+        (columns,) = decode([sent([dict(user_rows.numbers_of(each, "Check"))]) for each in measured])
+        assert isinstance(columns, list)
+        return user_rows.table_of({"kind": columns[0], "row": columns[1]})
 
+    for measured in (EXTREMES, [], [1, 2.5, math.inf]):
+        assert table(measured, measured) == [measured, measured]
+    for dtype, values in ((torch.int64, EXTREMES), (torch.float64, FLOATS), (torch.uint8, [0, 255])):
+        tensor = torch.tensor(values, dtype=dtype)
+        found = table(tensor, tensor)
+        assert found.dtype == dtype
+        assert torch.equal(found, torch.stack([tensor, tensor]))
+    # shorter rows, and rows of ints next to rows of floats
     assert table([1, 2], [3]) == [[1, 2], [3, 0]]
     assert table(torch.ones(1).long(), torch.ones(2).long()).tolist() == [[1, 0], [1, 1]]
     assert table([1], [1.5]) == [[1], [1.5]]
-    assert table([1], torch.ones(1).long()) == {0: "measured a list of ints", 1: "measured torch.int64"}
-    sent = [row_exchange.encode([1], "Check"), row_exchange._part(row_exchange._FAILED, b"broke")]
-    assert row_exchange.decode_tables(sent, 1) == [({1: "broke"}, (0, 0))]
+
+
+class Mixed(RankCheck):  # measures a list on one rank and a tensor on the other
+    stages = (CheckStage.AFTER_STEP,)
+
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> Any:
+        return [1] if trainer.global_rank == 0 else torch.ones(1).long()
+
+
+def test_rows_of_different_kinds_are_an_error_of_the_check(pool: RankPool) -> None:
+    errors = pool.errors(2, fit, Mixed())
+    assert_errors(errors, "Mixed itself failed", "0: measured a list of ints", "1: measured torch.int64")
 
 
 @pytest.mark.parametrize("measured", [torch.zeros(1), torch.zeros(1, 1).long(), (1, 2), None, [2**63], ["1"]])
 def test_what_cannot_travel_is_refused(measured: Any) -> None:
     with pytest.raises((InputError, OverflowError, TypeError)):
-        row_exchange.encode(measured, "Check")
+        user_rows.numbers_of(measured, "Check")
 
 
 def leaves(features: Tensor) -> list[Tensor]:

@@ -1,0 +1,167 @@
+"""Facts: numbers of one rank that all ranks compare, the columns of all ranks, and the note in which they travel.
+
+A `Fact` names what is read, the stage of a run that reads it, and the rule over its columns. A stage collects the facts of all checks that
+are due into one array of int64 and one of float64, and sends both in one note. A rule is a pure function from columns to findings, so
+every rank has the same findings. Rows of checks of users become facts in ``user_checks.py``.
+
+A note is a head, a layout, the ints and the floats. The layout is a line of text with a part for each fact, separated by ``;``. A part has
+a code for each column, separated by ``,``: ``q`` for an int, ``d`` for a float, with a number behind it for a list of so many. The part of
+a fact without numbers is ``-``. The part of a check that failed is ``!`` and the length of its text, whose bytes are stored as ints.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding
+
+Numbers: TypeAlias = "Mapping[str, float | Sequence[float]]"
+"""Numbers of one rank by the name of their column: an int, a float, or a list of either."""
+
+Columns: TypeAlias = "dict[str, Sequence[Any]]"
+"""Numbers of all ranks by the name of their column, in rank order."""
+
+Decoded: TypeAlias = "list[Sequence[Any]] | dict[int, str] | None"
+"""Columns of one fact, texts of the ranks that failed, or None if a rank has no numbers."""
+
+_Row: TypeAlias = "tuple[bytes, array[int], array[float]]"  # of one rank: layout, ints, floats
+_HEAD = struct.Struct("<II")  # bytes of the layout and of the ints
+_NO_NUMBERS, _FAILED = "-", "!"
+
+
+def find_nothing(columns: Columns) -> list[Finding]:
+    """Return no findings: a fact that is only kept, or whose findings are made by each rank alone."""
+    return []
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Numbers that ranks compare at one stage.
+
+    Attributes:
+        name: Name of what is read.
+        stage: Place of the run that reads it.
+        read: Function of the check that returns the numbers of this rank, without communication. If it returns a function, that is called
+            when the numbers travel: after a step one step later, when the numbers of a device have arrived. None for no numbers now.
+        rule: Pure function that returns the findings in the columns of all ranks.
+        see: Function of the check that gets the columns before the rule. It keeps figures, and may add columns of earlier steps.
+    """
+
+    name: str
+    stage: CheckStage
+    read: Callable[[Any], Numbers | Callable[[], Numbers] | None]
+    rule: Callable[[Columns], list[Finding]] = find_nothing
+    see: Callable[[Any, Columns], None] | None = None
+
+
+# ---------------------------------------------------------------------- notes
+
+
+class Note(NamedTuple):
+    """Numbers on their way to the other ranks, in the order of their facts: a code for each part, the ints, and the floats."""
+
+    layout: list[str]
+    ints: array[int]
+    floats: array[float]
+
+
+def note_of(facts: Sequence[Numbers | None]) -> Note:
+    """Return the note of the facts of one check.
+
+    Raises:
+        TypeError: for a value that is neither a number nor a list of numbers.
+        OverflowError: for an int that does not fit 64 bits.
+    """
+    note = Note([], array("q"), array("d"))
+    for numbers in facts:
+        if numbers is None:
+            note.layout.append(_NO_NUMBERS)
+            continue
+        codes: list[str] = []
+        for value in numbers.values():
+            if isinstance(value, int):
+                note.ints.append(value)
+                codes.append("q")
+            elif isinstance(value, float):
+                note.floats.append(value)
+                codes.append("d")
+            elif any(isinstance(number, float) for number in value):  # one float makes all of them floats
+                note.floats.extend(value)
+                codes.append(f"d{len(value)}")
+            else:
+                note.ints.extend(value)  # type: ignore[arg-type]
+                codes.append(f"q{len(value)}")
+        note.layout.append(",".join(codes))
+    return note
+
+
+def failure_note(text: str, parts: int) -> Note:
+    """Return the note of a check that failed, in place of so many parts."""
+    data = [*text.encode()]
+    layout = [f"{_FAILED}{len(data)}", *[_NO_NUMBERS] * (parts - 1)]
+    return Note(layout, array("q", data), array("d"))
+
+
+def to_bytes(notes: Sequence[Note]) -> bytes:
+    """Return the notes of several checks as they travel together."""
+    layout = ";".join([part for note in notes for part in note.layout]).encode()
+    ints = b"".join([note.ints.tobytes() for note in notes])
+    floats = b"".join([note.floats.tobytes() for note in notes])
+    return _HEAD.pack(len(layout), len(ints)) + layout + ints + floats
+
+
+def decode(notes: Sequence[bytes]) -> list[Decoded]:
+    """Return the columns of each fact in the notes of all ranks."""
+    rows: list[_Row] = []
+    for note in notes:
+        size, num_bytes = _HEAD.unpack_from(note)
+        begin = _HEAD.size + size
+        end = begin + num_bytes
+        rows.append((note[_HEAD.size : begin], array("q", note[begin:end]), array("d", note[end:])))
+    if all(layout == rows[0][0] for layout, _, _ in rows):
+        return _read(rows)
+    # a rank has lists of another length, no numbers, or an error
+    by_rank = [_read([row]) for row in rows]
+    return [_merge(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
+
+
+def _read(rows: Sequence[_Row]) -> list[Decoded]:
+    """Return the columns of rows with the same layout."""
+    layout, _, _ = rows[0]
+    ints = zip(*[of_rank for _, of_rank, _ in rows], strict=True)
+    floats = zip(*[of_rank for _, _, of_rank in rows], strict=True)
+    found: list[Decoded] = []
+    for part in layout.decode().split(";"):
+        if part == _NO_NUMBERS:
+            found.append(None)
+            continue
+        if part.startswith(_FAILED):
+            texts = zip(*islice(ints, int(part[1:])), strict=True)
+            found.append({rank: bytes(text).decode(errors="replace") for rank, text in enumerate(texts)})
+            continue
+        columns: list[Sequence[Any]] = []
+        for code in filter(None, part.split(",")):
+            numbers: Iterator[Any] = ints if code[0] == "q" else floats
+            if len(code) == 1:
+                columns.append(next(numbers))
+            else:  # a list of each rank
+                lists = [*zip(*islice(numbers, int(code[1:])), strict=True)]
+                columns.append(lists or [()] * len(rows))
+        found.append(columns)
+    return found
+
+
+def _merge(of_ranks: Sequence[Decoded]) -> Decoded:
+    """Return the columns of one fact, given those of each rank alone."""
+    failures = {rank: found[0] for rank, found in enumerate(of_ranks) if isinstance(found, dict)}
+    if failures:
+        return failures
+    if None in of_ranks:
+        return None
+    # columns that only some ranks have are left out. A rule sees from another column that ranks differ
+    return [[value for (value,) in column] for column in zip(*of_ranks, strict=False)]

@@ -1,0 +1,263 @@
+"""Rules of the checks: pure functions from the columns of all ranks to findings.
+
+A rule knows no trainer, no module and no process group. It decides from the columns, so every rank has the same findings. Columns have the
+names that the reader of the fact gives them, and one value for each rank. Some findings are completed by the texts of all ranks afterwards
+(``RankCheck.describe`` and ``explain``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lightning_ddp_losses.callbacks.facts.fact import Columns
+from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing, odd_ranks
+from lightning_ddp_losses.distributed.shard import ClassShard, first_holders
+
+# ---------------------------------------------------------------------- parameters and gradients
+
+PARTS = "parts of parameters"
+"""Name of a finding before the parameters are known that ``fully_shard`` divides."""
+SHARD = "classes of "
+"""Before the name of a class shard, in the name of its column."""
+
+
+def compare_structures(columns: Columns) -> list[Finding]:
+    """F12: names, shapes, dtypes or their order differ."""
+    return differing(columns["structure"], "F12", "unnamed", name="parameters")
+
+
+def compare_starts(columns: Columns) -> list[Finding]:
+    """F12, F16, F04: parameters and class shards at the start of training."""
+    found = compare_structures(columns)
+    if found:  # values cannot be lined up
+        return found
+    for name, ranges in columns.items():
+        if not name.startswith(SHARD):
+            continue
+        shards = [ClassShard(*numbers) for numbers in ranges]
+        if first_holders(shards) is None:
+            values = tuple(f"classes {shard.start} to {shard.stop} of {shard.num_classes}" for shard in shards)
+            found.append(Finding.of("F16", name=name.removeprefix(SHARD), values=values))
+    return found + _compare_values(columns, "F04")
+
+
+def compare_parameters(columns: Columns) -> list[Finding]:
+    """F12, SYNC: parameters after a step or at the end."""
+    return compare_structures(columns) or _compare_values(columns, "SYNC")
+
+
+def _compare_values(columns: Columns, fault: str) -> list[Finding]:
+    found = []
+    values = columns["values"]
+    if len(set(values)) > 1:
+        found.append(Finding(fault, "parameters", "equal values on all ranks", odd_ranks(values), name="values"))
+    # the same part with other values
+    odd = odd_replicas(columns["place"], columns["parts"])
+    if odd:
+        found.append(Finding(fault, PARTS, "equal values on the ranks that hold the same part", odd, name=PARTS))
+    return found
+
+
+def odd_replicas(places: Sequence[object], values: Sequence[object]) -> tuple[int, ...]:
+    """Return the ranks that differ from most ranks with the same part."""
+    odd: list[int] = []
+    for place in set(places):
+        ranks = [rank for rank, other in enumerate(places) if other == place]
+        their_values = [values[rank] for rank in ranks]
+        odd += [ranks[number] for number in odd_ranks(their_values)]
+    return tuple(sorted(odd))
+
+
+def compare_graphs(columns: Columns) -> list[Finding]:
+    """F37, before its cause is known: losses do not reach the same parameters."""
+    return differing(columns["missing"], "F37", "", name="graph")
+
+
+def compare_gradients(columns: Columns) -> list[Finding]:
+    """F37, F38, SYNC, F79, DETACHED, before their parameters are known: the gradients that a step used."""
+    if len(set(columns["stepped"])) > 1:
+        return []  # another rule says who skipped a step
+    found = []
+    # no gradient at all, or another one
+    absent, values = columns["absent"], columns["values"]
+    if len(set(absent)) > 1:
+        found += differing(absent, "F37", "", name="absent")
+    elif columns["expected"][0]:
+        found.append(Finding("F38", "missing gradients", name="absent"))
+    elif len(set(values)) > 1:
+        found.append(Finding("SYNC", "gradients", "equal on all ranks", odd_ranks(values), name="gradients"))
+    # faults of a single gradient
+    not_finite = ranks_with(columns["not_finite"])
+    if not_finite:
+        found.append(Finding("F79", "gradients that are not finite", ranks=not_finite, name="finite"))
+    if all(columns["detached"]):
+        found.append(Finding("DETACHED", "modules without gradient", name="zero"))
+    return found
+
+
+def compare_optimizers(columns: Columns) -> list[Finding]:
+    """STEP, F14, F15, F17: steps of the optimizers, their settings and their states."""
+    found: list[Finding] = []
+    if all(columns["stood_still"]):
+        found.append(Finding.of("STEP", name="step"))
+    # after different numbers of steps, scales and settings differ too
+    stepped = columns["stepped"]
+    if len(set(stepped)) > 1:
+        texts = [f"{number} optimizer steps" for number in stepped]
+        return found + differing(stepped, "F14", "desync", name="step", values=texts)
+    found += differing(columns["scale"], "F15", "desync", name="scale", values=columns["scale"])
+    found += differing(columns["settings"], "F17", "desync", name="settings")
+    return found + differing(columns["state"], "F17", "state", name="state")
+
+
+def ranks_with(column: Sequence[Any]) -> tuple[int, ...]:
+    """Return the ranks with a value other than zero."""
+    return tuple(rank for rank, value in enumerate(column) if value)
+
+
+# ---------------------------------------------------------------------- buffers
+
+NOISE = 0.5  # standard deviations of batch norm times the root of the rows
+_MIN_VARIANCE = 1e-12
+
+
+def compare_forwards(columns: Columns) -> list[Finding]:
+    """F41: a second forward of DDP overwrote buffers that the first one used."""
+    hashes = columns["buffers"]
+    if min(columns["forwards"]) < 2 or len(set(hashes)) == 1:
+        return []
+    found = Finding.of("F41", ranks=odd_ranks(hashes), name="DistributedDataParallel")
+    return [replace(found, step=columns["step"][0], moment=CheckStage.BEFORE_BACKWARD.value)]
+
+
+def compare_buffers(columns: Columns) -> list[Finding]:
+    """F64, before the buffer and its kind are known."""
+    return differing([*zip(columns["number"], columns["values"], strict=True)], "F64", "unnamed", name="buffers")
+
+
+def compare_metric_states(columns: Columns) -> list[Finding]:
+    """F52: states of metrics that cannot be gathered. A column for each state, 0 for one that matches any other."""
+    states = {name: column for name, column in columns.items() if name != "names"}
+    if len(set(columns["names"])) > 1:  # different metrics per rank: they cannot be lined up
+        return []
+    found = []
+    for name, column in states.items():
+        if len(set(column) - {0}) > 1:
+            found.append(Finding.of("F52", ranks=odd_ranks(column), name=name))
+    return found
+
+
+def compare_norms(columns: Columns) -> list[Finding]:
+    """F59: statistics of batch norm are further apart than the tolerance, and than chance puts them."""
+    distances = norm_distances(columns["means"], columns["variances"])
+    local_rows, labels, rate = columns["rows"], columns["labels"], columns["rate"][0]
+    largest, global_rows = max(local_rows), sum(local_rows)
+    allowed = max(columns["tolerance"][0], NOISE / max(min(local_rows), 1.0) ** 0.5)
+    if max(distances) <= allowed:
+        return []
+    # advice: the effect of normalising over all ranks
+    advice = {"allowed": allowed, "largest": largest, "global_rows": global_rows, "rate": rate}
+    advice["scaled"] = rate * global_rows / max(largest, 1.0)
+    unlike = "unknown"
+    if any(map(sum, labels)):
+        unlike = f"{label_imbalance(labels):.0%} unlike those of all"
+    values = tuple(f"{distance:.3g} standard deviations from the mean of all ranks" for distance in distances)
+    return [Finding.of("F59", name="batch norm", values=values, unlike=unlike, **advice)]
+
+
+def norm_distances(
+    means_by_rank: Sequence[Sequence[float]], variances_by_rank: Sequence[Sequence[float]]
+) -> list[float]:
+    """Return the distance of each rank's statistics from those of all ranks.
+
+    Means are compared in standard deviations, variances in natural logarithms. The larger of the two counts, as the root mean square over
+    channels.
+    """
+    if not means_by_rank[0]:
+        return [0.0] * len(means_by_rank)
+    means = torch.tensor(means_by_rank, dtype=torch.float64)
+    variances = torch.tensor(variances_by_rank, dtype=torch.float64)
+    # the mean over ranks of each number
+    usual = variances.mean(0).clamp(min=_MIN_VARIANCE)
+    of_means = (means - means.mean(0)).square() / usual
+    of_variances = (variances.clamp(min=_MIN_VARIANCE) / usual).log().square()
+    return [*torch.maximum(of_means.mean(1), of_variances.mean(1)).sqrt().tolist()]
+
+
+# ---------------------------------------------------------------------- batches
+
+ENDS = "number of batches"
+"""Name of a finding about epochs that end on some ranks."""
+
+
+def compare_batches(columns: Columns) -> list[Finding]:
+    """F36, F67, F71, F69, F83, F72: the batches of a step, the order that ranks divide, and random numbers."""
+    found: list[Finding] = []
+    ranks = range(len(columns["batch"]))
+    # an epoch that ends on some ranks only, unless the fit ends here anyway
+    if columns["compares_ends"][0]:
+        is_last = columns["is_last"]
+        texts = [f"batch {columns['batch'][rank]}{', its last' * is_last[rank]}" for rank in ranks]
+        found += differing(is_last, "F36", name=ENDS, values=texts)
+    # batches and orders. The class of a foreign loader is added later
+    same = ranks_with(columns["is_same"])
+    if same:
+        fault = "F71" if any(columns["is_iterable"]) else "F67"
+        whose = "all ranks" if len(same) == len(ranks) else "some ranks"
+        finding = Finding.of(fault, ranks=same, name="batches", whose=whose, loader="")
+        step = max(columns["read_step"])
+        found.append(replace(finding, step=step, moment=CheckStage.BEFORE_BACKWARD.value))
+    if 0 not in columns["order"]:
+        found += differing(columns["order"], "F69", name="order")
+    if columns["began_again"][0]:
+        place = f"batch {columns['resumed_batch'][0]} of epoch {columns['resumed_epoch'][0]}"
+        found.append(Finding.of("F83", name="resumed epoch", place=place))
+    # ranks that draw the same numbers in two steps, and do draw
+    now, before = columns["random_state"], columns["random_state_before"]
+    is_known = len(ranks) > 1 and now[0] and before[0]
+    if is_known and len(set(now)) == len(set(before)) == 1 and now[0] != before[0]:
+        found.append(Finding.of("F72", name="random numbers"))
+    return found
+
+
+def label_imbalance(counts_by_rank: Sequence[Sequence[float]]) -> float:
+    """Return the largest total variation between a rank's labels and those of all ranks: from 0 (the same) to 1 (none in common)."""
+    counts = torch.tensor(counts_by_rank, dtype=torch.float64)
+    known = counts[counts.sum(1) > 0]
+    if not len(known):
+        return 0.0
+    distances = known / known.sum(1, keepdim=True) - counts.sum(0) / counts.sum()
+    return float(distances.abs().sum(1).max()) / 2
+
+
+def compare_sizes(columns: Columns) -> list[Finding]:
+    """F36, F28, F62: numbers of batches, their sizes if a loss gathers equal numbers only, and a batch of one row."""
+    found = []
+    numbers, full, last = columns["batches"], columns["full_size"], columns["last_size"]
+    if 0 <= min(numbers) < columns["until_max_steps"][0]:
+        found += differing(numbers, "F36", name=ENDS, values=[f"{number} batches" for number in numbers])
+    sizes = [*zip(full, last, strict=True)]
+    gathers = columns["gathers"]
+    if len(set(sizes)) > 1 and len(set(gathers)) == 1 and gathers[0]:
+        values = tuple(f"batches of {of_full}, the last of {of_last}" for of_full, of_last in sizes)
+        found.append(Finding.of("F28", name="", values=values))
+    # a note: batch norm over rows and positions takes one row
+    ranks = tuple(rank for rank, (of_full, of_last) in enumerate(sizes) if of_last == 1 < of_full)
+    if ranks and columns["has_batch_norm"][0]:
+        ranks = ranks if len(ranks) < len(sizes) else ()
+        found.append(Finding.of("F62", ranks=ranks, name="last batch", graded="note"))
+    return found
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def find_shared_devices(columns: Columns) -> list[Finding]:
+    """F73: ranks on one device. An identity of 0 is that of a device which ranks may share."""
+    identities = columns["identity"]
+    shared = tuple(rank for rank, own in enumerate(identities) if own and identities.count(own) > 1)
+    return [Finding.of("F73", ranks=shared, name="devices")] if shared else []
