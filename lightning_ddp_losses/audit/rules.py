@@ -28,6 +28,14 @@ from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_li
 from lightning_ddp_losses.audit.rank_record import Entry
 from lightning_ddp_losses.audit.replay import load_batch, row_digests
 from lightning_ddp_losses.core.autograd_graph import fault_of_event
+from lightning_ddp_losses.core.fault_rules import (
+    FAULT_OF_CUT,
+    agree_at,
+    fault_of_memory,
+    fault_of_scale,
+    first_difference,
+    scale_of,
+)
 
 Rule = Callable[[AuditContext], Iterable[Diagnosis]]
 
@@ -75,7 +83,7 @@ def accumulation_factor(context: AuditContext) -> Iterator[Diagnosis]:
         return
     factor = context.accumulation_factor()
     for which, value in (("A", size), ("1/A", 1 / size), ("1/A**2", 1 / size**2)):
-        if _is_factor(factor, value):
+        if factor is not None and math.isclose(factor, value, rel_tol=_CLOSE):
             yield context.diagnosis("F18", "accumulation", which=which, accumulate=size, factor=number_text(factor, 4))
 
 
@@ -89,7 +97,7 @@ def never_reduced(context: AuditContext) -> Iterator[Diagnosis]:
 def clipped_before_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: each rank clips its own gradient, and the clipped ones are reduced."""
     by_rank = context.fingerprints_by_rank
-    rows = [row for row in context.wrong if _agree(by_rank, "reduced", row.parameter) is False]
+    rows = [row for row in context.wrong if agree_at(by_rank, "reduced", row.parameter) is False]
     if rows and not context.by_trainer and not context.desynchronized:
         yield context.diagnosis("F13", "early", about=rows)
 
@@ -187,11 +195,11 @@ def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     apart = [*context.desynchronized, *context.desynchronized_updates]
     names = list(dict.fromkeys(row.parameter for row in apart))
     for name in names:
-        if not _agree(by_rank, "backward", name) and not _agree(by_rank, "reduced", name):
+        if not agree_at(by_rank, "backward", name) and not agree_at(by_rank, "reduced", name):
             return  # another rule judges a gradient that was not reduced
     # ranks part in the module's hooks, or between those and the step
     for stage, place in _PLACES.items():
-        changed = [name for name in names if _agree(by_rank, stage, name) is False]
+        changed = [name for name in names if agree_at(by_rank, stage, name) is False]
         if changed:
             who = _changed_by(by_rank, stage, changed[0])
             yield context.diagnosis("F13", parameters=changed, who=who, place=place)
@@ -201,7 +209,7 @@ def changed_after_reduction(context: AuditContext) -> Iterator[Diagnosis]:
 def _changed_by(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> str:
     """Name the ranks that changed their gradient after the reduction."""
     earlier = "reduced"
-    if not _agree(by_rank, earlier, name):
+    if not agree_at(by_rank, earlier, name):
         earlier = "backward"
     ranks = [rank for rank, stages in enumerate(by_rank) if stages[stage].get(name) != stages[earlier][name]]
     return f"by rank {comma_list(ranks)}" if len(ranks) < len(by_rank) else "each rank in its own way"
@@ -212,14 +220,8 @@ def changed_outside_step(context: AuditContext) -> Iterator[Diagnosis]:
     apart = context.desynchronized_updates
     if not apart or _scales_or_rates_differ(context) or any(unequal_start(context)):
         return
-    if all(_agree(context.fingerprints_by_rank, "used", row.parameter) for row in apart):
+    if all(agree_at(context.fingerprints_by_rank, "used", row.parameter) for row in apart):
         yield context.diagnosis("SYNC", about=apart)
-
-
-def _agree(by_rank: Sequence[dict[str, dict[str, int]]], stage: str, name: str) -> bool | None:
-    """Return whether all ranks have the same bits of a gradient at a stage, None if a rank has none."""
-    values = [stages.get(stage, {}).get(name) for stages in by_rank]
-    return None if None in values else not _differ(values)
 
 
 def skipped_step(context: AuditContext) -> Iterator[Diagnosis]:
@@ -237,10 +239,9 @@ def different_rates(context: AuditContext) -> Iterator[Diagnosis]:
 
 def _first_difference(columns: Sequence[Sequence[object]], form: str = "{}") -> Iterator[tuple[int, str]]:
     """Find the first column with values that differ by rank, if any: its place, and its values as text."""
-    for place, column in enumerate(columns):
-        if _differ(column):
-            yield place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(column))
-            return
+    place = first_difference(columns)
+    if place is not None:
+        yield place, comma_list(f"rank {rank} {form.format(value)}" for rank, value in enumerate(columns[place]))
 
 
 def _differ(column: Sequence[object]) -> bool:
@@ -270,8 +271,8 @@ def own_queue(context: AuditContext) -> Iterator[Diagnosis]:
             if not _keeps_rows(context, name, step, entries[0]):
                 yield context.diagnosis("F64", "statistic", buffer=name, step=step)
                 return
-            fault, case = ("F26", "queue") if _have_the_same_rows(entries) else ("F64", "audit")
-            yield context.diagnosis(fault, case, buffer=name, step=step)
+            fault = _fault_of_memory(entries)
+            yield context.diagnosis(fault, "queue" if fault == "F26" else "audit", buffer=name, step=step)
             return
 
 
@@ -286,10 +287,10 @@ def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bo
     return any(row in earlier for row in _sorted_rows(entry))
 
 
-def _have_the_same_rows(entries: Sequence[Entry]) -> bool:
-    """Return whether all ranks keep the same rows, in any order. Large buffers are not sorted and count as different."""
+def _fault_of_memory(entries: Sequence[Entry]) -> str:
+    """Compare the ranks' rows in any order. Large buffers are not sorted and count as different."""
     contents = [_sorted_rows(entry) for entry in entries if entry.numel <= _SORTED]
-    return bool(contents) and all(rows == contents[0] for rows in contents)
+    return fault_of_memory(contents) if contents else "F64"
 
 
 def _sorted_rows(entry: Entry) -> list[list[float]]:
@@ -336,14 +337,14 @@ def metric_as_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F27: torchmetrics detaches gathered states, except the own slot."""
     metrics = context.record.metric_losses
     factor, _ = context.factors
-    if metrics and _is_factor(factor, 1 / context.W):
+    if metrics and _fault_of_encoder(context, has_metrics=True) == "F27":
         yield context.diagnosis("F27", metric=metrics[0], factor=number_text(factor, 4))
 
 
 def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F24: the factor W that makes up for the own-slot gather hits the loss's own weights too."""
     encoder, losses = context.factors
-    if _is_factor(encoder, 1.0) and _is_factor(losses, float(context.W)):
+    if _scale(context, encoder) == "right" and _scale(context, losses) == "large":
         rows = [row for row in context.rows if row.owner != "encoder"]
         source = context.pml_wrapper or "The loss"
         yield context.diagnosis("F24", about=rows, factor=number_text(losses, 4), source=source)
@@ -352,8 +353,8 @@ def factor_on_loss(context: AuditContext) -> Iterator[Diagnosis]:
 def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
     """F20, F23: gradients pass through this rank's part of the gather only."""
     encoder, losses = context.factors
-    losses_fit = losses is None or _is_factor(losses, 1.0) or _is_factor(losses, 1 / context.W)
-    if losses_fit and _is_factor(encoder, 1 / context.W):
+    losses_fit = losses is None or _scale(context, losses) in ("right", "cut")
+    if losses_fit and _fault_of_encoder(context) == "F20":
         yield context.diagnosis("F20", encoder=number_text(encoder, 4), losses=number_text(losses, 4))
 
 
@@ -368,8 +369,8 @@ def graph_cut(context: AuditContext) -> Iterator[Diagnosis]:
 def double_scaling(context: AuditContext) -> Iterator[Diagnosis]:
     """F21, F22: a factor W where none is due."""
     encoder, losses = context.factors
-    W = float(context.W)
-    if _is_factor(encoder, W) or _is_factor(encoder, W**2):
+    is_squared = encoder is not None and math.isclose(encoder, context.W**2, rel_tol=_CLOSE)
+    if is_squared or _fault_of_encoder(context) == "F21":
         yield context.diagnosis("F21", encoder=number_text(encoder, 4), losses=number_text(losses, 4))
 
 
@@ -387,7 +388,7 @@ def traced_cut(context: AuditContext) -> Iterator[Diagnosis]:
     cuts = context.cut_lines
     if cuts and not context.is_local_mean:
         kind, line = cuts[0]
-        fault = "F20" if kind == "gather" else "F23"
+        fault = FAULT_OF_CUT[kind]
         counts: dict[str, Any] = {"count": len(context.wrong), "total": len(context.rows)}
         yield context.diagnosis(fault, "traced", about=context.wrong, line=line, **counts)
 
@@ -494,8 +495,17 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
 # ---------------------------------------------------------------------- helpers of the rules
 
 
-def _is_factor(ratio: float | None, value: float) -> bool:
-    return ratio is not None and math.isclose(ratio, value, rel_tol=0.05)
+_CLOSE = 0.05  # relative distance of a ratio from a known one
+
+
+def _scale(context: AuditContext, ratio: float | None) -> str:
+    return scale_of(ratio, context.W, _CLOSE)
+
+
+def _fault_of_encoder(context: AuditContext, *, has_metrics: bool = False) -> str:
+    """Return the fault of the encoder's common ratio."""
+    encoder, _ = context.factors
+    return fault_of_scale(scale_of(encoder, context.W, _CLOSE), has_metrics=has_metrics)
 
 
 DATA_RULES: tuple[Rule, ...] = (identical_batches, repeated_rows, sampler_shuffled_apart, accumulation_factor)

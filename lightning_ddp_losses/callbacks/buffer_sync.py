@@ -29,6 +29,7 @@ from lightning_ddp_losses.callbacks.facts.rules import (
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
 from lightning_ddp_losses.core import compat
+from lightning_ddp_losses.core.fault_rules import fault_of_memory
 from lightning_ddp_losses.core.host_copy import HostCopy, HostNumbers
 from lightning_ddp_losses.core.modules import synchronises, unregistered_modules
 from lightning_ddp_losses.distributed.fingerprint import hash_tables, hash_text, row_tables, start_fingerprints
@@ -352,12 +353,8 @@ def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, 
         # by rank: rows in their order, rows in any order, whether it is a queue
         column = [tuple(value or (0, 0, False)) for value in values]
         is_queue = any(is_queue for _, _, is_queue in column)
-        unordered = {rows for _, rows, _ in column}
-        if is_queue and len(unordered) == 1:
-            fault = "F26"
-        elif is_queue:
-            fault = "F64"
-        else:
-            fault = "F49"
+        fault = "F49"
+        if is_queue:
+            fault = fault_of_memory([rows for _, rows, _ in column])
         found.append(Finding.of(fault, ranks=odd_ranks(column), name=name))
     return found

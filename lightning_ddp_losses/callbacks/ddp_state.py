@@ -21,6 +21,7 @@ from lightning_ddp_losses.callbacks.findings import Finding, differing_columns
 from lightning_ddp_losses.callbacks.replicas import TensorSlice, dense_gradients
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap, fault_of_event
+from lightning_ddp_losses.core.fault_rules import agree_at
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.core.host_copy import HostNumbers
 from lightning_ddp_losses.distributed.fingerprint import StartedFingerprint, start_fingerprint
@@ -229,22 +230,15 @@ def explain_gradient(found: Finding, states: Sequence[Mapping[str, Any]], differ
         shown = ", ".join(f"`{other}`" for other in others[:_MAX_OTHERS])
         return _caused_by(found, "F13", "spread", others=shown)
     # it was changed after the reduction, or not reduced
-    before_step, after_backward = (_agree(states, place, found.name) for place in (BEFORE_STEP, AFTER_BACKWARD))
+    gradients = [state["gradients"] for state in states]
+    before_step = agree_at(gradients, BEFORE_STEP, found.name)
     if before_step:
         return _caused_by(found, "F13", "clipped")
-    if after_backward:
+    if agree_at(gradients, AFTER_BACKWARD, found.name):
         return _caused_by(found, "F09", "changed")
     if any(state["static"] for state in states):
         return _caused_by(found, "F11")
     return _caused_by(found, "F09", "unknown" if before_step is None else "not_reduced")
-
-
-def _agree(states: Sequence[Mapping[str, Any]], place: str, name: str) -> bool | None:
-    """Return whether a gradient was equal on all ranks at a place. None if a rank has no fingerprint."""
-    values = [state["gradients"].get(place, {}).get(name) for state in states]
-    if None in values:
-        return None
-    return values.count(values[0]) == len(values)
 
 
 def explain_desync(found: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:

@@ -31,7 +31,8 @@ from lightning_ddp_losses.distributed.fingerprint import combine, hash_lines, st
 from lightning_ddp_losses.distributed.shard import local_part
 
 # steps at which a module's gradient must be zero to be called so: a head that starts at zero is no fault
-_FIRST_ZERO_STEP, _LAST_ZERO_STEP = 0, 3
+_FIRST_ZERO_STEP = 0
+_ZERO_STEPS = (_FIRST_ZERO_STEP, 3)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -104,58 +105,59 @@ class GradientFlowCheck(RankCheck, default=True):
         """Find the parameters that the loss does not reach."""
         self._loss = loss.detach()
         self._missing = []
-        if self.runner.synchronising and self._is_due():
+        if self.runner.synchronising and self.runner.step % self.every_n_steps == 0:
             expected = self._snapshot.expected_parameters()
             if expected:
                 self._missing = self._unused.find(loss, expected)
 
     def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
         """Read the gradients that DDP has reduced."""
-        if self.runner.synchronising and self._is_due():
-            parameters, reduces = self._parameters_of(trainer.optimizers), self._snapshot.reduces
-            reduced = {name: p for name, p in parameters.items() if reduces(name)}
-            self._see_on_their_way(ddp_state.AFTER_BACKWARD, reduced)
+        if self.runner.synchronising:
+            self._see(ddp_state.AFTER_BACKWARD, trainer.optimizers)
 
     def see_gradients(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Read the gradients that the strategy has reduced, before hooks and clipping."""
-        if self._is_due():
-            self._see_on_their_way(ddp_state.BEFORE_STEP, self._parameters_of([optimizer]))
-
-    def _see_on_their_way(self, place: str, parameters: Mapping[str, Tensor]) -> None:
-        """Let the snapshot remember gradients, to find the place of a difference later."""
-        if replicas.is_replicated(self.runner.trainer):
-            started = ddp_state.start_gradients(self._due_slices(parameters), parameters)
-            self._snapshot.see_gradients(place, started)
-
-    def _parameters_of(self, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-        """Return the parameters of these optimizers of the trainer, and update the slices."""
-        parameters = self.runner.replicated_parameters()
-        self._slices.update(parameters)
-        # each of several optimizers steps its own parameters
-        if len(self.runner.trainer.optimizers) > len(optimizers):
-            stepped = _ids_of_stepped(optimizers)
-            parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
-        return parameters
+        self._see(ddp_state.BEFORE_STEP, [optimizer])
 
     def see_step(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
         """Read the gradients that this step used."""
-        if not self._is_due():
-            return
-        parameters = self._parameters_of([optimizer])
-        self._gradients.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
-        self._gradients.add(self._due_slices(parameters), parameters, largest=self._looks_for_zeros)
-        if replicas.is_replicated(trainer):
-            self._snapshot.see_gradients(ddp_state.OF_STEP, self._gradients.started)
-        self._see_parts(trainer, module, optimizer)
+        self._see(ddp_state.OF_STEP, [optimizer])
 
-    def _see_parts(self, trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> None:
+    def _see(self, place: str, optimizers: Sequence[Optimizer]) -> None:
+        """Read the gradients of the slices of this step, at one place on their way to these optimizers."""
+        step, trainer = self.runner.step, self.runner.trainer
+        if step % self.every_n_steps:
+            return
+        parameters = self.runner.replicated_parameters()
+        self._slices.update(parameters)
+        # each of several optimizers steps its own parameters
+        stepped = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if len(trainer.optimizers) > len(optimizers):
+            parameters = {name: p for name, p in parameters.items() if id(p) in stepped}
+        if place == ddp_state.AFTER_BACKWARD:
+            parameters = {name: p for name, p in parameters.items() if self._snapshot.reduces(name)}
+        looks_for_zeros = self.runner.steps in _ZERO_STEPS
+        is_full = looks_for_zeros or step % self.full_every_n_steps == 0
+        turn = self._slices.turn(step // self.every_n_steps, is_full=is_full)
+        slices = [each for each in turn if each.name in parameters]
+        started: ddp_state.StartedGradients
+        if place == ddp_state.OF_STEP:
+            self._gradients.add(slices, parameters, largest=looks_for_zeros)
+            self._see_parts(stepped)
+            started = self._gradients.started
+        else:
+            started = ddp_state.start_gradients(slices, parameters)
+        # the snapshot remembers them, to find the place of a difference later
+        if replicas.is_replicated(trainer):
+            self._snapshot.see_gradients(place, started)
+
+    def _see_parts(self, stepped: set[int]) -> None:
         """Read the gradients of this rank's parts of parameters that ``fully_shard`` divides."""
-        names = replicas.divided_parameters(trainer)
+        names = replicas.divided_parameters(self.runner.trainer)
         if not names:
             return
-        stepped = _ids_of_stepped([optimizer])
         parts: dict[str, Tensor] = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in self.runner.module.named_parameters():
             if name in names and id(parameter) in stepped and parameter.grad is not None:
                 parts[name] = local_part(parameter.grad)
         self._part_slices.update(parts)
@@ -165,21 +167,6 @@ class GradientFlowCheck(RankCheck, default=True):
     @property
     def _snapshot(self) -> ddp_state.DDPSnapshot:
         return self.runner.shared(ddp_state.DDPSnapshot)
-
-    def _is_due(self) -> bool:
-        return self.runner.step % self.every_n_steps == 0
-
-    @property
-    def _looks_for_zeros(self) -> bool:
-        return self.runner.steps in (_FIRST_ZERO_STEP, _LAST_ZERO_STEP)
-
-    def _due_slices(self, parameters: Mapping[str, Tensor]) -> list[replicas.TensorSlice]:
-        """Return the slices of these parameters that the step reads."""
-        step = self.runner.step
-        is_full = self._looks_for_zeros or step % self.full_every_n_steps == 0
-        return [
-            each for each in self._slices.turn(step // self.every_n_steps, is_full=is_full) if each.name in parameters
-        ]
 
     def stop(self, trainer: Trainer, module: LightningModule) -> None:
         """Drop references to the fit."""
@@ -200,7 +187,7 @@ class GradientFlowCheck(RankCheck, default=True):
         """
         gradients, self._gradients = self._gradients, StepGradients()
         gradients.send_(self._loss)
-        if self._looks_for_zeros:
+        if self.runner.steps in _ZERO_STEPS:
             gradients.zero_step = self.runner.steps
         waited_for = self._snapshot.expected_parameters() if gradients.absent else {}
         expected = sum(name in waited_for for name in gradients.absent)
@@ -272,11 +259,6 @@ class GradientFlowCheck(RankCheck, default=True):
         return parameter.grad
 
 
-def _ids_of_stepped(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Return the ids of the parameters that these optimizers step."""
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-
-
 def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     """Name the parameters of a finding."""
     names = [*dict.fromkeys(name for state in states for name in state["names"])]
@@ -332,6 +314,7 @@ class StepGradients:
 
     def add(self, slices: Sequence[replicas.TensorSlice], parameters: Mapping[str, Tensor], *, largest: bool) -> None:
         """Add these pieces of the parameters' gradients. Without ``largest``, only whether they are finite."""
+        self.absent += [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
         for each, piece in replicas.dense_gradients(slices, parameters):
             self.started.setdefault(each.name, []).append(start_fingerprint(piece))
             self._sizes.append((each.name, _size_of(piece, largest=largest)))

@@ -36,6 +36,7 @@ from lightning_ddp_losses.callbacks.findings import Finding
 from lightning_ddp_losses.callbacks.row_exchange import RowExchange
 from lightning_ddp_losses.core import compat, inputs, precision
 from lightning_ddp_losses.core.autograd_graph import walk_graph
+from lightning_ddp_losses.core.fault_rules import FAULT_OF_CUT, Scale, fault_of_scale, scale_of
 from lightning_ddp_losses.core.random_state import global_generators, preserve_random_state
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
@@ -52,7 +53,6 @@ _TOO_FLAT = 1e-6  # ratio of derivative to loss below which rounding decides
 _MAX_NODES = 64  # graph nodes next to the loss that are searched for a factor
 # modules of collectives with a backward that exchanges gradients, ours and torch's
 _WITH_GRADIENT = ("lightning_ddp_losses.distributed.", "torch.distributed.")
-_KIND_OF = {"F20": "gather", "F23": "reduce"}  # the kind of collective that a fault is about
 # operations between the loss and a factor on it
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Mean", "Clone", "View", "ToCopy")
 
@@ -73,9 +73,15 @@ class PartScale:
     is_shared: bool = False
     is_gathered: bool = False
 
-    def is_about(self, ratio: float) -> bool:
-        """Return whether the ratio is this number, up to rounding."""
-        return abs(self.ratio / ratio - 1) < _CLOSE
+    @property
+    def scale(self) -> Scale:
+        """The known ratio that it is, up to rounding."""
+        return scale_of(self.ratio, process_groups.world_size(), _CLOSE)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether only this rank's share of the gradient arrives."""
+        return self.scale == "cut"
 
 
 def find_wrong_scales(
@@ -109,28 +115,28 @@ def _judge_scales(
     parts: list[PartScale], trial: _Trial, collectives: list[str], cut_lines: dict[str, list[str]]
 ) -> list[Finding]:
     """Return the findings of ratios that prove a fault, given the user's lines that cut the graph, by kind of collective."""
-    # (a stop-gradient may halve the gradient of rows that are gathered with it)
     world = process_groups.world_size()
-    cut = [part for part in parts if part.is_shared and not part.is_gathered and part.is_about(1 / world)]
-    large = [part for part in parts if part.is_shared and part.is_about(world)]
-    found = [_finding("F21", part.name, world, part.ratio) for part in large]
+    names = " ".join(collectives)
+    kind = "reduce" if "reduce" in names and "gather" not in names else "gather"
+    # a ratio of 1/W or W proves a fault where other ranks' values follow.
+    # (a stop-gradient may halve the gradient of rows that are gathered with it)
+    proved = [part for part in parts if part.is_shared and not (part.is_cut and part.is_gathered)]
+    found = [_finding(fault_of_scale("large"), part, world) for part in proved if part.scale == "large"]
+    cut = [part for part in proved if part.is_cut]
     # a factor W compensates a cut graph: a part that is not cut is W times too large
     if trial.is_multiplied:
-        full = [part for part in parts if cut and part.is_about(1.0)]
-        return found + [_finding("F24", part.name, world, part.ratio * world) for part in full]
+        full = [replace(part, ratio=part.ratio * world) for part in parts if cut and part.scale == "right"]
+        return found + [_finding(fault_of_scale("right", is_multiplied=True), part, world) for part in full]
     if not cut:
         # collectives that cut only one share of a part's gradient. A gradient that equals the derivative has no cut
-        wrong = ", ".join(f"`{part.name}`" for part in parts if not part.is_about(1.0))
-        for fault, kind in _KIND_OF.items():
-            lines = cut_lines.get(kind, []) if wrong else []
+        wrong = ", ".join(f"`{part.name}`" for part in parts if part.scale != "right")
+        for of_kind, fault in FAULT_OF_CUT.items():
+            lines = cut_lines.get(of_kind, []) if wrong else []
             found += [Finding.of(fault, "line", name=line, line=line, names=wrong) for line in lines]
         return found
-    names = " ".join(collectives)
-    fault = "F23" if "reduce" in names and "gather" not in names else "F20"
-    if trial.has_metrics:
-        fault = "F27"
-    line = next(iter(cut_lines.get(_KIND_OF.get(fault, ""), [])), "")
-    return found + [_finding(fault, part.name, world, part.ratio, line) for part in cut]
+    fault = fault_of_scale("cut", has_metrics=trial.has_metrics, kind=kind)
+    lines = [] if trial.has_metrics else cut_lines.get(kind, [])
+    return found + [_finding(fault, part, world, *lines[:1]) for part in cut]
 
 
 def _cut_lines(trial: _Trial, trace: CollectiveTrace, value: Tensor) -> dict[str, list[str]]:
@@ -144,9 +150,10 @@ def _cut_lines(trial: _Trial, trace: CollectiveTrace, value: Tensor) -> dict[str
     return found
 
 
-def _finding(fault: str, name: str, world: int, ratio: float, line: str = "") -> Finding:
-    known, place = "W" if ratio > 1 else "1/W", f" ({line})" if line else ""
-    return Finding.of(fault, "scale", name=name, ratio=ratio, known=known, world=world, line=place)
+def _finding(fault: str, part: PartScale, world: int, line: str = "") -> Finding:
+    known = "W" if part.ratio > 1 else "1/W"
+    place = f" ({line})" if line else ""
+    return Finding.of(fault, "scale", name=part.name, ratio=part.ratio, known=known, world=world, line=place)
 
 
 # ---------------------------------------------------------------------- measure
@@ -172,7 +179,7 @@ def _measure_parts(trial: _Trial, module: LightningModule, value: Tensor) -> lis
         if all(shard_of(parameter) is None for parameter in members.values()):
             gradient /= world
         part = PartScale(name, gradient / derivative)
-        if part.is_about(world) or part.is_about(1 / world):
+        if part.scale in ("large", "cut"):
             part = replace(part, is_shared=_moves_others(trial, value, direction))
             gathered = not trial.gathered.isdisjoint(members)
             part = replace(part, is_gathered=any(trial.gather(gathered)))

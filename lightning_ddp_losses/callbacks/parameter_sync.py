@@ -93,19 +93,20 @@ class ParameterSyncCheck(RankCheck, default=True):
 
     def _read_start(self) -> Numbers | None:
         """Return the numbers of all parameters, and first class, last class and number of classes of each class shard."""
-        if not replicas.is_replicated(self.runner.trainer):
-            return None
         self._find_parts(self.runner.module)
-        numbers = dict(self._read(self._all_parameters(), is_full=True)())
-        for name, shard in replicas.class_shards(self.runner.module).items():
-            numbers[SHARD + name] = (shard.start, shard.stop, shard.num_classes)
-        return numbers
-
-    def _read_end(self) -> Numbers | None:
-        """Return the numbers of all parameters."""
-        if not replicas.is_replicated(self.runner.trainer):
+        numbers = self._read_all()
+        if numbers is None:
             return None
-        return self._read(self._all_parameters(), is_full=True)()
+        shards = replicas.class_shards(self.runner.module)
+        ranges = {SHARD + name: (shard.start, shard.stop, shard.num_classes) for name, shard in shards.items()}
+        return {**numbers, **ranges}
+
+    def _read_all(self) -> Numbers | None:
+        """Return the numbers of all parameters. They are looked up once per batch only after a step."""
+        trainer = self.runner.trainer
+        if not replicas.is_replicated(trainer):
+            return None
+        return self._read(replicas.replicated_parameters(trainer, self.runner.module), is_full=True)()
 
     def _read_step(self) -> Callable[[], Numbers] | None:
         """Return the numbers of the parameters whose turn it is."""
@@ -114,10 +115,6 @@ class ParameterSyncCheck(RankCheck, default=True):
         is_first, self._is_first_step = self._is_first_step, False
         is_full = is_first or self.runner.step % self.full_every_n_steps == 0
         return self._read(self.runner.replicated_parameters(), is_full=is_full)
-
-    def _all_parameters(self) -> dict[str, Tensor]:
-        """Return the present parameters. They are looked up once per batch only after a step."""
-        return replicas.replicated_parameters(self.runner.trainer, self.runner.module)
 
     def _read(self, parameters: dict[str, Tensor], *, is_full: bool) -> Callable[[], Numbers]:
         """Start to compute fingerprints. Return a function that returns a hash of the names, and one number for all fingerprints."""
@@ -184,7 +181,7 @@ class ParameterSyncCheck(RankCheck, default=True):
         Fact("names before the wrap", CheckStage.BEFORE_WRAP, _read_structure, compare_structures),
         Fact("all parameters and class shards", CheckStage.TRAIN_START, _read_start, compare_starts),
         Fact("parameters of a step", CheckStage.AFTER_STEP, _read_step, compare_parameters),
-        Fact("all parameters", CheckStage.TRAIN_END, _read_end, compare_parameters),
+        Fact("all parameters", CheckStage.TRAIN_END, _read_all, compare_parameters),
     )
 
 

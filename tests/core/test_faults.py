@@ -12,6 +12,7 @@ import pytest
 import lightning_ddp_losses
 from lightning_ddp_losses.callbacks.base import DEFAULT_CHECKS
 from lightning_ddp_losses.core.autograd_graph import FAULTS_AFTER_WRAP
+from lightning_ddp_losses.core.fault_rules import FAULT_OF_CUT
 from lightning_ddp_losses.core.faults import FAULTS, FOLLOWING, SYMPTOMS, UNUSED
 from lightning_ddp_losses.errors import DDPLossError
 from tests.processes import run_python
@@ -108,7 +109,7 @@ def test_what_the_code_raises_is_in_the_table() -> None:
 
 
 def test_the_table_says_what_an_audit_finds() -> None:
-    found = set(FAULTS_AFTER_WRAP.values()).union(*ids_in("audit").values())
+    found = {*FAULTS_AFTER_WRAP.values(), *FAULT_OF_CUT.values()}.union(*ids_in("audit").values())
     unnamed = [fault for fault in sorted(found) if "ddp-losses audit" not in FAULTS[fault].found_by]
     assert not unnamed
     # what is said to be found under another id

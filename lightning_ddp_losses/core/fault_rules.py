@@ -1,0 +1,81 @@
+"""Rules that checks and the audit share: which fault explains what was measured on all ranks.
+
+They know numbers and names, and no trainer, module or process group. A check applies them to facts of a running fit, the audit to its
+records. The texts of a fault are in the table of faults (``faults.py``). The fault of a parameter that DDP does not reduce is in
+``autograd_graph.fault_of_event``.
+
+Legend: ``W`` ranks. A ratio is the norm of a gradient over the norm that one process has, or over the derivative of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+Scale: TypeAlias = Literal["right", "cut", "large", ""]
+"""A known ratio: 1, 1/W (a gather cut the graph), or W (a factor where none is due). Empty for any other one."""
+
+FAULT_OF_CUT = {"gather": "F20", "reduce": "F23"}
+"""The fault of a collective that cuts the graph, by its kind."""
+
+
+def scale_of(ratio: float | None, world: int, tolerance: float) -> Scale:
+    """Return the known ratio that a ratio is, up to a relative tolerance. Empty without a ratio."""
+    known: dict[Scale, float] = {"right": 1.0, "cut": 1 / world, "large": float(world)}
+    for scale, value in known.items():
+        if ratio is not None and math.isclose(ratio, value, rel_tol=tolerance):
+            return scale
+    return ""
+
+
+def fault_of_scale(
+    scale: Scale, *, is_multiplied: bool = False, has_metrics: bool = False, kind: str = "gather"
+) -> str:
+    """Return the fault of a part of the model whose gradient has a known ratio. Empty without one.
+
+    Args:
+        scale: Its ratio.
+        is_multiplied: True if the loss is multiplied by W, to make up for a cut graph elsewhere.
+        has_metrics: True if the loss is a metric of torchmetrics.
+        kind: Kind of the collective that cuts the graph.
+    """
+    if scale == "large":
+        return "F21"
+    if is_multiplied:  # a part that is not cut is W times too large
+        return "F24" if scale == "right" else ""
+    if scale != "cut":
+        return ""
+    return "F27" if has_metrics else FAULT_OF_CUT[kind]
+
+
+def fault_of_memory(unordered: Sequence[object]) -> str:
+    """Return the fault of a memory of rows that differs between ranks: the same rows in another order, or other rows.
+
+    Args:
+        unordered: Contents of the memory without their order, by rank.
+    """
+    is_same = all(rows == unordered[0] for rows in unordered)
+    return "F26" if is_same else "F64"
+
+
+def agree_at(by_rank: Sequence[Mapping[str, Mapping[str, Any]]], place: str, name: str) -> bool | None:
+    """Return whether all ranks had the same bits of a gradient at a place on its way to the step. None if a rank has none.
+
+    Args:
+        by_rank: Fingerprints of each rank by place, then by name.
+        place: Place on the way.
+        name: Name of the parameter.
+    """
+    values = [places.get(place, {}).get(name) for places in by_rank]
+    if None in values:
+        return None
+    return all(value == values[0] for value in values)
+
+
+def first_difference(columns: Sequence[Sequence[object]]) -> int | None:
+    """Return the place of the first column with values that differ between ranks: a step, or a position. None without one."""
+    for place, column in enumerate(columns):
+        if any(value != column[0] for value in column):
+            return place
+    return None

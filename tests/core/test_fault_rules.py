@@ -1,0 +1,50 @@
+"""The rules that checks and the audit share, on small tables: measured numbers on the left, the fault on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_ddp_losses.core.fault_rules import (
+    agree_at,
+    fault_of_memory,
+    fault_of_scale,
+    first_difference,
+    scale_of,
+)
+
+STEP = [{"backward": {"w": 1, "b": 2}, "used": {"w": 1, "b": 2}}, {"backward": {"w": 1}, "used": {"w": 5, "b": 2}}]
+ROWS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = [
+    (scale_of, (1.0004, 4, 1e-3), {}, "right"),
+    (scale_of, (0.25, 4, 1e-3), {}, "cut"),
+    (scale_of, (4.1, 4, 0.05), {}, "large"),
+    (scale_of, (4.1, 4, 1e-3), {}, ""),
+    (scale_of, (-0.25, 4, 0.05), {}, ""),
+    (scale_of, (None, 4, 0.05), {}, ""),
+    (fault_of_scale, ("right",), {}, ""),
+    (fault_of_scale, ("cut",), {}, "F20"),
+    (fault_of_scale, ("cut",), {"kind": "reduce"}, "F23"),
+    (fault_of_scale, ("cut",), {"kind": "reduce", "has_metrics": True}, "F27"),
+    (fault_of_scale, ("large",), {"has_metrics": True}, "F21"),
+    (fault_of_scale, ("right",), {"is_multiplied": True}, "F24"),
+    (fault_of_scale, ("cut",), {"is_multiplied": True}, ""),
+    (fault_of_scale, ("",), {"has_metrics": True}, ""),
+    (fault_of_memory, ([3, 3, 3],), {}, "F26"),
+    (fault_of_memory, ([3, 3, 4],), {}, "F64"),
+    (agree_at, (STEP, "backward", "w"), {}, True),
+    (agree_at, (STEP, "used", "w"), {}, False),
+    (agree_at, (STEP, "backward", "b"), {}, None),
+    (agree_at, (STEP, "reduced", "w"), {}, None),
+    (first_difference, ([(1, 1), (None, None), (2, 3)],), {}, 2),
+    (first_difference, ([(1, 1), (2, 2)],), {}, None),
+    (first_difference, ([],), {}, None),
+]
+
+
+@pytest.mark.parametrize(("rule", "given", "options", "expected"), ROWS, ids=range(len(ROWS)))
+def test_what_was_measured_has_one_explanation(
+    rule: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any], expected: Any
+) -> None:
+    assert rule(*given, **options) == expected
