@@ -74,7 +74,7 @@ class CheckpointCheck(RankCheck, default=True):
             if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
                 self.add("F75", "wrapped", name=name)
 
-    # ------------------------------------------------------------------ at loading, and at the first step after it
+    # ------------------------------------------------------------------ at loading
 
     def _find_unread(self, module: nn.Module, state: Mapping[str, Any]) -> None:
         """Find a key for a parameter that has a different name in the module."""
@@ -92,18 +92,6 @@ class CheckpointCheck(RankCheck, default=True):
             names = [cls.__name__ for cls in type(inner).__mro__]
             if "CrossBatchMemory" in names and hasattr(inner, "queue_idx") and _has_lost_position(inner):
                 self.add("F65", name=name or type(inner).__name__)
-
-    def _find_other_batch(self, trainer: Trainer) -> None:
-        """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
-        made_by, self._made_by = self._made_by, None
-        if made_by is None:
-            return
-        now = self._description(trainer)
-        rows_before = math.prod(map(int, made_by.values()))
-        rows_now = math.prod(map(int, now.values()))
-        if made_by["world_size"] != now["world_size"] and abs(rows_before - rows_now) > _UNEVEN * rows_before:
-            ranks = {"ranks_now": now["world_size"], "ranks_before": made_by["world_size"]}
-            self.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
 
     # ------------------------------------------------------------------ facts: all findings are those of a rank
 
@@ -125,8 +113,16 @@ class CheckpointCheck(RankCheck, default=True):
         return {}
 
     def _read_batch(self) -> Numbers:
-        """Compare the batch with that of the fit that wrote the checkpoint."""
-        self._find_other_batch(self.runner.trainer)
+        """Compare, once, the rows of an optimizer step with those of the fit that wrote the checkpoint."""
+        made_by, self._made_by = self._made_by, None
+        if made_by is None:
+            return {}
+        now = self._description(self.runner.trainer)
+        rows_before = math.prod(map(int, made_by.values()))
+        rows_now = math.prod(map(int, now.values()))
+        if made_by["world_size"] != now["world_size"] and abs(rows_before - rows_now) > _UNEVEN * rows_before:
+            ranks = {"ranks_now": now["world_size"], "ranks_before": made_by["world_size"]}
+            self.add("F76", name="world size", rows_now=rows_now, rows_before=rows_before, **ranks)
         return {}
 
     facts = (

@@ -323,7 +323,8 @@ class RowExchange:
                 columns = dict(zip(names, values, strict=False))
                 if fact.see is not None:
                     fact.see(check, columns)
-                found += fact.rule(columns)
+                if fact.rule is not None:
+                    found += fact.rule(columns)
             for each in found:
                 if not isinstance(each, Finding):
                     raise TypeError(f"a list of Finding was expected, with {type(each).__name__} in it")
@@ -370,17 +371,15 @@ class RowExchange:
             return [finding]
         # findings are new on every rank or on none, so every rank takes part
         if finding.key not in self._explained:
-            self._explained[finding.key] = self._explain_first(check, finding)
+            texts = self.gather_json("texts about findings", self._ask(check.describe, finding))
+            explained = [finding]
+            if all(text is not None for text in texts):
+                try:
+                    explained = check.explain(finding, texts)
+                except Exception as error:  # the finding itself stands
+                    self.note_failure(check, "explain", error)
+            self._explained[finding.key] = explained
         return self._explained[finding.key]
-
-    def _explain_first(self, check: Check, finding: Finding) -> list[Finding]:
-        texts = self.gather_json("texts about findings", self._ask(check.describe, finding))
-        if all(text is not None for text in texts):
-            try:
-                return check.explain(finding, texts)
-            except Exception as error:  # the finding itself stands
-                self.note_failure(check, "explain", error)
-        return [finding]
 
     def _ask(self, method: Callable[..., T | None], finding: Finding) -> T | None:
         with contextlib.suppress(Exception):  # the finding itself stands

@@ -356,7 +356,7 @@ class CheckRunner(Callback):
         """
         last_rows = None
         if isinstance(exception, Exception):
-            checks = self._running(CheckStage.AFTER_STEP)
+            checks = self._due(CheckStage.AFTER_STEP, in_any_step=True)
             last_rows = LastRows(self.row_exchange, checks, _WAIT_SECONDS)
         # another rank's failure broke this rank's collective
         watch = self.row_exchange.watch
@@ -427,15 +427,14 @@ class CheckRunner(Callback):
         """
         with self.own_time:
             stage = CheckStage.AFTER_STEP
-            self.row_exchange.exchange(self._running(stage), stage, self.step, place=place)
+            self.row_exchange.exchange(self._due(stage, in_any_step=True), stage, self.step, place=place)
 
-    def _due(self, stage: CheckStage) -> list[Check]:
-        """Return the checks that run now. The same on every rank."""
-        every, step = stage not in _EVERY_N_STEPS, self.step
-        return [check for check in self._running(stage) if every or step % check.every_n_steps == 0]
-
-    def _running(self, stage: CheckStage) -> list[Check]:
-        return [check for check in self.checks if stage in check.stages and self.row_exchange.is_on(check)]
+    def _due(self, stage: CheckStage, *, in_any_step: bool = False) -> list[Check]:
+        """Return the checks that run now, or in any step. The same on every rank."""
+        every = in_any_step or stage not in _EVERY_N_STEPS
+        step = 0 if every else self.step
+        is_on = self.row_exchange.is_on
+        return [c for c in self.checks if stage in c.stages and step % c.every_n_steps == 0 and is_on(c)]
 
     def _enter(self, place: str) -> None:
         """Record the main thread's place, and stop here if a peer has failed."""

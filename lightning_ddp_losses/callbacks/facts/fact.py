@@ -34,11 +34,6 @@ _HEAD = struct.Struct("<II")  # bytes of the layout and of the ints
 _NO_NUMBERS, _FAILED = "-", "!"
 
 
-def find_nothing(columns: Columns) -> list[Finding]:
-    """Return no findings: a fact that is only kept, or whose findings are made by each rank alone."""
-    return []
-
-
 @dataclass(frozen=True)
 class Fact:
     """Numbers that ranks compare at one stage.
@@ -48,14 +43,15 @@ class Fact:
         stage: Place of the run that reads it.
         read: Function of the check that returns the numbers of this rank, without communication. If it returns a function, that is called
             when the numbers travel: after a step one step later, when the numbers of a device have arrived. None for no numbers now.
-        rule: Pure function that returns the findings in the columns of all ranks.
+        rule: Pure function that returns the findings in the columns of all ranks. None for numbers that are only kept, and for findings
+            that a rank makes by itself while it reads.
         see: Function of the check that gets the columns before the rule. It keeps figures, and may add columns of earlier steps.
     """
 
     name: str
     stage: CheckStage
     read: Callable[[Any], Numbers | Callable[[], Numbers] | None]
-    rule: Callable[[Columns], list[Finding]] = find_nothing
+    rule: Callable[[Columns], list[Finding]] | None = None
     see: Callable[[Any, Columns], None] | None = None
 
 
