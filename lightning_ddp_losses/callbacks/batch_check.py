@@ -94,7 +94,7 @@ class BatchCheck(RankCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: 64 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
+    Communication: 104 bytes in the handshake before backward. At the start of an epoch and at the end 0.2 KiB.
 
     Example:
         >>> checks = DDPChecks([BatchCheck(every_n_steps=10)])

@@ -205,7 +205,7 @@ class BufferSyncCheck(RankCheck, default=True):
             rank, the distance by chance. Plain DDP keeps a tenth of the difference of the latest batches.
         **options: As ``RankCheck``.
 
-    Communication: 24 bytes before backward, 32 after the step. At validation 0.9 KiB.
+    Communication: 24 bytes before backward, 16 after the step. At validation 0.9 KiB.
 
     Example:
         >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])

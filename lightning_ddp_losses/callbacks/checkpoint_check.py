@@ -32,7 +32,7 @@ class CheckpointCheck(RankCheck, default=True):
     Args:
         **options: As ``RankCheck``.
 
-    Communication: the head of its row before backward, and when a checkpoint is saved or loaded.
+    Communication: 8 bytes before backward, and when a checkpoint is saved or loaded.
 
     Example:
         >>> checks = DDPChecks([CheckpointCheck(action="warn")])

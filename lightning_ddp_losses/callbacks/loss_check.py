@@ -70,7 +70,7 @@ class LossCheck(RankCheck, default=True):
         file: If True, write ``losses_by_rank.csv``.
         **options: As ``RankCheck``.
 
-    Communication: 72 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates. A few numbers at
+    Communication: 88 bytes in the handshake before backward, and 16 for each micro-batch that Lightning accumulates. A few numbers at
         the start and end of an epoch and of validation.
 
     Example:

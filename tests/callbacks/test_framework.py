@@ -381,6 +381,23 @@ def test_a_check_of_a_user_sees_all_that_a_check_may(pool: RankPool, strategy: s
     assert_same_error(errors, "OwnCheck, F44", told, "max difference 0.5", "of step 2")
 
 
+class Both(ParameterSyncCheck):  # what a check of the package compares, and a row of the user's
+    def measure(self, trainer: Any, module: Any, stage: CheckStage) -> list[int]:
+        return [trainer.global_rank]
+
+    def judge(self, table: Any, trainer: Any, module: Any, stage: CheckStage) -> list[Finding]:
+        return [Finding("F44", "ranks", name="rank", values=tuple(rank for (rank,) in table))]
+
+
+def faults_of_both() -> list[str]:
+    checks = fit(Both(), Nudged(True), action={"error": "log"}, file=False)
+    return sorted({finding.fault for finding in checks.findings})
+
+
+def test_a_row_beside_the_facts_of_a_check_is_judged_too(pool: RankPool) -> None:
+    assert pool.run(2, faults_of_both) == [["F44", "SYNC"]] * 2
+
+
 def test_a_check_joins_the_default_ones_where_it_is_defined() -> None:
     before = list(DEFAULT_CHECKS)
     try:
