@@ -1,7 +1,7 @@
 """The methods of a check: those that a check writes, its observations of a fit, and those that its runner calls.
 
 The base class of all checks is `base.RankCheck`, which makes a callback of it. Checks of this package list their facts (``facts``).
-Checks of users may measure and judge rows instead (``user_checks.py``).
+Checks of users may measure and judge rows instead (``facts.user_rows``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A `Fact` names what is read, the stage of a run that reads it, and the rule over its columns. A stage collects the facts of all checks that
 are due into one array of int64 and one of float64, and sends both in one note. A rule is a pure function from columns to findings, so
-every rank has the same findings. Rows of checks of users become facts in ``user_checks.py``.
+every rank has the same findings. Rows of checks of users become facts in ``user_rows.py``.
 
 A note is a head, a layout, the ints and the floats. The layout is a line of text with a part for each fact, separated by ``;``. A part has
 a code for each column, separated by ``,``: ``q`` for an int, ``d`` for a float, with a number behind it for a list of so many. The part of
