@@ -69,9 +69,9 @@ class Reading(nn.Module):
 @each_rank(1)
 def test_a_registration_makes_another_one() -> None:
     loss = GlobalBatchLoss(Squared())
-    assert loss.plan.modes == ("replicated",)
+    assert loss.plan.modes == ("replicated", "rows")
     register_element_wise(Squared)
-    assert loss.plan.modes == ("elements", "replicated")
+    assert loss.plan.modes == ("elements", "replicated", "rows")
 
 
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda loss: pickle.loads(pickle.dumps(loss))])
