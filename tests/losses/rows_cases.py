@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -309,6 +308,28 @@ def picked(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return -x.log_softmax(1)[torch.arange(len(x)), y].mean()
 
 
+def weighted_mse(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(x @ w, y, weight=y.abs() + 0.1)
+
+
+def weighted_bce(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(
+        x @ w, y.detach().sigmoid(), weight=y.detach().abs(), pos_weight=w.diagonal().detach().exp()
+    )
+
+
+def one_against_all(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.kl_div(w[:1].log_softmax(1), x.softmax(1), reduction="batchmean")
+
+
+def padded_table(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return (F.embedding(y, w, padding_idx=0) * x).sum() + (F.embedding(y, w) * x).mean()
+
+
+def shortened_table(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return (F.embedding(y, (w * 10).detach(), max_norm=2.0) * x).sum() + (x @ w).sum()
+
+
 def gradient_penalty(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     value = x.tanh().mean(0).square().sum() + F.cross_entropy(x @ w, y)
     (slope,) = torch.autograd.grad(value, x, create_graph=True)
@@ -448,6 +469,11 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "centres": (centres, classes),
     "centres of a batch": (batch_centres, classes),
     "picked": (picked, classes),
+    "weighted mse": (weighted_mse, views),
+    "weighted bce": (weighted_bce, views),
+    "one against all": (one_against_all, views),
+    "a padded table": (padded_table, classes),
+    "a shortened table": (shortened_table, classes),
     "gradient penalty": (gradient_penalty, classes),
     "r1 penalty": (r1_penalty, classes),
     "checkpointed": (checkpointed, classes),
@@ -462,4 +488,3 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
 }
 
 NEEDS_ROWS = {"vicreg": 2, "a module with statistics": 2, "concordance": 2, "decorrelation": 2, "koleo": 2, "halves": 2}
-assert math.prod([1]) == 1

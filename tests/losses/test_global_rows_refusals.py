@@ -121,7 +121,28 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a hook": (every(lambda x, y: x.register_hook(print)), OPERATORS),
     "a new data": (every(lambda x, y: setattr(x, "data", y)), OPERATORS),
     "a pickle": (every(lambda x, y: __import__("copy").deepcopy(x)), OPERATORS),
+    # what differs between the ranks
+    "another number of numpy": (lambda rank: run(lambda x, y: (x * np.float32(2 + rank)).sum()), "equal on all ranks"),
+    "another array": (lambda rank: run(lambda x, y: (y * np.array(2 + rank)).sum(), backward=False), "every rank"),
+    "another complex number": (lambda rank: run(lambda x, y: (x * complex(0, 2 + rank)).sum().imag), "every rank"),
+    "a number that hides in a large tensor": (
+        lambda rank: run(lambda x, y: (x * torch.tensor([1e6, 0.1 + 0.1 * rank, 1.0, 1.0]).double()).sum()),
+        "that is no argument",
+    ),
+    # what torch itself loses
+    "a weight of l1_loss": (
+        every(lambda x, y: F.l1_loss(x, x * 2, weight=x.detach().abs())),
+        ("l1_loss on rows of all ranks", "weight=None", "by hand"),
+    ),
     # writes
+    "a write into an argument": (
+        every(lambda x, y: (y.mul_(2)[:, None] * x).sum()),
+        ("argument 1", "no write in place"),
+    ),
+    "a write into an argument's column": (
+        every(lambda x, y: (y[:2].zero_() * 0).sum() + x.sum()),
+        ("argument 1", "no write in place"),
+    ),
     "a write into all rows": (written(lambda z: z.index_fill_(0, torch.tensor([1]), 9.0)), "write in place"),
     "a write by numbers": (written(lambda z: z.__setitem__(torch.tensor([1, 5]), 0.0)), "write in place"),
     "a write of a row": (written(lambda z: z.__setitem__(1, 0.0)), "write in place"),

@@ -102,6 +102,7 @@ class RowsCall:
         self._plain: dict[int, Tensor] = {}
         self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
         self._watched: list[Watched] = []
+        self._arguments: list[tuple[str, Tensor, int]] = []
         self._watched_rows: set[tuple[int, int]] = set()
 
     # ------------------------------------------------------------------ what ranks compare
@@ -128,12 +129,24 @@ class RowsCall:
             self._watched_rows.add(key)
             self._watched.append(Watched(local, local._version, operator, line_of_loss(), b""))
 
+    def watch_argument(self, name: str, rows: Tensor) -> None:
+        """Make it an error, at the end of the call, to write into this rank's rows of an argument."""
+        self._arguments.append((name, rows, rows._version))
+
     def refuse_lost_writes(self) -> None:
-        """Refuse a call that has written into memory that does not belong to the rows.
+        """Refuse a call that has written into an argument, or into memory that does not belong to the rows.
 
         Raises:
-            InputError: naming the operator whose result was written to.
+            InputError: naming the argument, or the operator whose result was written to.
         """
+        for name, rows, version in self._arguments:
+            if rows._version != version:
+                raise InputError(
+                    f"{self.title}: argument {name}",
+                    expected="no write in place into an argument",
+                    got="one",
+                    fix="Use the operator without the underscore, or write into a clone.",
+                )
         watched, self._watched = self._watched, []
         for tensor, version, operator, line, content in watched:
             if tensor._version != version or (content and host_bytes(_fingerprint(tensor)) != content):
@@ -194,7 +207,7 @@ class RowsCall:
             if len(set(sent)) == 1:
                 continue
             table = tensor_of_bytes(sent).view(torch.float64).view(len(sent), 3)
-            rounding = torch.finfo(tensor.dtype).eps ** 0.5 if tensor.is_floating_point() else 0.0
+            rounding = 16 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
             atol = rounding * float(table[:, 2].max())
             if torch.allclose(table, table[:1].expand_as(table), rtol=0, atol=atol):
                 continue

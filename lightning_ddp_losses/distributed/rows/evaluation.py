@@ -68,12 +68,14 @@ class OpenedRows:
         self.call = RowsCall(title, group)
         own: list[Tensor] = []
         dims: list[int | None] = []
+        names: list[str] = []
         given: dict[int | str, Any] = dict(enumerate(args)) | kwargs
         for name, value in given.items():
             for tensor in inputs.tensors_in(value):
                 dim = batch_dims.get(name, 0) if tensor.ndim else None
                 _check_rows(f"{title}: argument {name!r}", tensor, dim)
                 own.append(tensor)
+                names.append(repr(name))
                 dims.append(None if dim is None else dim % tensor.ndim)
         payload = b"".join(_FORM.pack(*_rows_of(tensor, dim)) for tensor, dim in zip(own, dims, strict=True))
         forms = {
@@ -84,6 +86,9 @@ class OpenedRows:
         payloads = handshake.all_gather(title, must_match | forms, payload + extra, group=group)
         self.extras = [sent[len(payload) :] for sent in payloads]
         rows = [self._opened(number, tensor, dims[number], payloads) for number, tensor in enumerate(own)]
+        for name, tensor, dim in zip(names, own, dims, strict=True):
+            if dim is not None and not tensor.is_inference():
+                self.call.watch_argument(name, tensor)
         self.own = own
         following = iter(rows)
         given = inputs.map_tensors(lambda tensor: next(following), given)

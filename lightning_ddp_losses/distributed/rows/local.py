@@ -284,7 +284,10 @@ def one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @rule("select", "embedding")
 def embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Read rows of a plain table at the numbers in rows."""
-    if len(args) != 2 or any(value not in (None, False, 2.0) for value in kwargs.values()):
+    # the others change the gradient of the table, or the table
+    changes = [kwargs.get(name) for name in ("padding_idx", "max_norm")]
+    flags = [kwargs.get(name) for name in ("scale_grad_by_freq", "sparse")]
+    if len(args) != 2 or any(value is not None for value in changes) or any(flags):
         return NO_RULE
     index, table = args
     if not isinstance(index, GlobalRows) or isinstance(table, GlobalRows):

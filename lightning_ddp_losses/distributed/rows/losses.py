@@ -40,8 +40,6 @@ def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
 def _reduced(losses: GlobalRows, reduction: str) -> Any:
     if reduction == "none":
         return losses
-    if reduction == "batchmean":
-        return losses.sum() / losses._shape[0]
     return losses.mean() if reduction == "mean" else losses.sum()
 
 
@@ -49,7 +47,8 @@ def _reduced(losses: GlobalRows, reduction: str) -> Any:
 def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute the loss of each number."""
     given = _arguments(func, args, kwargs)
-    if given is None:
+    # a weighted mean has another divisor, but for these
+    if given is None or (given.get("weight") is not None and not func.__name__.startswith("binary_cross_entropy")):
         return NO_RULE
     tensors: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     lead = lead_of(list(tensors.values()))
@@ -60,7 +59,10 @@ def by_number(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     changed = dict(zip(tensors, operands, strict=True)) | {"reduction": "none"}
     losses = func(**(given | changed))
-    return _reduced(lead._same(losses, losses.ndim - (lead._ndim - lead._dim)), given["reduction"])
+    of_rows = lead._same(losses, losses.ndim - (lead._ndim - lead._dim))
+    if given["reduction"] == "batchmean":
+        return of_rows.sum() / given["input"].shape[0]
+    return _reduced(of_rows, given["reduction"])
 
 
 @rule("loss", _BY_ROW)

@@ -124,6 +124,8 @@ class GlobalRows(Tensor):
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
         _refuse_place(func, types)
+        if getattr(func, "__module__", "") == nn.functional.__name__ and hasattr(func, "__code__"):
+            _refuse_lost_arguments(func, args, kwargs)
         first = first_rows(args, kwargs)
         if first is not None:
             first._call.note_operation(operation_text(func, args, kwargs))
@@ -205,6 +207,10 @@ def _numbers_in(values: Any) -> str:
             texts.append(f"{value:.9g}")
         elif isinstance(value, (int, str, slice, torch.dtype)):
             texts.append(str(value))
+        elif isinstance(value, complex) or inputs.is_array(value):
+            texts.append(f"{value}")
+        elif hasattr(value, "dtype") and hasattr(value, "item"):  # a number of numpy
+            texts.append(_numbers_in([value.item()]))
     return " ".join(texts)
 
 
@@ -281,6 +287,33 @@ def _refuse_place(func: Any, types: Any) -> None:
         )
     if not torch.is_grad_enabled():
         _refuse_custom_function(func)
+
+
+@functools.lru_cache(maxsize=1024)
+def _signature_of(func: Any) -> inspect.Signature:
+    return inspect.signature(func)
+
+
+def _refuse_lost_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a function of torch that does not hand on all that it was called with: ``l1_loss`` loses its weight (torch 2.13)."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not func.__code__:
+        # the function itself hands over, by one function of torch's
+        is_between = frame.f_globals.get("__name__") in (__name__, "torch.overrides")
+        frame = frame.f_back if is_between else None
+    if frame is None:
+        return
+    given = _signature_of(func).bind_partial(*args, **kwargs).arguments
+    for name, parameter in _signature_of(func).parameters.items():
+        value = frame.f_locals.get(name)
+        is_lost = name not in given and value is not None and value is not parameter.default
+        if is_lost and (isinstance(value, Tensor) or value != parameter.default):
+            raise InputError(
+                f"{name_of(func)} on rows of all ranks",
+                expected=f"{name}=None: torch does not hand it on",
+                got=f"{type(value).__name__}, at {line_of_loss(inspect.currentframe())}",
+                fix="Write the formula by hand: (weight * (input - target).abs()).sum() / weight.sum() for a weighted l1_loss.",
+            )
 
 
 def _refuse_after_the_call(func: Any) -> None:
