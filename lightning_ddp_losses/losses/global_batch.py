@@ -358,7 +358,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
         if mode == "elements":
             rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             return by_elements(self.loss, call.rules, self._exchange(call, rows), rows, args, kwargs)
-        if mode == "rows":
+        if mode == "rows" and process_groups.world_size(self._group) > 1:
             return self._evaluate_on_rows(call)
         views = (*args, *kwargs.values())
         if mode == "moments" and all(isinstance(view, Tensor) and view.ndim < 3 for view in views):
@@ -385,8 +385,7 @@ class GlobalBatchLoss(WithProcessGroup, nn.Module):
             self._seeds,
             self._group,
         )
-        if opened is None:
-            return self.loss(*call.args, **call.kwargs)
+        assert opened is not None  # there are peers
         layout.refuse_unnamed_views(values, opened.counts, self._title)
         return run_on_rows(self.loss, opened)
 

@@ -395,6 +395,18 @@ def dropped(a: Tensor, b: Tensor) -> Tensor:
     return F.mse_loss(F.dropout(a), b)
 
 
+def first_rows(x: Tensor) -> Tensor:
+    return x[:40].square().mean()
+
+
+def first_part(x: Tensor) -> Tensor:
+    return x.split(40)[0].square().mean()
+
+
+def hidden_targets(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x, torch.where(y > 10, -100, y))
+
+
 class Centre(nn.Module):
     """A centre that follows the rows, as in DINO."""
 
@@ -517,6 +529,10 @@ CASES = [
     _function(dropped, two, UNKNOWN, "F.dropout"),
     Case("centre", Centre(), one, UNKNOWN, "self.centre.mul_(0.9)"),
     _function(sorted_mean, one, UNKNOWN, "x.sort(0)"),
+    _function(first_rows, one, UNKNOWN, "x[:40]"),
+    _function(first_part, one, UNKNOWN, "x.split(40)"),
+    _function(hidden_targets, classes, COUNTS, "torch.where"),
+    Case("targets in another shape", lambda x, y: F.cross_entropy(x, y[:, None].view(-1)), classes, RIGHT),
     _function(plain_float, one, UNKNOWN, "float(x.shape[0])"),
     _function(guarded, one, PATH, "if x.square().mean() > 100"),
 ]

@@ -330,6 +330,11 @@ def shortened_table(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (F.embedding(y, (w * 10).detach(), max_norm=2.0) * x).sum() + (x @ w).sum()
 
 
+def weighted_counts(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    share = torch.bincount(y, weights=x.detach().square().sum(1), minlength=D)
+    return (x.softmax(1).mean(0) * share).sum()
+
+
 def gradient_penalty(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
     value = x.tanh().mean(0).square().sum() + F.cross_entropy(x @ w, y)
     (slope,) = torch.autograd.grad(value, x, create_graph=True)
@@ -474,6 +479,7 @@ CASES: dict[str, tuple[Formula, Callable[[int], list[Tensor]]]] = {
     "one against all": (one_against_all, views),
     "a padded table": (padded_table, classes),
     "a shortened table": (shortened_table, classes),
+    "weighted counts": (weighted_counts, classes),
     "gradient penalty": (gradient_penalty, classes),
     "r1 penalty": (r1_penalty, classes),
     "checkpointed": (checkpointed, classes),

@@ -104,7 +104,7 @@ def test_views_one_after_another_are_refused() -> None:
             GlobalBatchLoss(Pairs(), mode="rows", **options)(rows, labels)
 
 
-@each_rank(2)
+@each_rank(2, fresh=True)
 def test_dice_sends_two_sums_and_no_row() -> None:
     counted(2)
     few, many = counted(2), counted(50)
@@ -114,7 +114,7 @@ def test_dice_sends_two_sums_and_no_row() -> None:
     assert many[2] < 10_000
 
 
-@each_rank(2)
+@each_rank(2, fresh=True)
 def test_vicreg_sends_sums_only() -> None:
     def exchanged(rows: int) -> tuple[int, int, int]:
         first, second = (torch.randn(rows, 4).double().requires_grad_() for _ in range(2))

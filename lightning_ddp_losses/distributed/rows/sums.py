@@ -225,6 +225,9 @@ def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NO_RULE
     length = max(int(rows.max()) + 1, given.get("minlength", 0))
     own = torch.bincount(rows._local, None if weights is None else weights._local, length)
+    if weights is not None:
+        # torch counts in integers where there are no rows
+        own = own.to(torch.float32 if weights._local.dtype == torch.float32 else torch.float64)
     return rows._call.add(own, "bincount")
 
 

@@ -52,6 +52,10 @@ def _class_loss(known: KnownTensors, function: Any, given: dict[str, Any], blame
         counted = blame("the divisor is the sum of the class weights of one rank's targets")
     elif given["ignore_index"] != _IGNORED or has_ignored:
         counted = blame("the divisor is the number of one rank's targets that are not ignore_index")
+    elif not known.is_argument(given["target"]):
+        counted = blame(
+            "the loss computes its targets, of which some may be ignore_index: the divisor is the number of the others"
+        )
     else:
         return Ruled(value, kind, blame(_NONE_IGNORED))
     return Ruled(value, replace(kind, scale=kind.scale.times(Scale(0, (counted,)))))

@@ -18,6 +18,7 @@ class KnownTensors:
         # tensors by their memory
         self._sharing: dict[int, set[int]] = {}
         self._spoilt: dict[int, Broken] = {}
+        self._given: set[int] = set()
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._kinds
@@ -29,6 +30,17 @@ class KnownTensors:
         memory = _memory_of(tensor)
         if memory is not None:
             self._sharing.setdefault(memory, set()).add(id(tensor))
+
+    def add_argument(self, tensor: Tensor, kind: Kind) -> None:
+        """Set the kind of an argument of the loss."""
+        self.add(tensor, kind)
+        memory = _memory_of(tensor)
+        if memory is not None:
+            self._given.add(memory)
+
+    def is_argument(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is an argument of the loss, or a view of one."""
+        return _memory_of(tensor) in self._given
 
     def kind(self, tensor: Tensor, blame: Blame) -> Kind:
         """Return the kind of a tensor. One that no operator has returned is a constant, unless it shares the memory of another.

@@ -26,6 +26,7 @@ from lightning_ddp_losses.losses.certificates.sum_rules import MOVES, kind_of_su
 
 _FILLS = words("zeros ones full empty new_zeros new_ones new_full new_empty scalar_tensor")
 _REPEATS = words("expand repeat expand_copy")
+_NO_END = 2**63 - 1  # of a slice without one
 
 
 def kinds_of(operation: Operation, outputs: list[Tensor]) -> list[Kind]:
@@ -47,10 +48,29 @@ def _kinds(op: Operation, outputs: list[Tensor]) -> list[Kind]:
     if all(isinstance(kind, Constant) for kind in op.kinds):
         return [_constant(op, each) for each in outputs]
     if any(isinstance(kind, Rows) for kind in op.kinds):
-        if name in MOVES:
-            return op.moved(outputs)
-        return [kind_of_rows(op, each) for each in outputs]
+        return _of_rows(op, outputs)
     return [kind_of_sums(op, each) for each in outputs]
+
+
+def _of_rows(op: Operation, outputs: list[Tensor]) -> list[Kind]:
+    if _cuts_rows(op):
+        return [op.broken("takes rows up to a number that is not the batch's")] * len(outputs)
+    if op.base_name in MOVES:
+        return op.moved(outputs)
+    return [kind_of_rows(op, each) for each in outputs]
+
+
+def _cuts_rows(op: Operation) -> bool:
+    """Return whether an operator may leave out rows of a larger batch, also if it takes all rows of this one."""
+    (tensor, kind), *_ = op.tensors
+    if not isinstance(kind, Rows) or op.base_name not in ("slice", "split", "split_with_sizes"):
+        return False
+    if op.given.get("dim", 0) % tensor.ndim != kind.dim:
+        return False
+    if op.base_name != "slice":
+        return True
+    start, end = op.given.get("start"), op.given.get("end")
+    return start not in (None, 0) or (end is not None and end < _NO_END)
 
 
 def _without_second_rows(op: Operation, kind: Kind, output: Tensor) -> Kind:

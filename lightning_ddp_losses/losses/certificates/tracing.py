@@ -70,7 +70,7 @@ class Trace:
         """
         for tensor in row_tensors:
             integral = not tensor.is_floating_point()
-            self.known.add(tensor, Rows(0, is_integral=integral, is_data=not tensor.requires_grad))
+            self.known.add_argument(tensor, Rows(0, is_integral=integral, is_data=not tensor.requires_grad))
         operators = _Operators(self)
         with torch.compiler.set_stance("force_eager"), followed_len(self), operators, _Functions(self, operators):
             value = run_loss(loss, args)

@@ -59,10 +59,11 @@ def global_rows(
 
     Gradient:
         After DDP's mean over ranks that of one process, for the model and for parameters that the formula uses, if all ranks multiply
-        the value by the same factor. Second derivatives inside the formula (``torch.autograd.grad(..., create_graph=True)``) are exact.
+        the value by the same factor. Second derivatives inside the formula (``torch.autograd.grad(..., create_graph=True)``) are exact,
+        not those that are taken outside of it.
 
     Communication:
-        One handshake before the formula and one after it. One for each sum over rows, which carries few numbers on the CPU, else
+        One handshake before the formula and one after it, for which the host waits for an accelerator. One for each sum over rows, which carries few numbers on the CPU, else
         followed by an all-reduce of them. A gather of rows for rows against rows, and for an operator without a rule. In backward one
         sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for sums.
 
@@ -70,8 +71,8 @@ def global_rows(
         InputError: on every rank, for a result that still has rows, for reading memory (``data_ptr``, dlpack), and for a write in place
             that would be lost. ``item``, ``tolist``, ``numpy`` and ``bool`` read the rows of all ranks.
         ConfigurationError: on every rank, for a custom ``autograd.Function`` on rows, and for compiled code.
-        RankMismatchError: on every rank, with both lines, where ranks take different branches, and for a tensor on the CPU from outside
-            whose values differ between ranks.
+        RankMismatchError: on every rank, with both lines, where ranks take different branches, and for a tensor or number from outside
+            that differs between ranks and meets rows. (A number that differs and meets only sums is found by the value of the formula.)
 
     Example:
         >>> import torch
