@@ -63,9 +63,10 @@ def global_rows(
         not those that are taken outside of it.
 
     Communication:
-        One handshake before the formula and one after it, for which the host waits for an accelerator. One for each sum over rows, which carries few numbers on the CPU, else
-        followed by an all-reduce of them. A gather of rows for rows against rows, and for an operator without a rule. In backward one
-        sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for sums.
+        One handshake before the formula and one after it, for which the host waits for an accelerator. One for each sum over rows, which
+        carries few numbers on the CPU, else followed by an all-reduce of them. A gather of rows for rows against rows, and for an operator
+        without a rule. In backward one sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for
+        sums.
 
     Raises:
         InputError: on every rank, for a result that still has rows, for reading memory (``data_ptr``, dlpack), and for a write in place
