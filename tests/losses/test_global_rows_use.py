@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, global_rows
+from lightning_ddp_losses import DDPLossError, GlobalBatchLoss, accumulation_window, global_rows
 from lightning_ddp_losses.testing import RankPool
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
@@ -21,6 +21,13 @@ from tests.losses.rows_cases import dice, vicreg
 from tests.oracle import assert_close, graded, own
 
 ROWS = {1: [7], 2: [2, 5], 3: [4, 0, 3]}
+
+
+class Spread(nn.Module):
+    """The standard deviation over the rows, which no micro-batch has a part of."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.std(0).mean()
 
 
 class CentredLoss(nn.Module):
@@ -234,3 +241,20 @@ def test_a_fit(pool: RankPool) -> None:
     (oracle,) = pool.run(1, fitted, distributed=False)
     for found in pool.run(2, fitted):
         assert_close(found, oracle, rtol=1e-6)
+
+
+def accumulate(kind: str) -> None:
+    net = nn.Linear(3, 4).double()
+    options = {"views": 2} if kind == "views" else {"mode": "rows"}
+    loss = GlobalBatchLoss(Spread(), **options)
+    with accumulation_window(net, micro_batches=1) as window:
+        with window.micro_batch():
+            rows = net(torch.ones(2 + 2 * dist.get_rank(), 3).double())
+            value = global_rows(Spread(), rows, name="spread") if kind == "a formula" else loss(rows)
+        value.backward()
+
+
+@pytest.mark.parametrize("kind", ["a formula", "mode rows", "views"])
+def test_an_accumulation_window_refuses_what_it_cannot_correct(pool: RankPool, kind: str) -> None:
+    for error in pool.errors(2, accumulate, kind):
+        assert "accumulation window: what is back-propagated" in error.message
