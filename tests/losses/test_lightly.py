@@ -5,10 +5,7 @@ lightly needs torchvision, so its formulas stand here under its paths.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses import ConfigurationError, GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.losses.lightly_paths import paths_of_lightly
 from tests.oracle import assert_close, graded, joined, own
 from tests.ssl.test_ssl import naive_barlow, naive_vicreg
 
@@ -78,15 +76,7 @@ class DINOLoss(nn.Module):
         return loss
 
 
-@contextlib.contextmanager
-def paths_of_lightly() -> Iterator[None]:
-    """Give the classes lightly's paths, for a while: a command that looks for losses would import them."""
-    classes = (BarlowTwinsLoss, VICRegLoss, NTXentLoss, DINOLoss)
-    with contextlib.ExitStack() as stack:
-        for each in classes:
-            stack.enter_context(mock.patch.object(each, "__module__", f"lightly.loss.{each.__name__.lower()}"))
-        yield
-
+CLASSES = (BarlowTwinsLoss, VICRegLoss, NTXentLoss, DINOLoss)
 
 # the loss, the mode that it runs in, and whether it takes lists; the calls of each train two steps
 CASES: dict[str, tuple[Any, str, bool]] = {
@@ -116,14 +106,14 @@ def two_steps(loss: nn.Module, takes_lists: bool, rows: slice) -> list[dict[str,
 
 def on_ranks(name: str, sizes: list[int]) -> list[dict[str, Tensor]]:
     make, _, takes_lists = CASES[name]
-    with paths_of_lightly():
+    with paths_of_lightly(*CLASSES):
         return two_steps(GlobalBatchLoss(make()), takes_lists, own(sizes))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process(pool: RankPool, name: str) -> None:
     make, mode, takes_lists = CASES[name]
-    with paths_of_lightly():
+    with paths_of_lightly(*CLASSES):
         assert GlobalBatchLoss(make()).exact_modes()[0] == mode
     truth = two_steps(make(), takes_lists, slice(None))
     for sizes in ([20, 20], [29, 11]):
@@ -133,5 +123,5 @@ def test_one_process(pool: RankPool, name: str) -> None:
 
 def test_what_gathers_by_itself_is_refused() -> None:
     words = r"gather_distributed.*expected False in GlobalBatchLoss.*Make the loss with gather_distributed=False"
-    with paths_of_lightly(), pytest.raises(ConfigurationError, match=f"(?s){words}"):
+    with paths_of_lightly(*CLASSES), pytest.raises(ConfigurationError, match=f"(?s){words}"):
         GlobalBatchLoss(BarlowTwinsLoss(gather_distributed=True))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch.nn import functional
 
 from lightning_ddp_losses import GlobalBatchLoss
 from lightning_ddp_losses.testing import RankPool
+from tests.losses.lightly_paths import paths_of_lightly
 from tests.oracle import assert_close, graded, own
 from tests.refusals import refusals
 
@@ -124,17 +123,12 @@ class Interleaved(Columns):
         return self.loss(rows.unflatten(0, (len(labels), -1)).transpose(0, 1).flatten(0, 1), labels)
 
 
-@contextlib.contextmanager
-def paths_of_lightly() -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in (MSNLoss, WMSELoss, LeJEPALoss):
-            stack.enter_context(mock.patch.object(each, "__module__", f"lightly.loss.{each.__name__.lower()}"))
-        yield
+OF_LIGHTLY = (MSNLoss, WMSELoss, LeJEPALoss)
 
 
 def on_rank(name: str, sizes: list[int]) -> dict[str, Tensor]:
     case, rows = CASES[name], own(sizes)
-    with paths_of_lightly():
+    with paths_of_lightly(*OF_LIGHTLY):
         loss = GlobalBatchLoss(case.make(), **case.options)
         leaf = views_of_batch()[:, rows].clone().requires_grad_()
         return graded(case.call(loss, leaf, LABELS[rows]), views=leaf)
@@ -157,7 +151,7 @@ def rows_of(number: int) -> Tensor:
 
 
 def ask(loss: nn.Module, *args: Any, **options: Any) -> Tensor:
-    with paths_of_lightly():
+    with paths_of_lightly(*OF_LIGHTLY):
         return GlobalBatchLoss(loss, **options)(*args)
 
 
