@@ -98,6 +98,7 @@ from lightning_ddp_losses.losses import (
     ClipLoss,
     GlobalBatchLoss,
     GlobalBatchMiner,
+    MaxSimLoss,
     SigLipLoss,
     certify,
     global_mean,
@@ -141,6 +142,7 @@ __all__ = [
     "InputError",
     "LossCallError",
     "LossCheck",
+    "MaxSimLoss",
     "ModelParallelLossStrategy",
     "OptimizerCheck",
     "ParameterSyncCheck",
@@ -171,6 +173,7 @@ register_loss_type(GlobalBatchLoss)
 register_loss_type(ClassShardedLoss)
 register_loss_type(ClipLoss)
 register_loss_type(SigLipLoss)
+register_loss_type(MaxSimLoss)
 use_global_wrapper(GlobalBatchLoss)
 use_layer_sync(SyncBatchNorm)
 register_fabric_strategies()

@@ -34,6 +34,7 @@ PINNED = [
     "InputError",
     "LossCallError",
     "LossCheck",
+    "MaxSimLoss",
     "ModelParallelLossStrategy",
     "OptimizerCheck",
     "ParameterSyncCheck",

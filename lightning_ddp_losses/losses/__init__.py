@@ -28,6 +28,7 @@ A mode costs a handshake (``distributed/handshake.py``), and a gather of the row
 | ``tuples`` | pairs and triplets of rows, from labels or a miner |
 | ``element_losses`` | element losses as sums and divisors: PML's with their reducers, torch.nn's, and PML's statistics |
 | ``partial_sums`` | sums and divisors of all ranks, the factor W, the value with its gradient, `global_mean` |
+| ``late_interaction`` | `MaxSimLoss`: texts of several vectors each, of different lengths, scored in tiles |
 | ``formulas`` | `global_rows`: a formula of one's own over rows that stay on their rank, by rules for each operator |
 | ``moments`` | mean and covariance over all ranks: Barlow Twins, VICReg |
 | ``products`` | rows times rows in float32 or on tensor cores (``products=``), rows of unit length, running log-sum-exp |
@@ -61,6 +62,7 @@ from lightning_ddp_losses.losses.clip import ClipLoss
 from lightning_ddp_losses.losses.evaluations import check_separable
 from lightning_ddp_losses.losses.formulas.global_rows import global_rows
 from lightning_ddp_losses.losses.global_batch import GlobalBatchLoss, GlobalBatchMiner
+from lightning_ddp_losses.losses.late_interaction.max_sim import MaxSimLoss
 from lightning_ddp_losses.losses.partial_sums import global_mean
 from lightning_ddp_losses.losses.pml_registry import register_element_wise, register_row_separable
 from lightning_ddp_losses.losses.siglip import SigLipLoss
@@ -71,6 +73,7 @@ __all__ = [
     "ClipLoss",
     "GlobalBatchLoss",
     "GlobalBatchMiner",
+    "MaxSimLoss",
     "SigLipLoss",
     "certify",
     "check_separable",

@@ -1,0 +1,112 @@
+"""Texts of different lengths: the vectors of their tokens one after the other, without those that only fill up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_ddp_losses.errors import InputError, expect
+
+Mask = Tensor | None
+"""(n, T) bool, True for a token that counts, in any places; (n,) whole numbers, how many of the first count; None, all."""
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """Rows of several vectors each.
+
+    Attributes:
+        tokens: (sum of ``lengths``, D), the vectors of all rows in their order.
+        lengths: How many of them each row has.
+    """
+
+    tokens: Tensor
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def of(cls, title: str, padded: Tensor, mask: Mask) -> RaggedRows:
+        """Return padded rows, (n, T, D), without what a mask leaves out. The host waits for an accelerator."""
+        counts = checked_mask(title, padded, mask)
+        lengths = counts.sum(1).tolist()
+        empty = [str(row) for row, length in enumerate(lengths) if not length]
+        if empty:
+            raise InputError(
+                title,
+                expected="a vector or more in each row",
+                got=f"none in row {', '.join(empty[:8])}",
+                fix="Leave the row out, or keep a token (a text without words still has its first special token).",
+            )
+        return cls(padded[counts], lengths)
+
+    def tiles(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Cut the rows into runs, padded to the longest of each.
+
+        Args:
+            most: Vectors of a tile, at most, filled up ones too. One row may have more.
+
+        Yields:
+            (n, T, D) and the mask (n, T) of what counts.
+        """
+        starts = [0, *itertools.accumulate(self.lengths)]
+        for first, last in _runs(self.lengths, most):
+            lengths = self.lengths[first:last]
+            yield pad(self.tokens[starts[first] : starts[last]], lengths)
+
+
+def pad(tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return rows padded to the longest, (n, T, D), and the mask (n, T) of what counts."""
+    padded = pad_sequence(tokens.split(list(lengths)), batch_first=True)
+    places = torch.arange(padded.shape[1], device=tokens.device)
+    counts = places < torch.tensor(lengths, device=tokens.device).unsqueeze(1)
+    return padded, counts
+
+
+def _runs(lengths: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Cut rows into runs whose number times their longest length is at most ``most``."""
+    runs = []
+    first, longest = 0, 0
+    for row, length in enumerate(lengths):
+        longest = max(longest, length)
+        if row > first and (row + 1 - first) * longest > most:
+            runs.append((first, row))
+            first, longest = row, length
+    if first < len(lengths):
+        runs.append((first, len(lengths)))
+    return runs
+
+
+def checked_mask(title: str, padded: Tensor, mask: Mask) -> Tensor:
+    """Return which vectors of (n, T, D) rows count, (n, T) bool."""
+    expect(
+        padded.ndim == 3 and padded.is_floating_point(),
+        title,
+        expected="(rows, tokens, D) floating numbers",
+        got=f"{tuple(padded.shape)} {padded.dtype}",
+        error=InputError,
+    )
+    rows, most = padded.shape[:2]
+    if mask is None:
+        return torch.ones(rows, most, dtype=torch.bool, device=padded.device)
+    if mask.shape == (rows, most):
+        is_mask = mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
+        expect(is_mask, f"{title}: mask", expected="0 and 1, or bool", got=str(mask.dtype), error=InputError)
+        return mask.bool()
+    are_lengths = mask.shape == (rows,) and not mask.is_floating_point() and mask.dtype != torch.bool
+    expect(
+        are_lengths,
+        f"{title}: mask",
+        expected=f"({rows}, {most}) bool, or ({rows},) lengths",
+        got=f"{tuple(mask.shape)} {mask.dtype}",
+        error=InputError,
+    )
+    outside = mask[(mask < 0) | (mask > most)]
+    expect(not len(outside), f"{title}: lengths", expected=f"0 to {most}", got=outside.tolist(), error=InputError)
+    return torch.arange(most, device=padded.device) < mask.unsqueeze(1)

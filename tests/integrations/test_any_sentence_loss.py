@@ -1,0 +1,386 @@
+"""``over_all_ranks`` of any loss of sentence-transformers: value and gradients of theirs in one process on all rows."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_ddp_losses.errors import ConfigurationError
+from lightning_ddp_losses.testing import RankPool
+from tests.integrations.encoders import DIM, columns, sentence_model
+from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
+from tests.integrations.test_sentence_transformers import put_in
+from tests.oracle import assert_close
+
+ROWS = [(8, 8), (10, 6), (0, 7), (3, 0, 5)]
+
+
+def scores(rows: int, *shape: int) -> Tensor:
+    return torch.rand(rows, *shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def classes(rows: int) -> Tensor:
+    return torch.arange(rows) % 3
+
+
+def binary(rows: int) -> Tensor:
+    return (scores(rows) > 0.5).long()
+
+
+def nothing(rows: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss of theirs: how it is made around a model, its columns, and its labels for so many rows."""
+
+    make: Callable[[Any], nn.Module]
+    columns: int = 2
+    labels: Callable[[int], Tensor | None] = nothing
+    model: Callable[[Any], Any] = field(default=lambda model: model)
+
+
+def dense(name: str, **options: Any) -> Callable[[Any], nn.Module]:
+    import sentence_transformers.sentence_transformer.losses as theirs
+
+    return lambda model: getattr(theirs, name)(model, **options)
+
+
+def around(outer: str, inner: Callable[[Any], nn.Module], *args: Any, **options: Any) -> Callable[[Any], nn.Module]:
+    import sentence_transformers.sentence_transformer.losses as theirs
+    import sentence_transformers.sparse_encoder.losses as sparse
+
+    cls = getattr(theirs, outer, None) or getattr(sparse, outer)
+    return lambda model: cls(model, inner(model), *args, **options)
+
+
+def guided(name: str, **options: Any) -> Callable[[Any], nn.Module]:
+    def make(model: Any) -> nn.Module:
+        guide = copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():
+            for parameter in guide.parameters():
+                parameter.mul_(0.7)
+        return dense(name, guide=guide, **options)(model)
+
+    return make
+
+
+class SparseOutputs(nn.Module):
+    """An encoder with the outputs of a sparse autoencoder behind it."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder = encoder
+        torch.manual_seed(5)
+        self.code, self.back = (nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, features: dict[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
+        found = self.encoder(features, **kwargs)
+        embedding = found["sentence_embedding"]
+        hidden = self.code(embedding).relu()
+        top = hidden * (hidden > 0.1)
+        decoded = {"decoded_embedding_k": self.back(top), "decoded_embedding_4k": self.back(hidden)}
+        decoded["decoded_embedding_aux"] = self.back(hidden - top)
+        decoded["decoded_embedding_k_pre_bias"] = self.back(top) - self.back.bias
+        return {**found, **decoded, "sentence_embedding_backbone": embedding, "sentence_embedding": hidden}
+
+    def get_embedding_dimension(self) -> int:
+        return DIM
+
+
+class OfMine(nn.Module):
+    """A loss of one's own with the method that theirs have."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, sentence_features: Any, labels: Tensor | None) -> Tensor:
+        embeddings = [self.model(features)["sentence_embedding"] for features in sentence_features]
+        return self.compute_loss_from_embeddings(embeddings, labels=labels)
+
+    def compute_loss_from_embeddings(self, embeddings: list[Tensor], *, labels: Tensor | None) -> Tensor:
+        return (embeddings[0].std(0) - embeddings[1].std(0)).square().sum()
+
+
+def splade(model: Any) -> nn.Module:
+    return around("SpladeLoss", dense("MultipleNegativesRankingLoss"), 0.3, 0.2, document_regularizer_threshold=3)(
+        model
+    )
+
+
+def cases() -> dict[str, Case]:
+    ranking, cached = (
+        dense("MultipleNegativesRankingLoss"),
+        dense("CachedMultipleNegativesRankingLoss", mini_batch_size=3),
+    )
+    one_way = {"labels": classes, "columns": 1}
+    return {
+        "CoSENT": Case(dense("CoSENTLoss"), labels=scores),
+        "AnglE": Case(dense("AnglELoss"), labels=scores),
+        "AnglE, negatives": Case(dense("AnglELoss"), columns=4),
+        "batch all": Case(dense("BatchAllTripletLoss"), **one_way),
+        "batch hard": Case(dense("BatchHardTripletLoss"), **one_way),
+        "batch hard, soft margin": Case(dense("BatchHardSoftMarginTripletLoss"), **one_way),
+        "batch semi-hard": Case(dense("BatchSemiHardTripletLoss"), **one_way),
+        "contrastive": Case(dense("ContrastiveLoss"), labels=binary),
+        "contrastive, sum": Case(dense("ContrastiveLoss", size_average=False), labels=binary),
+        "online contrastive": Case(dense("OnlineContrastiveLoss"), labels=binary),
+        "cosine": Case(dense("CosineSimilarityLoss"), labels=scores),
+        "triplet": Case(dense("TripletLoss"), columns=3),
+        "orthogonal": Case(dense("GlobalOrthogonalRegularizationLoss")),
+        "margin MSE": Case(dense("MarginMSELoss"), 4, lambda rows: scores(rows, 3)),
+        "distilled scores": Case(dense("DistillKLDivLoss"), 4, lambda rows: scores(rows, 3) * 9),
+        "distilled embeddings": Case(dense("EmbedDistillLoss"), 2, lambda rows: scores(rows, DIM)),
+        "MSE, a teacher a column": Case(dense("MSELoss"), 2, lambda rows: scores(rows, 2, DIM)),
+        "projection": Case(lambda model: projected(dense("EmbedDistillLoss")(model)), 1, lambda rows: scores(rows, 4)),
+        "ranking": Case(ranking, 3),
+        "cached ranking": Case(cached, 3),
+        "cached symmetric": Case(dense("CachedMultipleNegativesSymmetricRankingLoss", mini_batch_size=3)),
+        "guided": Case(guided("GISTEmbedLoss", temperature=0.1), 3),
+        "mega batch": Case(dense("MegaBatchMarginLoss", mini_batch_size=3)),
+        "mega batch, whole": Case(dense("MegaBatchMarginLoss", use_mini_batched_version=False)),
+        "matryoshka": Case(around("MatryoshkaLoss", dense("CoSENTLoss"), [DIM, DIM // 2], [1.0, 0.3]), labels=scores),
+        "matryoshka, drawn": Case(around("MatryoshkaLoss", ranking, [DIM, 8, 4], n_dims_per_step=1)),
+        "matryoshka, cached": Case(around("MatryoshkaLoss", cached, [DIM, DIM // 2], [1.0, 0.3])),
+        "layers": Case(around("AdaptiveLayerLoss", dense("CoSENTLoss")), labels=scores),
+        "layers, not compared": Case(around("AdaptiveLayerLoss", ranking, kl_temperature=0.0)),
+        "layers and dimensions": Case(around("Matryoshka2dLoss", ranking, [DIM, 8, 4])),
+        "splade": Case(splade),
+        "splade, of documents": Case(around("SpladeLoss", ranking, 0.3, use_document_regularizer_only=True)),
+        "splade, cached": Case(around("CachedSpladeLoss", ranking, 0.3, 0.2, mini_batch_size=3)),
+        "CSR": Case(around("CSRLoss", ranking), model=SparseOutputs),
+        "of mine": Case(OfMine),
+    }
+
+
+def projected(loss: Any) -> nn.Module:
+    torch.manual_seed(2)
+    loss.projection = nn.Linear(DIM, 4, dtype=torch.float64)
+    return loss  # type: ignore[no-any-return]
+
+
+def step(
+    model: nn.Module, loss: nn.Module, features: list[dict[str, Tensor]], labels: Tensor | None
+) -> dict[str, Tensor]:
+    random.seed(4 + (dist.get_rank() if dist.is_initialized() else 0))
+    value = loss(features, labels)
+    if isinstance(value, dict):
+        value = torch.stack([*value.values()]).sum()
+    (value * 0.5).backward()
+    parameters = {
+        **dict(model.named_parameters()),
+        "projection": getattr(getattr(loss, "projection", None), "weight", None),
+    }
+    found = {name: p.grad for name, p in parameters.items() if p is not None and p.grad is not None}
+    return {"value": value.detach(), **found}
+
+
+def build(path: str, name: str) -> tuple[Case, Any, nn.Module]:
+    case = cases()[name]
+    model = case.model(sentence_model(path))
+    return case, model, case.make(model)
+
+
+def alone(path: str, name: str, rows: int) -> dict[str, Tensor]:
+    case, model, loss = build(path, name)
+    return step(model, loss, columns(rows, case.columns), case.labels(rows))
+
+
+def on_ranks(path: str, name: str, rows: tuple[int, ...]) -> dict[str, Tensor]:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    case, model, loss = build(path, name)
+    loss = over_all_ranks(loss)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    put_in(loss, model, wrapped)
+    starts = [*itertools.accumulate(rows, initial=0)]
+    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
+    labels = case.labels(sum(rows))
+    return step(model, loss, columns(sum(rows), case.columns, part), labels if labels is None else labels[part])
+
+
+def without_rounding(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out gradients that are 0 but for rounding, as of a bias by a loss of differences."""
+    largest = max(tensor.norm() for tensor in found.values())
+    return {name: tensor for name, tensor in found.items() if tensor.norm() > 1e-12 * largest}
+
+
+@pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
+@pytest.mark.filterwarnings("ignore:DistillKLDivLoss")
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+@pytest.mark.parametrize("name", cases())
+def test_one_process(pool: RankPool, encoder_path: str, name: str) -> None:
+    for rows in ROWS:
+        truth = alone(encoder_path, name, sum(rows))
+        for found in pool.run(len(rows), on_ranks, encoder_path, name, rows):
+            assert_close(*map(without_rounding, (found, truth)))
+
+
+# ---------------------------------------------------------------------- the same loss in other ways
+
+
+def in_another_way(path: str, name: str, rows: tuple[int, ...], way: str) -> dict[str, Tensor]:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    case, model, loss = build(path, name)
+    loss = over_all_ranks(loss)
+    if way == "pickled":
+        model, loss = pickle.loads(pickle.dumps((model, loss)))
+    elif way == "copied":
+        model, loss = copy.deepcopy((model, loss))
+    elif way == "twice":
+        loss = over_all_ranks(loss)
+    put_in(loss, model, DistributedDataParallel(model))
+    starts = [*itertools.accumulate(rows, initial=0)]
+    part = slice(*starts[dist.get_rank() : dist.get_rank() + 2])
+    labels = case.labels(sum(rows))
+    return step(model, loss, columns(sum(rows), case.columns, part), labels if labels is None else labels[part])
+
+
+@pytest.mark.parametrize("way", ["pickled", "copied", "twice"])
+@pytest.mark.parametrize("name", ["CoSENT", "batch hard", "matryoshka"])
+def test_in_another_way(pool: RankPool, encoder_path: str, name: str, way: str) -> None:
+    truth = alone(encoder_path, name, 13)
+    for found in pool.run(2, in_another_way, encoder_path, name, (9, 4), way):
+        assert_close(*map(without_rounding, (found, truth)))
+
+
+@pytest.mark.parametrize("name", cases())
+@pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
+@pytest.mark.filterwarnings("ignore:DistillKLDivLoss")
+def test_without_ranks_it_is_theirs(encoder_path: str, name: str) -> None:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    case, model, loss = build(encoder_path, name)
+    kind = type(loss)
+    assert over_all_ranks(loss) is loss and isinstance(loss, kind) and type(loss).__name__ == kind.__name__
+    found = step(model, loss, columns(6, case.columns), case.labels(6))
+    assert_close(*map(without_rounding, (found, alone(encoder_path, name, 6))))
+
+
+def test_its_options_are_theirs(encoder_path: str) -> None:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    _, model, loss = build(encoder_path, "batch semi-hard")
+    settings = loss.get_config_dict()
+    assert over_all_ranks({"pairs": loss}) == {"pairs": loss}
+    assert loss.get_config_dict() == settings
+    assert loss.sentence_embedder is loss.model is model
+
+
+# ---------------------------------------------------------------------- their Trainer
+
+
+def with_their_trainer(path: str, folder: str, rows: int, ours: bool) -> dict[str, Tensor]:
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    words = [f"w{2 + number % 30} w{3 + (7 * number) % 30}" for number in range(12)]
+    data = Dataset.from_dict({"sentence": words, "label": [number % 3 for number in range(12)]})
+    with ranks_of_accelerate():
+        _, model, loss = build(path, "batch hard")
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=folder, per_device_train_batch_size=rows, max_grad_norm=0.0, **QUIET
+        )
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        trainer = SentenceTransformerTrainer(
+            model,
+            arguments,
+            train_dataset=data,
+            loss=over_all_ranks(loss) if ours else loss,
+            optimizers=(optimizer, schedule),
+        )
+        trainer.train()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")  # what transformers gives DDP
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")  # torch says it once
+def test_their_trainer(pool: RankPool, encoder_path: str, tmp_path: Path) -> None:
+    truth = pool.run(1, with_their_trainer, encoder_path, str(tmp_path), 6, False)[0]
+    for found in pool.run(2, with_their_trainer, encoder_path, str(tmp_path), 3, True):
+        assert_close(found, truth)
+    # theirs: the model inside this loss is not the one that reduces gradients
+    first, second = pool.run(2, with_their_trainer, encoder_path, str(tmp_path), 3, False)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def misused(path: str, how: str) -> None:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    rank = dist.get_rank()
+    _, model, loss = build(path, "CoSENT")
+    over_all_ranks(loss, name=f"pairs{rank}" if how == "data set" else None)
+    features, labels = columns(4, 2), scores(4)
+    if how == "options":
+        loss.scale = 20.0 + rank
+    elif how == "columns":
+        features = columns(4, 2 + rank)
+    elif how == "labels":
+        labels = scores(4 + (-1) ** rank)  # as many over all ranks
+    elif how == "no labels" and rank:
+        labels = None
+    elif how == "an error on a rank" and rank:
+        del features[0]["input_ids"]
+    elif how == "order":
+        other = over_all_ranks(copy.deepcopy(build(path, "CoSENT")[2]))
+        for one in (loss, other) if rank else (other, loss):
+            one(features, labels)
+    elif how == "coefficients":
+        (loss(features, labels) * (1.0 + rank)).backward()
+    loss(features, labels)
+
+
+MISUSES = {
+    "options": ("RankMismatchError", "scale"),
+    "columns": ("RankMismatchError", "CoSENTLoss[0][2]"),
+    "labels": ("InputError", "as many in each"),
+    "no labels": ("RankMismatchError", "CoSENTLoss[1]"),
+    "an error on a rank": ("", "input_ids"),
+    "order": ("RankMismatchError", "which of several"),
+    "coefficients": ("RankMismatchError", "coefficient of the last backward"),
+    "data set": ("RankMismatchError", "pairs1"),
+}
+
+
+@pytest.mark.parametrize("how", MISUSES)
+def test_misuse(pool: RankPool, encoder_path: str, how: str) -> None:
+    kind, words = MISUSES[how]
+    errors = pool.errors(2, misused, encoder_path, how)
+    assert len(errors) == 2
+    for error in errors:
+        assert kind in error.type and words in error.message, error
+
+
+def test_losses_that_hide_their_embeddings(encoder_path: str) -> None:
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    model = sentence_model(encoder_path)
+    with pytest.raises(ConfigurationError, match="compute_loss_from_embeddings"):
+        over_all_ranks(dense("SoftmaxLoss", embedding_dimension=DIM, num_labels=3)(model))
+    with pytest.raises(ConfigurationError, match="gather_across_devices"):
+        over_all_ranks(dense("MultipleNegativesRankingLoss", gather_across_devices=True)(model))
+    with pytest.raises(ConfigurationError, match="SoftmaxLoss"):
+        over_all_ranks(
+            around("MatryoshkaLoss", dense("SoftmaxLoss", embedding_dimension=DIM, num_labels=3), [DIM])(model)
+        )
