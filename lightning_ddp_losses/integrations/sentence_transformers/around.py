@@ -1,0 +1,76 @@
+"""Losses of sentence-transformers around another loss: dimensions, layers."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sentence_transformers.base.losses.gradcache import _get_batch_size as rows_in
+from torch import Tensor
+
+from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
+from lightning_ddp_losses.integrations.sentence_transformers.evaluations import (
+    Features,
+    OverAllRanks,
+    stands_in,
+)
+
+
+class Drawing(OverAllRanks):
+    """Evaluates a loss around another that draws some dimensions or layers a step: rank 0's, on all ranks."""
+
+    _draws = ("n_dims_per_step", "n_layers_per_step")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the global loss of this rank's columns."""
+        parts = [self, getattr(self, "loss", None)]
+        if not any(getattr(part, name, 0) > 0 for part in parts for name in self._draws):
+            return super().__call__(*args, **kwargs)
+        with _draws_of_rank_0(type(self).__name__):
+            return super().__call__(*args, **kwargs)
+
+
+class Layers(Drawing):
+    """Evaluates a loss on several layers, each compared with the last one row by row."""
+
+    def forward(self, sentence_features: Sequence[Features], labels: Tensor | None = None) -> Tensor:
+        """Return the global loss of this rank's columns.
+
+        Communication: that of the inner loss for each layer; with the comparison one handshake, and one exchange forward and backward.
+        """
+        weight = self.kl_div_weight
+        world_size = process_groups.world_size()
+        theirs_on: Any = super().forward  # type: ignore[misc]
+        if world_size == 1 or self.kl_temperature <= 0:
+            return theirs_on(sentence_features, labels)  # type: ignore[no-any-return]
+        # the mean over the rows of this rank counts as much as it has rows
+        rows = 0 if stands_in.get() else rows_in(sentence_features[0])
+        counts = handshake.all_gather_json(type(self).__name__, {"which of several": self._instance}, rows)
+        try:
+            self.kl_div_weight = weight * rows * world_size / max(sum(counts), 1)
+            value = theirs_on(sentence_features, labels)
+        finally:
+            self.kl_div_weight = weight
+        return self._shared(all_reduce_with_grad(value / world_size))
+
+
+@contextlib.contextmanager
+def _draws_of_rank_0(title: str) -> Iterator[None]:
+    """Let Python's generator draw on all ranks what it draws on rank 0. Ranks above 0 get their own state back."""
+    if process_groups.world_size() == 1:
+        yield
+        return
+    own = random.getstate()
+    is_first = process_groups.rank(None) == 0
+    state = pickle.dumps(own) if is_first else b""
+    shared = handshake.all_gather(f"{title}: random state", {}, state)[0]
+    random.setstate(pickle.loads(shared))
+    try:
+        yield
+    finally:
+        if not is_first:
+            random.setstate(own)

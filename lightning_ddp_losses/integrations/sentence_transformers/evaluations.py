@@ -1,0 +1,218 @@
+"""How a loss of sentence-transformers is evaluated over all ranks: one class for each way, mixed into the class of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ddp_losses.core import inputs, precision
+from lightning_ddp_losses.core.autograd_graph import inside_global_batch
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
+from lightning_ddp_losses.distributed.messages import Instance
+from lightning_ddp_losses.errors import InputError
+from lightning_ddp_losses.losses.formulas.global_rows import global_rows
+from lightning_ddp_losses.losses.partial_sums import value_with_grad
+
+Features = dict[str, Any]
+"""The features of one column, as the tokenizer of the host makes them."""
+
+Columns = Sequence[Tensor]
+"""The embeddings of each column, (B, D) or (G, D) each."""
+
+stands_in: ContextVar[bool] = ContextVar("stands_in", default=False)
+"""True while a rank without rows embeds a row that stands in for them, and is dropped before the loss."""
+
+
+class OverAllRanks:
+    """Evaluates a loss of theirs over the rows of all ranks.
+
+    Their ``gather_across_devices`` has no effect: the rows of all ranks are compared in any case.
+    """
+
+    _instance: Instance
+    get_config_dict: Callable[[], dict[str, Any]]
+    gather_across_devices = property(lambda self: False, lambda self, value: None)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._instance = Instance(type(self).__name__)
+
+    def __call__(self, sentence_features: Iterable[Features], *args: Any, **kwargs: Any) -> Any:
+        """Return the global loss of this rank's columns. An error of one rank is an error on all of them."""
+        features = list(sentence_features)
+        is_empty = any(map(_is_empty, features))
+        token = stands_in.set(is_empty or stands_in.get())
+        try:
+            with handshake.raising_on_all_ranks(type(self).__name__):
+                return super().__call__([*map(_filled, features)], *args, **kwargs)  # type: ignore[misc]
+        finally:
+            stands_in.reset(token)
+
+    def _watch(self) -> UpstreamGradWatch:
+        return UpstreamGradWatch.of(f"{self._instance.kind} {self._instance.number}", None)
+
+    def _gather(self, columns: dict[str, Tensor], **how: Any) -> GatheredBatch:
+        """Gather columns of all ranks. Options that differ between ranks are an error on all of them."""
+        options: dict[str, object] = {}
+        if hasattr(self, "get_config_dict"):
+            config = self.get_config_dict()
+            options = {name: value for name, value in config.items() if not isinstance(value, nn.Module)}
+        must_match = {
+            "which of several": self._instance,
+            "options": options,
+            "coefficient of the last backward": self._watch().take(),
+        }
+        return gather_batch(type(self).__name__, columns, must_match, **how)
+
+    def _shared(self, value: Tensor) -> Tensor:
+        """Return a loss that every rank has computed. Its coefficient in backward is compared at the next call."""
+        remember_global_value(value)
+        return self._watch().watch(value)  # type: ignore[no-any-return]
+
+    def _on_all_rows(self, formula: Callable[..., Any], *arguments: Any) -> Any:
+        """Return a formula of the rows of all ranks, which every rank evaluates.
+
+        Args:
+            formula: Their loss.
+            arguments: Nests of tensors with rows of this rank. Those of the first one are embeddings.
+
+        Communication: one handshake, one gather, none in backward.
+        """
+        first, *others = own_rows(arguments)
+        dtype = precision.compute_dtype(inputs.tensors_in(first))
+        arguments = (precision.cast_floating(first, dtype), *others)
+        named = [leaf for leaf in inputs.leaves(arguments, type(self).__name__) if isinstance(leaf[1], Tensor)]
+        devices = {tensor.device.type for _, tensor in named}
+        with precision.without_autocast(devices), handshake.raising_on_all_ranks(type(self).__name__):
+            _refuse_other_rows(named)
+            rows = iter(self._gather(dict(named), backward="own_slice").tensors)
+            with inside_global_batch():
+                value = formula(*inputs.map_tensors(lambda own: next(rows), arguments))
+        return inputs.map_tensors(self._shared, value)
+
+
+class Replicated(OverAllRanks):
+    """Evaluates on every rank a loss that gets the embeddings of its columns."""
+
+    def compute_loss_from_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Return their loss over the rows of all ranks. A parameter of the loss gets the gradient of one process on every rank."""
+        formula: Any = super().compute_loss_from_embeddings  # type: ignore[misc]
+        names = list(kwargs)
+
+        def with_names(*given: Any) -> Any:
+            named = dict(zip(names, given[len(args) :], strict=True))
+            return formula(*given[: len(args)], **named)
+
+        return self._on_all_rows(with_names, *args, *kwargs.values())
+
+
+class Reconstruction(Replicated):
+    """Evaluates a loss of a sparse autoencoder, which reads these outputs of the model among others."""
+
+    _outputs = ("sentence_embedding_backbone", "decoded_embedding_k", "decoded_embedding_4k", "decoded_embedding_aux")
+    _outputs += ("decoded_embedding_k_pre_bias",)
+
+    def compute_loss_from_embeddings(self, outputs: Sequence[Mapping[str, Tensor]]) -> Any:
+        """Return their losses over the rows of all ranks, from the outputs for each column."""
+        return super().compute_loss_from_embeddings(
+            [{name: output[name] for name in self._outputs} for output in outputs]
+        )
+
+
+class ByRows(OverAllRanks):
+    """Evaluates a loss whose rows stay on their rank, as it needs sums over them only."""
+
+    def compute_loss_from_embeddings(self, embeddings: Tensor) -> Any:
+        """Return their loss over the rows of all ranks."""
+        formula: Any = super().compute_loss_from_embeddings  # type: ignore[misc]
+        return global_rows(formula, *own_rows((embeddings,)), name=type(self).__name__)
+
+
+class CachedReplicated(OverAllRanks):
+    """Evaluates on every rank a loss with a gradient cache."""
+
+    def calculate_loss(self, reps: list[list[Tensor]], others: Any = None, *, with_backward: bool = False) -> Tensor:
+        """Return the global loss of this rank's mini-batches of each column, after its backward if ``with_backward``.
+
+        Args:
+            reps: Embeddings of each mini-batch, by column.
+            others: The same of a guide, or labels.
+            with_backward: True: the gradients of ``reps`` are computed, and the value has none.
+        """
+        theirs_on = super().calculate_loss  # type: ignore[misc]
+
+        def in_pieces(columns: Columns, further: Any) -> Tensor:
+            if isinstance(further, list):
+                further = [[column] for column in further]
+            return back_propagated(lambda pieces, **how: theirs_on(pieces, further, **how), columns)
+
+        columns = [torch.cat(pieces) for pieces in reps]
+        if isinstance(others, list):
+            others = [torch.cat(pieces) for pieces in others]
+        return finished(self._on_all_rows(in_pieces, columns, others), with_backward)
+
+
+def back_propagated(formula: Callable[..., Tensor], columns: Columns) -> Tensor:
+    """Return a loss whose gradient is computed at once: each piece of the scores is back-propagated by itself.
+
+    Args:
+        formula: Their ``calculate_loss``.
+        columns: Embeddings of each column.
+    """
+    if not torch.is_grad_enabled():
+        return formula([[column] for column in columns])
+    leaves = [column.detach().requires_grad_() for column in columns]
+    value = formula([[leaf] for leaf in leaves], with_backward=True)
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return value_with_grad(value, *columns, factors=gradients)
+
+
+def finished(value: Tensor, with_backward: bool) -> Tensor:
+    """Return a value, after its backward if ``with_backward``."""
+    if not with_backward:
+        return value
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def own_rows(arguments: Any) -> Any:
+    """Return arguments, without the row that stands in on a rank that has none."""
+    return inputs.map_tensors(lambda rows: rows[:0], arguments) if stands_in.get() else arguments
+
+
+def _refuse_other_rows(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse tensors with other numbers of rows: gathered, they would stand beside rows of another rank."""
+    counts = {name: tensor.shape[0] if tensor.ndim else "none" for name, tensor in named}
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{name} {rows}" for name, rows in counts.items())
+        raise InputError(
+            "rows of the columns and labels",
+            expected="as many in each",
+            got=found,
+            fix="Give each column and the labels one entry for each row.",
+        )
+
+
+# ---------------------------------------------------------------------- columns
+
+
+def _is_empty(features: Features) -> bool:
+    """Return whether a column has no rows."""
+    return any(isinstance(value, Tensor) and value.ndim > 0 and not len(value) for value in features.values())
+
+
+def _filled(features: Features) -> Features:
+    """Return a column. One without rows gets a row of ones, as encoders of transformers take no empty batch."""
+    if not _is_empty(features):
+        return features
+    found = dict(features)
+    for name, value in features.items():
+        if isinstance(value, Tensor) and value.ndim:
+            found[name] = value.new_ones([max(size, 1) for size in value.shape])
+    return found
