@@ -311,6 +311,7 @@ READERS
 * `ddp-losses explain certificates`: is plain DDP right for my loss, and if not, which line?
 * `ddp-losses explain own_data`: train on a csv file or arrays of yours, without programming
 * `ddp-losses explain retrieval`: recall@k, MAP@R and kNN accuracy over all ranks
+* `ddp-losses explain maxsim`: late interaction (ColBERT) over texts of different lengths
 * `ddp-losses explain testing`: parity as a test, in continuous integration
 * `ddp-losses explain parts`: a tour of what the package does, with code
 * `ddp-losses explain migrate`: recipes for those who come from another host or library

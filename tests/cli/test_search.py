@@ -134,6 +134,7 @@ PHRASES = {
     "training slower with more gpus": "cost",
     "uneven inputs join context": "F36, DDPLossStrategy",
     "vicreg": "vicreg, migrate lightly",
+    "colbert": "maxsim, MaxSimLoss",
     "weights and biases": "migrate wandb",
 }
 

@@ -78,3 +78,34 @@ def test_the_page_of_tests_names_what_there_is() -> None:
     given: dict[str, Any] = {}
     exec(second, given)
     assert given["assert_parity"] is lightning_ddp_losses.assert_parity
+
+
+# ---------------------------------------------------------------------- late interaction
+
+
+def late_interaction() -> Tensor:
+    """The page's loss on this rank's texts."""
+    (code,) = code_of("maxsim")
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(8, size, 4, generator=generator, dtype=torch.float64) for size in (3, 5))
+    part = slice(0, 3) if dist.get_rank() == 0 else slice(3, 8)
+    masks = {"query_mask": None, "document_mask": torch.arange(1, 9)[part].clamp(max=5)}
+    given: dict[str, Any] = {"queries": queries[part], "documents": documents[part], **masks}
+    exec(code, given)
+    return given["value"]  # type: ignore[no-any-return]
+
+
+def test_late_interaction(pool: RankPool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(8, size, 4, generator=generator, dtype=torch.float64) for size in (3, 5))
+    scores = torch.stack(
+        [
+            torch.stack(
+                [(query @ document[: min(number + 1, 5)].T).amax(1).sum() for number, document in enumerate(documents)]
+            )
+            for query in queries
+        ]
+    )
+    truth = nn.functional.cross_entropy(20 * scores, torch.arange(8))
+    for found in pool.run(2, late_interaction):
+        torch.testing.assert_close(found, truth, rtol=1e-12, atol=0)

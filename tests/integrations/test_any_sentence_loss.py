@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_ddp_losses.errors import ConfigurationError
 from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
 from tests.integrations.encoders import DIM, columns, sentence_model
 from tests.integrations.test_hf_trainer import QUIET, ranks_of_accelerate
 from tests.integrations.test_sentence_transformers import put_in
@@ -213,10 +214,10 @@ def on_ranks(path: str, name: str, rows: tuple[int, ...]) -> dict[str, Tensor]:
     return step(model, loss, columns(sum(rows), case.columns, part), labels if labels is None else labels[part])
 
 
-def without_rounding(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_rounding(found: dict[str, Tensor], least: float = 1e-12) -> dict[str, Tensor]:
     """Leave out gradients that are 0 but for rounding, as of a bias by a loss of differences."""
     largest = max(tensor.norm() for tensor in found.values())
-    return {name: tensor for name, tensor in found.items() if tensor.norm() > 1e-12 * largest}
+    return {name: tensor for name, tensor in found.items() if tensor.norm() > least * largest}
 
 
 @pytest.mark.filterwarnings("ignore:The .*SymmetricRankingLoss is deprecated")
@@ -267,7 +268,9 @@ def test_without_ranks_it_is_theirs(encoder_path: str, name: str) -> None:
 
     case, model, loss = build(encoder_path, name)
     kind = type(loss)
-    assert over_all_ranks(loss) is loss and isinstance(loss, kind) and type(loss).__name__ == kind.__name__
+    assert over_all_ranks(loss) is loss
+    assert isinstance(loss, kind)
+    assert type(loss).__name__ == kind.__name__
     found = step(model, loss, columns(6, case.columns), case.labels(6))
     assert_close(*map(without_rounding, (found, alone(encoder_path, name, 6))))
 
@@ -322,6 +325,35 @@ def test_their_trainer(pool: RankPool, encoder_path: str, tmp_path: Path) -> Non
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
+def with_two_data_sets(path: str, folder: str, options: dict[str, Any]) -> None:
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+
+    from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
+
+    words = [f"w{2 + number % 30} w{3 + (7 * number) % 30}" for number in range(48)]
+    pairs = Dataset.from_dict({"anchor": words[:24], "positive": words[24:]})
+    triplets = Dataset.from_dict({"anchor": words[24:], "positive": words[:24], "negative": words[:24]})
+    with ranks_of_accelerate():
+        model = sentence_model(path)
+        ranking = dense("MultipleNegativesRankingLoss")
+        losses = over_all_ranks({"pairs": ranking(model), "triplets": ranking(model)})
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=folder, per_device_train_batch_size=4, **QUIET, **options
+        )
+        data = {"pairs": pairs, "triplets": triplets}
+        SentenceTransformerTrainer(model, arguments, train_dataset=data, loss=losses).train()
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_ranks_with_other_data_sets(pool: RankPool, encoder_path: str, tmp_path: Path) -> None:
+    errors = pool.errors(2, with_two_data_sets, encoder_path, str(tmp_path), {})
+    assert_errors(errors, "`pairs`", "`triplets`", of="RankMismatchError")
+    # each batch is cut for the ranks
+    pool.run(2, with_two_data_sets, encoder_path, str(tmp_path), {"accelerator_config": {"split_batches": True}})
+
+
 # ---------------------------------------------------------------------- bad input
 
 
@@ -329,7 +361,7 @@ def misused(path: str, how: str) -> None:
     from lightning_ddp_losses.integrations.sentence_transformers import over_all_ranks
 
     rank = dist.get_rank()
-    _, model, loss = build(path, "CoSENT")
+    _, _, loss = build(path, "CoSENT")
     over_all_ranks(loss, name=f"pairs{rank}" if how == "data set" else None)
     features, labels = columns(4, 2), scores(4)
     if how == "options":
@@ -353,9 +385,9 @@ def misused(path: str, how: str) -> None:
 
 MISUSES = {
     "options": ("RankMismatchError", "scale"),
-    "columns": ("RankMismatchError", "CoSENTLoss[0][2]"),
+    "columns": ("RankMismatchError", "embeddings[2]"),
     "labels": ("InputError", "as many in each"),
-    "no labels": ("RankMismatchError", "CoSENTLoss[1]"),
+    "no labels": ("RankMismatchError", "labels"),
     "an error on a rank": ("", "input_ids"),
     "order": ("RankMismatchError", "which of several"),
     "coefficients": ("RankMismatchError", "coefficient of the last backward"),
@@ -369,7 +401,8 @@ def test_misuse(pool: RankPool, encoder_path: str, how: str) -> None:
     errors = pool.errors(2, misused, encoder_path, how)
     assert len(errors) == 2
     for error in errors:
-        assert kind in error.type and words in error.message, error
+        assert kind in error.type, error
+        assert words in error.message, error
 
 
 def test_losses_that_hide_their_embeddings(encoder_path: str) -> None:

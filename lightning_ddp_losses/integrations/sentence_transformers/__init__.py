@@ -25,10 +25,9 @@ positive, negatives.
 
 from __future__ import annotations
 
-import functools
 import os
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import sentence_transformers.sentence_transformer.losses as theirs
 import sentence_transformers.sparse_encoder.losses as sparse
@@ -72,7 +71,7 @@ __all__ = [
 
 warn_untested("sentence-transformers", "Compare one step on two ranks with one process: ddp-losses explain parity.")
 
-LossOrLosses = TypeVar("LossOrLosses", nn.Module, dict[str, nn.Module])
+Loss = TypeVar("Loss", bound=nn.Module)
 
 _EVALUATIONS: tuple[tuple[type[nn.Module], type[OverAllRanks]], ...] = (
     (late.CachedMultiVectorMultipleNegativesRankingLoss, CachedLateRanking),
@@ -96,7 +95,15 @@ _EVALUATIONS: tuple[tuple[type[nn.Module], type[OverAllRanks]], ...] = (
 _INNER = ("loss", "document_regularizer", "query_regularizer", "reconstruction_loss")
 
 
-def over_all_ranks(loss: LossOrLosses, *, name: str | None = None) -> LossOrLosses:
+@overload
+def over_all_ranks(loss: Loss, *, name: str | None = None) -> Loss: ...
+
+
+@overload
+def over_all_ranks(loss: dict[str, nn.Module], *, name: str | None = None) -> dict[str, nn.Module]: ...
+
+
+def over_all_ranks(loss: Any, *, name: str | None = None) -> Any:
     """Let a loss of sentence-transformers see the rows of all ranks.
 
     Equivalent to: the loss in one process on the rows of all ranks.
@@ -147,11 +154,11 @@ def over_all_ranks(loss: LossOrLosses, *, name: str | None = None) -> LossOrLoss
     if "sentence_embedder" in loss._modules:
         loss._modules["model"] = loss._modules.pop("sentence_embedder")
     loss.__class__ = _class_over_all_ranks(evaluation, kind)
-    loss._instance = Instance(kind.__name__, name)  # type: ignore[assignment]
+    loss._instance = Instance(kind.__name__, name)
     # a MatryoshkaLoss has put a function around the method of before
     around = vars(loss).get("calculate_loss")
     if around is not None:
-        around.fn = MethodType(type(loss).calculate_loss, loss)  # type: ignore[attr-defined]
+        around.fn = MethodType(type(loss).calculate_loss, loss)
     return loss
 
 
@@ -170,10 +177,14 @@ def _evaluation_of(loss: nn.Module) -> type[OverAllRanks]:
     )
 
 
-@functools.cache
+_classes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def _class_over_all_ranks(evaluation: type[OverAllRanks], kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class of the same name that evaluates a loss over all ranks."""
-    members = {
+    if (evaluation, kind) in _classes:
+        return _classes[evaluation, kind]
+    members: dict[str, Any] = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -182,7 +193,8 @@ def _class_over_all_ranks(evaluation: type[OverAllRanks], kind: type[nn.Module])
     }
     if issubclass(kind, (theirs.BatchAllTripletLoss, theirs.BatchHardTripletLoss, theirs.BatchSemiHardTripletLoss)):
         members["sentence_embedder"] = property(lambda self: self.model)
-    return type(kind.__name__, (evaluation, kind), members)
+    made = _classes[evaluation, kind] = type(kind.__name__, (evaluation, kind), members)
+    return made
 
 
 def _empty_loss(evaluation: type[OverAllRanks], kind: type[nn.Module]) -> nn.Module:

@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sentence_transformers.base.losses.gradcache import _get_batch_size as rows_in
 from torch import Tensor
 
 from lightning_ddp_losses.distributed import handshake, process_groups
@@ -16,6 +15,7 @@ from lightning_ddp_losses.distributed.collectives import all_reduce_with_grad
 from lightning_ddp_losses.integrations.sentence_transformers.evaluations import (
     Features,
     OverAllRanks,
+    rows_in,
     stands_in,
 )
 
@@ -36,6 +36,9 @@ class Drawing(OverAllRanks):
 
 class Layers(Drawing):
     """Evaluates a loss on several layers, each compared with the last one row by row."""
+
+    kl_div_weight: float
+    kl_temperature: float
 
     def forward(self, sentence_features: Sequence[Features], labels: Tensor | None = None) -> Tensor:
         """Return the global loss of this rank's columns.

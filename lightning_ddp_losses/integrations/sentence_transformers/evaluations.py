@@ -87,7 +87,9 @@ class OverAllRanks:
         first, *others = own_rows(arguments)
         dtype = precision.compute_dtype(inputs.tensors_in(first))
         arguments = (precision.cast_floating(first, dtype), *others)
-        named = [leaf for leaf in inputs.leaves(arguments, type(self).__name__) if isinstance(leaf[1], Tensor)]
+        named = []
+        for part, argument in zip(("embeddings", "labels", "other"), arguments, strict=False):
+            named += [leaf for leaf in inputs.leaves(argument, part) if isinstance(leaf[1], Tensor)]
         devices = {tensor.device.type for _, tensor in named}
         with precision.without_autocast(devices), handshake.raising_on_all_ranks(type(self).__name__):
             _refuse_other_rows(named)
@@ -115,8 +117,13 @@ class Replicated(OverAllRanks):
 class Reconstruction(Replicated):
     """Evaluates a loss of a sparse autoencoder, which reads these outputs of the model among others."""
 
-    _outputs = ("sentence_embedding_backbone", "decoded_embedding_k", "decoded_embedding_4k", "decoded_embedding_aux")
-    _outputs += ("decoded_embedding_k_pre_bias",)
+    _outputs = (
+        "sentence_embedding_backbone",
+        "decoded_embedding_k",
+        "decoded_embedding_4k",
+        "decoded_embedding_aux",
+        "decoded_embedding_k_pre_bias",
+    )
 
     def compute_loss_from_embeddings(self, outputs: Sequence[Mapping[str, Tensor]]) -> Any:
         """Return their losses over the rows of all ranks, from the outputs for each column."""
@@ -205,6 +212,17 @@ def _refuse_other_rows(named: Sequence[tuple[str, Tensor]]) -> None:
 def _is_empty(features: Features) -> bool:
     """Return whether a column has no rows."""
     return any(isinstance(value, Tensor) and value.ndim > 0 and not len(value) for value in features.values())
+
+
+def rows_in(features: Features) -> int:
+    """Return the number of rows of a column, padded, or packed one after the other."""
+    if "cu_seq_lens_q" in features:
+        return len(features["cu_seq_lens_q"]) - 1
+    for name in ("input_ids", "attention_mask"):
+        if isinstance(features.get(name), Tensor):
+            return len(features[name])
+    sizes = [len(value) for value in features.values() if isinstance(value, Tensor) and value.ndim]
+    return sizes[0]
 
 
 def _filled(features: Features) -> Features:

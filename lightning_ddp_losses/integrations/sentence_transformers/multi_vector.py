@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from sentence_transformers.base.losses.gradcache import _get_batch_size as rows_in
 from sentence_transformers.base.losses.merged_forward import embed_columns_padded
 from sentence_transformers.multi_vector_encoder import scoring
 from sentence_transformers.util.tensor import cat_padded_token_embeddings
@@ -17,6 +16,7 @@ from lightning_ddp_losses.integrations.sentence_transformers.evaluations import 
     OverAllRanks,
     finished,
     own_rows,
+    rows_in,
     stands_in,
 )
 from lightning_ddp_losses.losses.late_interaction.max_sim import max_sim, ranking_of_all_ranks

@@ -151,7 +151,8 @@ class Guided(OverAllRanks):
         twin.__dict__.update(models, _modules=others)
         # merged columns would be gathered rank by rank
         with column_merging_disabled(), inside_global_batch():
-            value = super(Guided, twin).forward(sentence_features, labels)
+            theirs_on: Any = super(Guided, twin).forward  # type: ignore[misc]
+            value = theirs_on(sentence_features, labels)
         return self._shared(value)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import inputs, precision
@@ -123,7 +123,7 @@ class MaxSimLoss(WithProcessGroup, nn.Module):
         """
         is_one = isinstance(documents, Tensor)
         columns: Sequence[Any] = [documents] if is_one else list(documents)
-        masks: Sequence[Any] = [documents_mask] if is_one or documents_mask is None else list(documents_mask)  # type: ignore[arg-type]
+        masks: Sequence[Any] = [documents_mask] if is_one or documents_mask is None else list(documents_mask)
         title = type(self).__name__
         with handshake.raising_on_all_ranks(title, group=self._group):
             inputs.refuse_capture(title)
@@ -189,11 +189,11 @@ def ranking_of_all_ranks(
             total = torch.stack([own.sum(), *(column.tokens.sum() for column in documents)]).sum() * 0
         elif is_tiled:
             scores = _scores_in_tiles(score, own, counts, documents)
-            total = F.cross_entropy(scores * scale, places, reduction="sum")
+            total = cross_entropy(scores.to(dtype) * scale, places, reduction="sum")
         else:
             stacked, stacked_counts = _stacked(documents)
             scores = score(own, stacked, queries_mask=counts, documents_mask=stacked_counts)
-            total = F.cross_entropy(scores * scale, places * len(documents), reduction="sum")
+            total = cross_entropy(scores.to(dtype) * scale, places * len(documents), reduction="sum")
         # 3. the mean over those of all ranks
         with outside_window():
             value = global_mean(total, len(own), name=title, group=group, module=module)
@@ -256,4 +256,4 @@ def _stacked(documents: Sequence[RaggedRows]) -> tuple[Tensor, Tensor]:
     lengths = [length for column in documents for length in column.lengths]
     padded, counts = pad(tokens, lengths)
     form = (len(documents), len(documents[0]))
-    return padded.unflatten(0, form).transpose(0, 1), counts.unflatten(0, form).transpose(0, 1)
+    return padded.view(*form, *padded.shape[1:]).transpose(0, 1), counts.view(*form, -1).transpose(0, 1)

@@ -63,7 +63,7 @@ class RaggedRows:
 
 def pad(tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return rows padded to the longest, (n, T, D), and the mask (n, T) of what counts."""
-    padded = pad_sequence(tokens.split(list(lengths)), batch_first=True)
+    padded = pad_sequence(list(torch.split(tokens, list(lengths))), batch_first=True)
     places = torch.arange(padded.shape[1], device=tokens.device)
     counts = places < torch.tensor(lengths, device=tokens.device).unsqueeze(1)
     return padded, counts
