@@ -349,7 +349,7 @@ def with_two_data_sets(path: str, folder: str, options: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
 def test_ranks_with_other_data_sets(pool: RankPool, encoder_path: str, tmp_path: Path) -> None:
     errors = pool.errors(2, with_two_data_sets, encoder_path, str(tmp_path), {})
-    assert_errors(errors, "`pairs`", "`triplets`", of="RankMismatchError")
+    assert_errors(errors, "pairs", "triplets", of="RankMismatchError")
     # each batch is cut for the ranks
     pool.run(2, with_two_data_sets, encoder_path, str(tmp_path), {"accelerator_config": {"split_batches": True}})
 
