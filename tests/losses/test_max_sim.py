@@ -23,6 +23,7 @@ from tests.answers import assert_all_close, assert_errors
 from tests.counting import CountCollectives
 from tests.each_rank import each_rank
 from tests.lightning_ranks import make_trainer
+from tests.processes import run_python
 
 ROWS = {1: [[7]], 2: [[2, 5], [0, 6], [4, 4]], 3: [[4, 0, 3], [1, 1, 1]]}
 WIDTH, DIM = 6, 4
@@ -172,7 +173,26 @@ def test_no_tensor_of_all_products() -> None:
     )
     with LargestTensor() as largest:
         MaxSimLoss()(queries, documents).backward()
-    assert largest.elements <= max_sim.TILE_ELEMENTS < rows * rows * length * width / 3
+    assert largest.elements <= max_sim.TILE_ELEMENTS < rows * rows * length * width / 6
+
+
+LARGE = """
+import resource, torch
+from lightning_ddp_losses import MaxSimLoss
+loss = MaxSimLoss()
+texts = [torch.randn(256, length, 128, requires_grad=True) for length in (32, 180)]
+loss(*(text[:2] for text in texts)).backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss(*texts).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_the_resident_set_is_a_tenth_of_all_products() -> None:
+    done = run_python("-c", LARGE)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 256 * 256 * 32 * 180 * 4 / 8
 
 
 # ---------------------------------------------------------------------- under the Trainer

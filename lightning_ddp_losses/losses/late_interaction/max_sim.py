@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from lightning_ddp_losses.core import inputs, precision
 from lightning_ddp_losses.core.modules import eager_recursive
 from lightning_ddp_losses.distributed import handshake, process_groups
+from lightning_ddp_losses.distributed.collectives import once_differentiable_strict
 from lightning_ddp_losses.distributed.gathered_batch import gather_batch
 from lightning_ddp_losses.distributed.global_values import name_value, outside_window
 from lightning_ddp_losses.distributed.process_groups import Group, WithProcessGroup
@@ -30,7 +30,7 @@ from lightning_ddp_losses.losses.partial_sums import global_mean
 Score = Callable[..., Tensor]
 """``score(queries, documents, queries_mask=..., documents_mask=...)``: (B, T, D) and (g, n, t, D) -> (B, g * n)."""
 
-TILE_ELEMENTS = 2**22  # products of vectors in one tile, at most
+TILE_ELEMENTS = 2**21  # products of vectors in one tile, at most
 
 
 def max_sim(queries: Tensor, documents: Tensor, *, queries_mask: Tensor, documents_mask: Tensor) -> Tensor:
@@ -188,7 +188,8 @@ def ranking_of_all_ranks(
         if not len(own):
             total = torch.stack([own.sum(), *(column.tokens.sum() for column in documents)]).sum() * 0
         elif is_tiled:
-            scores = _scores_in_tiles(score, own, counts, documents)
+            parts = [_ScoresInTiles.apply(score, counts, column.lengths, own, column.tokens) for column in documents]  # type: ignore[no-untyped-call]
+            scores = torch.cat(parts, 1)
             total = cross_entropy(scores.to(dtype) * scale, places, reduction="sum")
         else:
             stacked, stacked_counts = _stacked(documents)
@@ -234,20 +235,43 @@ def _gather_columns(
     return found, sum(before)
 
 
-def _scores_in_tiles(score: Score, queries: Tensor, counts: Tensor, documents: Sequence[RaggedRows]) -> Tensor:
-    """Return the scores with the documents of all columns, one column after the other, (B, G * columns)."""
-    most = max(TILE_ELEMENTS // queries.shape[:2].numel(), 1)
+class _ScoresInTiles(torch.autograd.Function):
+    """Scores of queries and documents, (B, M), a tile of documents at a time. Backward makes the products of a tile anew.
 
-    def of_tile(own: Tensor, tile: Tensor, tile_counts: Tensor) -> Tensor:
-        return score(own, tile.unsqueeze(1), queries_mask=counts, documents_mask=tile_counts.unsqueeze(1))
+    What stays is allocated before the first tile, so that the freed memory of tiles can be used again.
+    """
 
-    found = []
-    for column in documents:
-        for tile, tile_counts in column.tiles(most):
-            # the products of a tile are made again in backward
-            scores = checkpoint(of_tile, queries, tile, tile_counts, use_reentrant=False, preserve_rng_state=False)
-            found.append(scores)
-    return torch.cat(found, 1)
+    @staticmethod
+    def forward(
+        ctx: Any, score: Score, counts: Tensor, lengths: Sequence[int], queries: Tensor, tokens: Tensor
+    ) -> Tensor:
+        documents = RaggedRows(tokens, list(lengths))
+        scores = queries.new_empty(len(queries), len(documents))
+        for tile in documents.tiles(_tile_size(queries)):
+            found = score(queries, tile.padded, queries_mask=counts, documents_mask=tile.counts)
+            scores[:, tile.rows] = found
+        ctx.score, ctx.lengths = score, documents.lengths
+        ctx.save_for_backward(counts, queries, tokens)
+        return scores
+
+    @staticmethod
+    @once_differentiable_strict("MaxSimLoss")
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        counts, queries, tokens = ctx.saved_tensors
+        of_queries, of_tokens = torch.zeros_like(queries), torch.empty_like(tokens)
+        for tile in RaggedRows(tokens, ctx.lengths).tiles(_tile_size(queries)):
+            leaves = queries.detach().requires_grad_(), tile.padded.detach().requires_grad_()
+            with torch.enable_grad():
+                found = ctx.score(*leaves, queries_mask=counts, documents_mask=tile.counts)
+            from_queries, from_tile = torch.autograd.grad(found, leaves, grad[:, tile.rows].to(found.dtype))
+            of_queries += from_queries
+            of_tokens[tile.places] = from_tile[tile.counts]
+        return None, None, None, of_queries, of_tokens
+
+
+def _tile_size(queries: Tensor) -> int:
+    """Return how many vectors of documents a tile has, at most."""
+    return max(TILE_ELEMENTS // max(queries.shape[:2].numel(), 1), 1)
 
 
 def _stacked(documents: Sequence[RaggedRows]) -> tuple[Tensor, Tensor]:

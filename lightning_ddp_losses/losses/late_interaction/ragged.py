@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,19 +47,29 @@ class RaggedRows:
             )
         return cls(padded[counts], lengths)
 
-    def tiles(self, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut the rows into runs, padded to the longest of each.
-
-        Args:
-            most: Vectors of a tile, at most, filled up ones too. One row may have more.
-
-        Yields:
-            (n, T, D) and the mask (n, T) of what counts.
-        """
+    def tiles(self, most: int) -> Iterator[Tile]:
+        """Cut the rows into runs, padded to the longest of each. A tile has ``most`` vectors at most, filled up ones too, or one row."""
         starts = [0, *itertools.accumulate(self.lengths)]
         for first, last in _runs(self.lengths, most):
-            lengths = self.lengths[first:last]
-            yield pad(self.tokens[starts[first] : starts[last]], lengths)
+            places = slice(starts[first], starts[last])
+            padded, counts = pad(self.tokens[places], self.lengths[first:last])
+            yield Tile(slice(first, last), places, padded.unsqueeze(1), counts.unsqueeze(1))
+
+
+class Tile(NamedTuple):
+    """Some rows, as scores take documents.
+
+    Attributes:
+        rows: Their places among all rows.
+        places: The places of their vectors among those of all rows.
+        padded: (n, 1, T, D).
+        counts: (n, 1, T), what counts.
+    """
+
+    rows: slice
+    places: slice
+    padded: Tensor
+    counts: Tensor
 
 
 def pad(tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
