@@ -78,15 +78,16 @@ def is_transformed(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
-def without_memory(cls: type[Tensor], shape: Sequence[int], like: Tensor) -> Any:
+def without_memory(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Return a tensor of a subclass that has a shape and no memory. Kernels and exports, which would read at address 0, raise.
 
     Args:
         cls: The subclass. It handles all operators.
         shape: The shape.
-        like: A tensor of the same dtype and device.
+        dtype: The dtype.
+        device: The device.
     """
-    made = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+    made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
     torch._C._set_throw_on_mutable_data_ptr(made)
     return made
 
@@ -94,6 +95,16 @@ def without_memory(cls: type[Tensor], shape: Sequence[int], like: Tensor) -> Any
 def without_torch_function() -> AbstractContextManager[object]:
     """Return a context in which subclasses do not handle functions of torch."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_write(operator: Any) -> bool:
+    """Return whether an operator below autograd writes into an argument."""
+    return bool(operator._schema.is_mutable)
+
+
+def are_saved_tensors_hooked() -> bool:
+    """Return whether a block, as a checkpoint, handles what autograd saves. It has no public reader."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def compiled_modules() -> list[Any]:

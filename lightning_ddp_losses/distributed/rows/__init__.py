@@ -3,6 +3,8 @@
 | file | content |
 |---|---|
 | ``call`` | `RowsCall`: the four exchanges of a call, what ranks compare in each, and copies that must not be written to |
+| ``pending``, ``deferred`` | sums that are exchanged together when a value is needed, and the operators that wait for them |
+| ``nests`` | arguments of operators |
 | ``tensor`` | `GlobalRows`, the table of rules by operator (`RULES`), and what happens to an operator without a rule |
 | ``local``, ``views``, ``sums``, ``products``, ``losses`` | the rules: row by row, other shapes, over rows, rows by rows, torch's losses |
 | ``evaluation`` | opens the arguments of a call, runs a formula, and closes it |

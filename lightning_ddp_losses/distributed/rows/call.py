@@ -11,7 +11,8 @@ the same four:
 | ``gather`` | rows | all rows, plain | ``cut`` |
 | ``cut`` | plain (G, ...) | this rank's rows of it | ``gather`` |
 
-What follows a sum is computed on every rank in full, so every rank has the whole gradient of it.
+What follows a sum is computed on every rank in full, so every rank has the whole gradient of it. Sums of the formula are pending until
+a value is needed, and share an exchange (``pending``).
 
 Each exchange opens with a handshake. It compares the operation, the line of the program, the operations since the last exchange with their
 numbers, and a fingerprint of each plain tensor on the CPU that rows have met. Few bytes on the CPU are sent in it. Fingerprints of tensors
@@ -43,6 +44,7 @@ from lightning_ddp_losses.distributed.user_line import callers, package_of, show
 from lightning_ddp_losses.errors import InputError, RankMismatchError
 
 _FINGERPRINT_BYTES = 3 * torch.float64.itemsize
+_FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _OWN_PACKAGES = ("torch", "lightning_ddp_losses")
 
 
@@ -90,6 +92,9 @@ class RowsCall:
     Attributes:
         exchanged: The exchanges so far, forward and backward.
         is_over: True after the formula has returned. Rows that it has kept cannot be used then, other than by a checkpoint in backward.
+        has_grad_mode: Whether it was made with gradients.
+        waiting: Sums that no exchange has carried yet, and the operators that wait for them (``pending``).
+        number_of_values: How many of these there were so far.
     """
 
     def __init__(self, title: str, group: Group) -> None:
@@ -98,6 +103,9 @@ class RowsCall:
         self.world_size = process_groups.world_size(group)
         self.exchanged: list[Exchanged] = []
         self.is_over = False
+        self.has_grad_mode = torch.is_grad_enabled()
+        self.waiting: list[Any] = []
+        self.number_of_values = 0
         self._operations: list[str] = []
         self._plain: dict[int, Tensor] = {}
         self._on_device: list[tuple[Tensor, Tensor]] = []  # plain tensors, and their fingerprints
@@ -179,8 +187,18 @@ class RowsCall:
         self._refuse_other_plain(on_host, payloads)
         return [sent[len(prints) :] for sent in payloads]
 
-    def meet_at_end(self) -> None:
+    def meet_at_end(
+        self, lines: str = "", must_match: dict[str, object] | None = None, payload: bytes = b""
+    ) -> list[bytes]:
         """Meet all ranks after the formula, and compare the plain tensors on an accelerator.
+
+        Args:
+            lines: Lines of the sums that are exchanged here.
+            must_match: What must be equal on all ranks about these.
+            payload: This rank's parts of them.
+
+        Returns:
+            The payloads of all ranks.
 
         Raises:
             RankMismatchError: on every rank, when the number of exchanges, results or such tensors differ.
@@ -191,8 +209,10 @@ class RowsCall:
         prints = b""
         if met:
             prints = host_bytes(torch.stack([found.to(met[0][1].device) for _, found in met]).cpu().double())
-        payloads = self.meet("result", "", {"exchanges": len(self.exchanged), "on a device": len(met)}, prints)
+        compared = {"exchanges": len(self.exchanged), "on a device": len(met), **(must_match or {})}
+        payloads = self.meet("result", lines, compared, prints + payload)
         self._refuse_other_plain([tensor for tensor, _ in met], payloads)
+        return [sent[len(prints) :] for sent in payloads]
 
     def _refuse_other_plain(self, tensors: Sequence[Tensor], payloads: Sequence[bytes]) -> None:
         """Refuse plain tensors whose values differ between the ranks. All ranks decide alike.
@@ -221,16 +241,12 @@ class RowsCall:
 
     # ------------------------------------------------------------------ exchanges, with gradients
 
-    def add(self, part: Tensor, operator: str) -> Tensor:
-        """Return the sum over ranks of this rank's part. Communication: one handshake, and one sum of what does not fit into it."""
-        return _Add.apply(part, Place(self, operator, line_of_loss()))  # type: ignore[no-any-return, no-untyped-call]
-
     def share(self, plain: Tensor, operator: str) -> Tensor:
         """Return a plain tensor as an operand of this rank's rows. Communication: that of ``add`` in backward, if it has a gradient."""
         self.note_plain(plain)
         if not plain.requires_grad or not torch.is_grad_enabled():
             return plain
-        return _Share.apply(plain, Place(self, operator, line_of_loss()))  # type: ignore[no-any-return, no-untyped-call]
+        return Place(self, operator, line_of_loss()).share_with_grad(plain)
 
     def gather(self, rows: Tensor, counts: tuple[int, ...], dim: int, operator: str) -> Tensor:
         """Return the rows of all ranks. Communication: one handshake, and one gather of what does not fit into it."""
@@ -242,8 +258,7 @@ class RowsCall:
         self.note_plain(plain)
         if not plain.requires_grad or not torch.is_grad_enabled():
             return plain.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
-        place = Place(self, operator, line_of_loss())
-        return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+        return cut_with_grad(plain, counts, dim, Place(self, operator, line_of_loss()))
 
     # ------------------------------------------------------------------ exchanges, without gradients
 
@@ -253,12 +268,6 @@ class RowsCall:
         payloads = self.meet(f"rows of {operator}", line, {}, rows.to_bytes(8, "little"))
         self.exchanged.append(Exchanged("counts", operator, line, 1))
         return tuple(int.from_bytes(sent, "little") for sent in payloads)
-
-    def stack(self, part: Tensor, operator: str) -> Tensor:
-        """Return a tensor of each rank, of equal shapes: (W, ...). Communication: as ``gather`` of one row."""
-        rows = part.detach().unsqueeze(0)
-        place = Place(self, operator, line_of_loss(), kind="extreme")
-        return place.gather(rows, (1,) * self.world_size, "of the ranks")
 
 
 class Place(NamedTuple):
@@ -281,6 +290,19 @@ class Place(NamedTuple):
     def backward(self) -> Place:
         """Return the place of the exchange in backward."""
         return self._replace(in_backward=not self.in_backward)
+
+    def add_with_grad(self, part: Tensor) -> Tensor:
+        """Return the sum over ranks of this rank's part, exchanged now."""
+        return _Add.apply(part, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def share_with_grad(self, plain: Tensor) -> Tensor:
+        """Return a plain tensor as an operand of this rank's rows."""
+        return _Share.apply(plain, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def stack_with_grad(self, part: Tensor) -> Tensor:
+        """Return a tensor of each rank, (W, ...), exchanged now."""
+        counts = (1,) * self.call.world_size
+        return _Gather.apply(part.unsqueeze(0), counts, 0, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def add(self, part: Tensor) -> Tensor:
         """Return the sum over ranks, added in rank order if it is sent in the handshake."""
@@ -360,6 +382,11 @@ class _Cut(torch.autograd.Function):
         return _Gather.apply(grads[0], ctx.counts, ctx.dim, ctx.place.backward()), None, None, None  # type: ignore[no-untyped-call]
 
 
+def cut_with_grad(plain: Tensor, counts: tuple[int, ...], dim: int, place: Place) -> Tensor:
+    """Return this rank's rows of a plain tensor."""
+    return _Cut.apply(plain, counts, dim, place)  # type: ignore[no-any-return, no-untyped-call]
+
+
 # ---------------------------------------------------------------------- lines and fingerprints
 
 
@@ -369,6 +396,16 @@ def line_of_loss(frame: FrameType | None = None) -> str:
         if package_of(each.f_code.co_filename) not in _OWN_PACKAGES:
             return shown_line(each, each.f_lineno)
     return ""
+
+
+def is_in_custom_function() -> bool:
+    """Return whether the formula is in the forward of a custom ``autograd.Function``."""
+    for frame in callers(inspect.currentframe()):
+        if frame.f_code is _FUNCTION_CODE:
+            return True
+        if frame.f_code.co_name == "evaluate_on_rows":
+            return False
+    return False
 
 
 def line_of_error(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ddp_losses.core import inputs
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch, match_requires_grad
@@ -19,7 +19,9 @@ from lightning_ddp_losses.distributed import handshake
 from lightning_ddp_losses.distributed.process_groups import Group
 from lightning_ddp_losses.distributed.rows import local, losses, products, sums, views
 from lightning_ddp_losses.distributed.rows.call import RowsCall, line_of_error
-from lightning_ddp_losses.distributed.rows.tensor import GlobalRows, memory_error, tensors_in
+from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
+from lightning_ddp_losses.distributed.rows.pending import PendingValue, close_call, plain_of
+from lightning_ddp_losses.distributed.rows.tensor import GlobalRows, memory_error
 from lightning_ddp_losses.errors import InputError
 
 RULE_FILES = (local, views, sums, products, losses)
@@ -106,10 +108,13 @@ class OpenedRows:
         counts = tuple(count for count, _ in sent)
         return GlobalRows(_times_ranks(tensor, self.call.world_size), counts, dim, self.call)
 
-    def close(self, value: Any) -> None:
+    def close(self, value: Any) -> Any:
         """Refuse a result that has rows, or that differs between the ranks, and writes that are lost.
 
-        Communication: one handshake.
+        Returns:
+            The result, without values that are pending.
+
+        Communication: one handshake, in which pending sums are exchanged.
         """
         call = self.call
         for tensor in tensors_in(value):
@@ -120,24 +125,38 @@ class OpenedRows:
                     got=f"rows of all ranks {tuple(tensor.shape)}",
                     fix="Reduce them (mean, sum): give a loss of torch reduction='mean' or 'sum'.",
                 )
-            call.note_plain(tensor)
+            # ranks compare the operations that a pending value consists of
+            if type(tensor) is not PendingValue or tensor.is_known():
+                call.note_plain(plain_of(tensor))
         call.refuse_lost_writes()
-        call.meet_at_end()
+        close_call(call)
+        return mapped(plain_of, value)
 
 
 def evaluate_on_rows(opened: OpenedRows, formula: Callable[..., Any]) -> Any:
     """Return the value of a formula. What it computes with rows follows their rules."""
+    call = opened.call
     try:
         with inside_global_batch():
             value = formula(*opened.args, **opened.kwargs)
+            value = opened.close(value)
     except RuntimeError as error:
         if "Cannot access data pointer" not in str(error):
             raise
         raise memory_error("a kernel or an export on rows of all ranks", line_of_error(error)) from error
     finally:
-        opened.call.is_over = True
-    opened.close(value)
+        call.is_over = True
+    if isinstance(formula, nn.Module):
+        _resolve_buffers_(formula)
     return value
+
+
+def _resolve_buffers_(module: nn.Module) -> None:
+    """Replace buffers that the formula has set to a pending value by plain tensors."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if type(buffer) is PendingValue:
+                part._buffers[name] = buffer.resolved()
 
 
 def _times_ranks(tensor: Tensor, world_size: int) -> Tensor:

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.distributed.rows.call import line_of_loss
+from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
 from lightning_ddp_losses.distributed.rows.tensor import (
     NO_RULE,
     RULES,
     GlobalRows,
     Rule,
-    mapped,
     memory_error,
     name_of,
     rule,
-    tensors_in,
     write_error,
 )
 

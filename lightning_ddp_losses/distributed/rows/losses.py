@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed.rows.local import lead_of, local_operands
+from lightning_ddp_losses.distributed.rows.pending import add
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, rule
 
 _BY_NUMBER = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div poisson_nll_loss
@@ -120,8 +121,8 @@ def cross_entropy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     # one exchange for the sum and its divisor
     own_divisor = _divisor(target._local, losses._local, weight, given["ignore_index"])
     pair = torch.stack([losses._local.sum(), own_divisor.to(losses._local.dtype)])
-    total, divisor = logits._call.add(pair, func.__name__).unbind()
-    return total / divisor
+    found = add(logits._call, pair, func.__name__)
+    return found[0] / found[1]
 
 
 def _divisor(target: Tensor, losses: Tensor, weight: Tensor | None, ignored: int) -> Tensor:

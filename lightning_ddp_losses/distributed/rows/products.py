@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_ddp_losses.distributed.rows.pending import add
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, name_of, rule
 
 
@@ -38,7 +39,7 @@ def _product(first: Tensor, second: Tensor) -> Any:
     if isinstance(first, GlobalRows) and isinstance(second, GlobalRows):
         over_rows = first._dim == first._ndim - 1 and second._dim == _contracted(second)
         if over_rows and first._counts == second._counts:
-            return first._call.add(first._local @ second._local, "matmul")
+            return add(first._call, first._local @ second._local, "matmul")
         if _are_one_batch(first, second):
             local = first._local @ second._local
             return first._same(local, local.ndim - (first._ndim - first._dim))
@@ -59,7 +60,7 @@ def _rows_by_plain(first: GlobalRows, second: Tensor) -> Any:
     call, counts = first._call, first._counts
     if first._dim == first._ndim - 1:
         own = call.cut(second, counts, _contracted(second), "matmul")
-        return call.add(first._local @ own, "matmul")
+        return add(call, first._local @ own, "matmul")
     if first._dim == first._ndim - 2:
         local = first._local @ call.share(second, "matmul")
         return first._same(local, local.ndim - (2 if second.ndim > 1 else 1))
@@ -70,7 +71,7 @@ def _plain_by_rows(first: Tensor, second: GlobalRows) -> Any:
     call, counts = second._call, second._counts
     if second._dim == _contracted(second):
         own = call.cut(first, counts, first.ndim - 1, "matmul")
-        return call.add(own @ second._local, "matmul")
+        return add(call, own @ second._local, "matmul")
     if second._dim == second._ndim - 1:
         local = call.share(first, "matmul") @ second._local
         return second._same(local, local.ndim - 1)
@@ -148,7 +149,7 @@ def einsum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = torch.einsum(f"{','.join(given)}->{result}", *local)
     if letter in result:
         return lead._same(found, result.index(letter))
-    return lead._call.add(found, "einsum")
+    return add(lead._call, found, "einsum")
 
 
 def _index_of(operands: list[Any], wanted: object) -> int:

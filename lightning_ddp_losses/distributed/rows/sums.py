@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_ddp_losses.distributed.rows.local import along_dims, dims_of
+from lightning_ddp_losses.distributed.rows.pending import add, stack
 from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, GlobalRows, name_of, rule
 
 
@@ -53,7 +54,7 @@ def sum_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     keepdim = given.get("keepdim", False)
     own = rows._local.sum(dims, keepdim, dtype=given.get("dtype"))
     if rows._dim in dims:
-        return rows._call.add(own, "sum")
+        return add(rows._call, own, "sum")
     below = sum(dim < rows._dim for dim in dims)
     return rows._same(own, rows._dim if keepdim else rows._dim - below)
 
@@ -91,9 +92,40 @@ def var(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     divisor = _number(rows, dims) - correction
     if divisor <= 0:
         return NO_RULE
-    centred = rows - rows.mean(dims, keepdim=True)
-    variance = centred.square().sum(dims, keepdim=given.get("keepdim", False)) / divisor
+    if rows._dim not in dims or not _are_moments_small(rows, dims):
+        centred = rows - rows.mean(dims, keepdim=True)
+        squares = centred.square().sum(dims, keepdim=given.get("keepdim", False))
+    else:
+        squares = _squares_of_ranks(rows, dims, name_of(func))
+        squares = squares if given.get("keepdim", False) else squares.squeeze(dims)
+    variance = squares / divisor
     return _root(variance) if name_of(func) == "std" else variance
+
+
+_LARGEST_MOMENTS = 1 << 20
+"""Most bytes of the moments of all ranks. More numbers are centred, which takes two sums of one number for three of each rank."""
+
+
+def _are_moments_small(rows: GlobalRows, dims: list[int]) -> bool:
+    """Return whether each rank can send its own moments. All ranks get the same answer."""
+    kept = math.prod(size for dim, size in enumerate(rows._shape) if dim not in dims)
+    return 3 * kept * rows._local.element_size() * rows._call.world_size <= _LARGEST_MOMENTS
+
+
+def _squares_of_ranks(rows: GlobalRows, dims: list[int], operator: str) -> Tensor:
+    """Return the sum of squared distances from the mean, with its dimensions, from the mean and the squares of each rank (Chan et al.)."""
+    local = rows._local
+    number = math.prod(local.shape[dim] for dim in dims)
+    mean_of_rank = local.sum(dims, keepdim=True) / max(number, 1)
+    squares_of_rank = (local - mean_of_rank).square().sum(dims, keepdim=True)
+    # 1. means are weighted by the root of their number, so that their squares are by the number
+    weight = math.sqrt(number)
+    weights = torch.full_like(squares_of_rank, weight)
+    moments = stack(rows._call, torch.stack([mean_of_rank * weight, squares_of_rank, weights]), operator)
+    means, squares, weights = moments[:, 0], moments[:, 1], moments[:, 2]
+    # 2. squares within the ranks, and those of the ranks' means
+    mean = (means * weights).sum(0) / _number(rows, dims)
+    return squares.sum(0) + (means - weights * mean).square().sum(0)
 
 
 def _root(squares: Tensor) -> Tensor:
@@ -191,7 +223,7 @@ def _extreme_number(rows: GlobalRows, dims: list[int], is_max: bool) -> Tensor:
         own = local.new_full(shape, end)
     else:
         own = local.amax(dims, keepdim=True) if is_max else local.amin(dims, keepdim=True)
-    stacked = rows._call.stack(own, "amax" if is_max else "amin")
+    stacked = stack(rows._call, own, "amax" if is_max else "amin")
     return stacked.amax(0) if is_max else stacked.amin(0)
 
 
@@ -228,7 +260,7 @@ def bincount(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if weights is not None:
         # torch counts in integers where there are no rows
         own = own.to(torch.float32 if weights._local.dtype == torch.float32 else torch.float64)
-    return rows._call.add(own, "bincount")
+    return add(rows._call, own, "bincount")
 
 
 @rule("sum", "index_add scatter_reduce index_reduce")
@@ -243,4 +275,4 @@ def index_add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if source._counts != index._counts or source._dim != dim % target.ndim:
         return NO_RULE
     own = torch.zeros_like(target).index_add(dim, index._local, source._local)
-    return target + source._call.add(own, "index_add")
+    return target + add(source._call, own, "index_add")

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ddp_losses.core import compat, inputs
-from lightning_ddp_losses.distributed.rows.call import RowsCall, line_of_loss
-from lightning_ddp_losses.distributed.user_line import callers
+from lightning_ddp_losses.distributed.rows.call import RowsCall, is_in_custom_function, line_of_loss
+from lightning_ddp_losses.distributed.rows.nests import mapped, numbers_in, tensors_in
+from lightning_ddp_losses.distributed.rows.pending import PendingValue, plain_of
 from lightning_ddp_losses.errors import ConfigurationError, InputError
 
 NO_RULE: Any = object()
 """What a rule returns for arguments that it does not cover."""
 
 _FIX = "Write it with operators of torch on the arguments, or use GlobalBatchLoss(..., mode='replicated'), which hands in plain tensors."
-_FUNCTION_CODE = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 _NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim"}
@@ -91,7 +91,7 @@ class GlobalRows(Tensor):
         """Make a tensor of the global shape, without memory."""
         shape = list(local.shape)
         shape[dim] = sum(counts)
-        rows: GlobalRows = compat.without_memory(cls, shape, local)
+        rows: GlobalRows = compat.without_memory(cls, shape, local.dtype, local.device)
         rows._local = local
         rows._counts = counts
         rows._dim = dim
@@ -123,6 +123,10 @@ class GlobalRows(Tensor):
         known = RULES.get(func)
         if known is not None and known.kind == "fact":
             return known.run(func, args, kwargs)
+        # types of a comparison are those of its first operand
+        if (len(types) > 1 and PendingValue in types) or (len(args) == 2 and type(args[1]) is PendingValue):
+            args, kwargs = mapped(plain_of, (args, kwargs))
+            types = [each for each in types if each is not PendingValue]
         _refuse_place(func, types)
         if getattr(func, "__module__", "") == nn.functional.__name__ and hasattr(func, "__code__"):
             _refuse_lost_arguments(func, args, kwargs)
@@ -151,25 +155,6 @@ class GlobalRows(Tensor):
 # ---------------------------------------------------------------------- arguments
 
 
-def mapped(function: Callable[[Tensor], Any], nest: Any) -> Any:
-    """Return a nest with a function applied to its tensors: lists, dicts, slices, tuples, and torch's named results."""
-    if isinstance(nest, Tensor):
-        return function(nest)
-    if isinstance(nest, (list, tuple)):
-        found = [mapped(function, each) for each in nest]
-        return type(nest)(*found) if hasattr(nest, "_fields") else type(nest)(found)
-    if isinstance(nest, dict):
-        return {key: mapped(function, each) for key, each in nest.items()}
-    return nest
-
-
-def tensors_in(nest: Any) -> list[Tensor]:
-    """Return the tensors of a nest."""
-    found: list[Tensor] = []
-    mapped(found.append, nest)
-    return found
-
-
 def first_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalRows | None:
     """Return the first rows among arguments."""
     for value in args:
@@ -190,28 +175,10 @@ def name_of(func: Any) -> str:
 def operation_text(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return an operator and its numbers, as ranks compare them."""
     text = name_of(func)
-    numbers = _numbers_in(args)
+    numbers = numbers_in(args)
     if numbers:
         text += " " + numbers
-    return f"{text} {_numbers_in(kwargs.values())}" if kwargs else text
-
-
-def _numbers_in(values: Any) -> str:
-    texts = []
-    for value in values:
-        if isinstance(value, Tensor):
-            continue
-        if isinstance(value, (tuple, list)):
-            texts.append(f"({_numbers_in(value)})")
-        elif isinstance(value, float):
-            texts.append(f"{value:.9g}")
-        elif isinstance(value, (int, str, slice, torch.dtype)):
-            texts.append(str(value))
-        elif isinstance(value, complex) or inputs.is_array(value):
-            texts.append(f"{value}")
-        elif hasattr(value, "dtype") and hasattr(value, "item"):  # a number of numpy
-            texts.append(_numbers_in([value.item()]))
-    return " ".join(texts)
+    return f"{text} {numbers_in(kwargs.values())}" if kwargs else text
 
 
 # ---------------------------------------------------------------------- operators without a rule
@@ -330,13 +297,10 @@ def _refuse_after_the_call(func: Any) -> None:
 
 def _refuse_custom_function(func: Any) -> None:
     """Refuse operators in the forward of a custom ``autograd.Function``, whose backward would get no rows."""
-    for frame in callers(inspect.currentframe()):
-        if frame.f_code is _FUNCTION_CODE:
-            raise ConfigurationError(
-                f"{name_of(func)} on rows of all ranks",
-                expected="operators that autograd differentiates",
-                got=f"one in a custom autograd.Function, at {line_of_loss(inspect.currentframe())}",
-                fix="Its backward would get no rows. " + _FIX,
-            )
-        if frame.f_code.co_name == "evaluate_on_rows":
-            return
+    if is_in_custom_function():
+        raise ConfigurationError(
+            f"{name_of(func)} on rows of all ranks",
+            expected="operators that autograd differentiates",
+            got=f"one in a custom autograd.Function, at {line_of_loss(inspect.currentframe())}",
+            fix="Its backward would get no rows. " + _FIX,
+        )

@@ -20,16 +20,8 @@ from lightning_ddp_losses.distributed.rows.local import (
     operand_of,
     watch_memory,
 )
-from lightning_ddp_losses.distributed.rows.tensor import (
-    NO_RULE,
-    RULES,
-    GlobalRows,
-    Rule,
-    mapped,
-    name_of,
-    rule,
-    write_error,
-)
+from lightning_ddp_losses.distributed.rows.nests import mapped
+from lightning_ddp_losses.distributed.rows.tensor import NO_RULE, RULES, GlobalRows, Rule, name_of, rule, write_error
 
 
 def _is_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

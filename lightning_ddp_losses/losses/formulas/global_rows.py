@@ -63,17 +63,18 @@ def global_rows(
         not those that are taken outside of it.
 
     Communication:
-        One handshake before the formula and one after it, for which the host waits for an accelerator. One for each sum over rows, which
-        carries few numbers on the CPU, else followed by an all-reduce of them. A gather of rows for rows against rows, and for an operator
-        without a rule. In backward one sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for
-        sums.
+        One handshake before the formula and one after it, for which the host waits for an accelerator. Sums over rows are exchanged
+        together when a value is needed (an operand of rows, a number on the host, a branch), in one handshake, or in the one after the
+        formula: it carries few numbers on the CPU, else an all-reduce follows. Dice takes two handshakes in all, VICReg four. Read a sum on
+        all ranks alike: to print one on rank 0 only is an error. A gather of rows for rows against rows, and for an operator without a
+        rule. In backward one sum for each plain tensor that rows were computed with (a mean that is subtracted), and none for sums.
 
     Raises:
         InputError: on every rank, for a result that still has rows, for reading memory (``data_ptr``, dlpack), and for a write in place
             that would be lost. ``item``, ``tolist``, ``numpy`` and ``bool`` read the rows of all ranks.
         ConfigurationError: on every rank, for a custom ``autograd.Function`` on rows, and for compiled code.
         RankMismatchError: on every rank, with both lines, where ranks take different branches, and for a tensor or number from outside
-            that differs between ranks and meets rows. (A number that differs and meets only sums is found by the value of the formula.)
+            that differs between ranks and meets rows. A number that differs and meets sums, too.
 
     Example:
         >>> import torch

@@ -1,0 +1,471 @@
+"""`PendingValue`: a sum over ranks that is exchanged when a value is needed first, and what follows from such sums.
+
+A formula often takes several sums before it reads one (the overlap and the sizes of a Dice, a mean and a covariance). They are sent
+together. An operator on pending values and numbers is pending, too. All else needs the value: an operand of rows, a number on the host,
+a branch, an operator without a rule here. Then all pending sums are exchanged, and all pending operators run, in the order of the formula.
+
+A pending value has a shape and no memory. Each resolves to one plain tensor, which stands for it from then on.
+
+Ranks compare the pending operators, their operands and numbers, in the exchange. Values that follow from them are so equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ddp_losses.core import compat, precision
+from lightning_ddp_losses.distributed import handshake
+from lightning_ddp_losses.distributed.raw_collectives import (
+    gather_stacked,
+    host_bytes,
+    sum_over_ranks,
+    tensor_of_bytes,
+    wide_dtype,
+)
+from lightning_ddp_losses.distributed.rows.call import (
+    Exchanged,
+    Place,
+    RowsCall,
+    cut_with_grad,
+    is_in_custom_function,
+    line_of_loss,
+)
+from lightning_ddp_losses.distributed.rows.deferred import (
+    DEFERRED,
+    FACTS,
+    OUT_OF_PLACE,
+    Numbered,
+    Operation,
+    text_of,
+)
+from lightning_ddp_losses.distributed.rows.nests import mapped, tensors_in
+from lightning_ddp_losses.errors import InputError
+
+_SUM, _STACK = "sum", "stack"
+_FIX = "Write into a clone: value.clone() has the value of the sum."
+
+
+class PendingValue(Tensor):
+    """A value that is equal on all ranks and not known yet.
+
+    Args:
+        call: The call that it belongs to.
+        form: A tensor of its shape and dtype. It may have no memory.
+        device: Its device.
+        needs_grad: Whether it has a graph, once it is known.
+    """
+
+    _call: RowsCall
+    _form: Tensor
+    _device: torch.device
+    _needs_grad: bool
+    _number: int
+    _part: Tensor | None
+    _place: Place | None
+    _kind: str
+    _operation: Operation | None
+    _value: Tensor | None
+    _plain: Tensor | None
+    _version_of_plain: int
+
+    @staticmethod
+    def __new__(cls, call: RowsCall, form: Tensor, device: torch.device, *, needs_grad: bool) -> PendingValue:
+        """Make a value without memory, and append it to those that the call waits for."""
+        made: PendingValue = compat.without_memory(cls, form.shape, form.dtype, device)
+        made._call, made._form, made._device, made._needs_grad = call, form, device, needs_grad
+        made._number = call.number_of_values
+        made._part = made._place = made._operation = made._value = made._plain = None
+        call.number_of_values += 1
+        call.waiting.append(made)
+        return made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Show the shape while the value is not known: it would need an exchange, which a debugger must not start."""
+        if self._plain is not None:
+            return repr(self._plain)
+        return f"PendingValue({tuple(self.shape)}, {self.dtype})"
+
+    def is_known(self) -> bool:
+        """Return whether a plain tensor stands for it already."""
+        return self._plain is not None
+
+    def resolved(self) -> Tensor:
+        """Return the plain tensor that stands for it. Communication: one exchange, if it is not known yet."""
+        if self._plain is None:
+            exchange_pending(self._call)
+        if self._plain is None:
+            raise InputError(
+                f"{self._call.title}: a sum over rows",
+                expected="a value of a call that has returned",
+                got="one whose call has failed before it was exchanged",
+            )
+        return self._plain
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let an operator wait, or call it with values."""
+        kwargs = kwargs or {}
+        if func in FACTS:
+            with compat.without_torch_function():
+                return func(*args, **kwargs)
+        if func in DEFERRED and len(types) == 1:
+            made = _deferred(func, args, kwargs)
+            if made is not None:
+                return made
+        args, kwargs = mapped(plain_of, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Call a kernel that was not called as a function of torch with values. Autograd has recorded it already."""
+        values, by_name = mapped(_value_of, (args, kwargs or {}))
+        if not compat.is_write(func):
+            return func(*values, **by_name)
+        if any(type(each) is PendingValue and each._needs_grad for each in tensors_in((args, kwargs))):
+            raise InputError(
+                f"{func} of a sum over rows", expected="no write in place", got=f"one, at {line_of_loss()}", fix=_FIX
+            )
+        # a buffer that a formula has set, and that is broadcast
+        result = func(*values, **by_name)
+        return args[0] if type(args[0]) is PendingValue else result
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """Return the plain tensor that stands for a pending value, and any other tensor unchanged."""
+    return tensor.resolved() if type(tensor) is PendingValue else tensor
+
+
+def _value_of(tensor: Tensor) -> Tensor:
+    return plain_of(tensor).detach()
+
+
+# ---------------------------------------------------------------------- sums
+
+
+def add(call: RowsCall, part: Tensor, operator: str) -> Tensor:
+    """Return the sum over ranks of this rank's part. Communication: a share of one exchange, none in backward."""
+    return _wait_for(call, part, Place(call, operator, line_of_loss()), _SUM)
+
+
+def stack(call: RowsCall, part: Tensor, operator: str) -> Tensor:
+    """Return a tensor of each rank, of equal shapes: (W, ...). Communication: a share of one exchange, none in backward."""
+    return _wait_for(call, part, Place(call, operator, line_of_loss()), _STACK)
+
+
+def _wait_for(call: RowsCall, part: Tensor, place: Place, kind: str) -> Tensor:
+    if call.is_over or torch.is_inference_mode_enabled():
+        # a checkpoint that computes once more in backward
+        return place.add_with_grad(part) if kind == _SUM else place.stack_with_grad(part)
+    return _Later.apply(part, place, kind)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Later(torch.autograd.Function):
+    """A sum, or tensors of all ranks, that is exchanged later."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place: Place, kind: str) -> Tensor:
+        ctx.place, ctx.kind = place, kind
+        form = part if kind == _SUM else part.expand(place.call.world_size, *part.shape)
+        made = PendingValue(place.call, form, part.device, needs_grad=ctx.needs_input_grad[0])
+        made._part, made._place, made._kind = part.detach(), place, kind
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        place: Place = ctx.place.backward()
+        if ctx.kind == _SUM:
+            return place.share_with_grad(grads[0]), None, None
+        own = cut_with_grad(grads[0], (1,) * place.call.world_size, 0, place)
+        return own.squeeze(0), None, None
+
+
+class _Known(torch.autograd.Function):
+    """The value of a sum, with the graph of its part."""
+
+    @staticmethod
+    def forward(ctx: Any, pending: PendingValue) -> Tensor:
+        assert pending._value is not None
+        return pending._value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0]
+
+
+# ---------------------------------------------------------------------- operators that wait
+
+
+def _deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingValue | None:
+    """Return the result of an operator as one that is not known yet. None if it needs values."""
+    given = [each for each in tensors_in((args, kwargs)) if type(each) is PendingValue]
+    if not _can_wait(func, given):
+        return None
+    text = text_of(func, *mapped(_numbered, (args, kwargs)))
+    form = None if text is None else _form_of_result(func, args, kwargs)
+    if text is None or form is None:
+        return None
+    versions = [(each._plain, each._version_of_plain) for each in given if each._plain is not None]
+    has_grad_mode = torch.is_grad_enabled()
+    operation = Operation(func, args, kwargs, has_grad_mode, text, tuple(versions))
+    if has_grad_mode and any(each._needs_grad for each in given):
+        return _Deferred.apply(operation, form, *given)  # type: ignore[no-any-return, no-untyped-call]
+    return _waiting_for(operation, form, given[0], needs_grad=False)
+
+
+def _can_wait(func: Any, given: list[PendingValue]) -> bool:
+    """Return whether an operator on these values can wait."""
+    call = given[0]._call
+    if call.is_over or any(each._call is not call for each in given):
+        return False
+    # what is known was not written to, and is not written to later
+    known = [each for each in given if each._plain is not None]
+    if len(known) == len(given) or (func in OUT_OF_PLACE and given[0]._plain is not None):
+        return False
+    if any(each._plain is None or each._plain._version != each._version_of_plain for each in known):
+        return False
+    # what a custom autograd.Function returns gets its graph from it
+    if not torch.is_grad_enabled() and (call.has_grad_mode or is_in_custom_function()):
+        return False
+    return not (compat.are_saved_tensors_hooked() or compat.is_any_autocast_on())
+
+
+def _form_of_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return a tensor of the shape and dtype of a result, without memory. None if it is no tensor, or depends on values."""
+    try:
+        form = func(*mapped(_form_of, args), **mapped(_form_of, kwargs))
+    except Exception:
+        return None  # the operator itself raises it when it is called with values
+    return form if type(form) is Tensor else None
+
+
+def _waiting_for(operation: Operation, form: Tensor, like: PendingValue, *, needs_grad: bool) -> PendingValue:
+    """Return the result of an operator, which waits."""
+    made = PendingValue(like._call, form, like._device, needs_grad=needs_grad)
+    made._operation = operation
+    return made
+
+
+class _Deferred(torch.autograd.Function):
+    """An operator that waits. Its graph is used by what is not called as a function of torch, as a custom ``autograd.Function``."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, form: Tensor, *given: PendingValue) -> Tensor:
+        ctx.operation, ctx.given = operation, given
+        return _waiting_for(operation, form, given[0], needs_grad=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        operation: Operation = ctx.operation
+        given: tuple[PendingValue, ...] = ctx.given
+        if any(each.resolved()._version != each._version_of_plain for each in given):
+            raise InputError(
+                f"{given[0]._call.title}: {operation.text}",
+                expected="no write in place into its operand",
+                got="one",
+                fix="Write into a clone.",
+            )
+        args, kwargs = mapped(plain_of, (operation.args, operation.kwargs))
+        with torch.enable_grad():
+            result = OUT_OF_PLACE.get(operation.func, operation.func)(*args, **kwargs)
+        needed = [each for each in given if each._needs_grad]
+        found = torch.autograd.grad(
+            result,
+            [each.resolved() for each in needed],
+            grads[0],
+            create_graph=torch.is_grad_enabled(),
+            allow_unused=True,
+        )
+        by_number = dict(zip((each._number for each in needed), found, strict=True))
+        # a value that is given twice gets its whole gradient once
+        return None, None, *(by_number.pop(each._number, None) for each in given)
+
+
+def _form_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same shape and dtype without memory."""
+    if type(tensor) is not PendingValue:
+        return tensor
+    if not tensor._form.is_meta:
+        tensor._form = torch.empty(tensor._form.shape, dtype=tensor._form.dtype, device="meta")
+    return tensor._form
+
+
+def _numbered(tensor: Tensor) -> Any:
+    return Numbered(tensor._number) if type(tensor) is PendingValue else tensor
+
+
+# ---------------------------------------------------------------------- the exchange
+
+
+def exchange_pending(call: RowsCall) -> None:
+    """Exchange all sums of a call that are pending, and run the operators that wait for them.
+
+    Raises:
+        RankMismatchError: on every rank, when the sums, or the operators on them, differ.
+
+    Communication: one handshake, and one sum for each dtype of those that do not fit into it.
+    """
+    exchange = _Exchange(call)
+    if exchange.sums:
+        payloads = call.meet(exchange.operators(), exchange.lines(), exchange.must_match(), exchange.payload())
+        exchange.finish(payloads)
+
+
+def close_call(call: RowsCall) -> None:
+    """Meet all ranks after the formula, and exchange the sums that are pending there.
+
+    Raises:
+        RankMismatchError: on every rank, when the number of exchanges or results differs, the sums, or the operators on them.
+
+    Communication: one handshake, and one sum for each dtype of those that do not fit into it. The host waits for an accelerator.
+    """
+    exchange = _Exchange(call)
+    if not exchange.sums:
+        call.meet_at_end()
+        return
+    exchange.finish(call.meet_at_end(exchange.lines(), exchange.must_match(), exchange.payload()))
+
+
+class _Exchange:
+    """One exchange of all sums that are pending.
+
+    Args:
+        call: Their call. It has none afterwards.
+
+    Attributes:
+        sums: The sums.
+    """
+
+    def __init__(self, call: RowsCall) -> None:
+        self._call = call
+        waiting, call.waiting = call.waiting, []
+        if call.is_over:  # the formula has failed
+            waiting = []
+        self._waiting: list[PendingValue] = waiting
+        self.sums = [each for each in self._waiting if each._operation is None]
+        self._riding: list[PendingValue] = []
+        self._others: list[PendingValue] = []
+        free = handshake.inline_capacity(call.group) // 2
+        for each in self.sums:
+            part = _part_of(each)
+            if part.is_cpu and part.nbytes <= free:
+                free -= part.nbytes
+                self._riding.append(each)
+            else:
+                self._others.append(each)
+
+    def operators(self) -> str:
+        """Return what is exchanged."""
+        return ", ".join(f"{each._kind} ({_place_of(each).operator})" for each in self.sums)
+
+    def lines(self) -> str:
+        """Return the lines of the loss, each once."""
+        return "; ".join(dict.fromkeys(_place_of(each).line for each in self.sums))
+
+    def must_match(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+        forms = [f"{tuple(part.shape)} {part.dtype} on {part.device.type}" for part in map(_part_of, self.sums)]
+        texts = [f"#{each._number}: {each._operation.text}" for each in self._waiting if each._operation is not None]
+        return {
+            "sums": self.operators(),
+            "of": "; ".join(forms),
+            "exchanges before": len(self._call.exchanged),
+            "operations on sums": "; ".join(texts),
+        }
+
+    def payload(self) -> bytes:
+        """Return this rank's parts that are sent in the handshake."""
+        return b"".join(host_bytes(_part_of(each).resolve_conj().contiguous()) for each in self._riding)
+
+    def finish(self, payloads: Sequence[bytes]) -> None:
+        """Give all that wait their values."""
+        call = self._call
+        numbers = sum(_part_of(each).numel() for each in self.sums)
+        call.exchanged.append(Exchanged("sum", self.operators(), self.lines(), numbers))
+        start = 0
+        for each in self._riding:
+            stop = start + _part_of(each).nbytes
+            each._value = _value_in(each, [sent[start:stop] for sent in payloads])
+            start = stop
+        self._sum_others()
+        with contextlib.ExitStack() as stack:
+            if compat.are_saved_tensors_hooked():
+                # a checkpoint counts what its own region saves
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
+            stack.enter_context(precision.without_autocast({each._device.type for each in self._waiting}))
+            if torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(False))
+            for each in self._waiting:
+                _resolve(each)
+
+    def _sum_others(self) -> None:
+        """Sum what is on an accelerator, or large: one sum for each dtype and device."""
+        by_form: dict[tuple[torch.dtype, torch.device], list[PendingValue]] = {}
+        for each in self._others:
+            if each._kind == _STACK:
+                each._value = gather_stacked(_part_of(each), self._call.group)
+                continue
+            part = _part_of(each)
+            by_form.setdefault((part.dtype, part.device), []).append(each)
+        for together in by_form.values():
+            parts = [_part_of(each) for each in together]
+            if len(parts) == 1:
+                together[0]._value = sum_over_ranks(parts[0], self._call.group)
+                continue
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            found = torch.split(sum_over_ranks(flat, self._call.group), [part.numel() for part in parts])
+            for each, part, value in zip(together, parts, found, strict=True):
+                each._value = value.view(part.shape)
+
+
+def _resolve(pending: PendingValue) -> None:
+    """Compute the plain tensor that stands for a pending value."""
+    operation = pending._operation
+    if operation is None:
+        assert pending._value is not None
+        with torch.enable_grad():
+            pending._plain = _Known.apply(pending) if pending._needs_grad else pending._value  # type: ignore[no-untyped-call]
+    else:
+        for tensor, version in operation.versions:
+            if tensor._version != version:
+                raise InputError(
+                    f"{pending._call.title}: {operation.text}",
+                    expected="no write in place into its operand before the result is used",
+                    got="one",
+                    fix="Write into a clone.",
+                )
+        args, kwargs = mapped(plain_of, (operation.args, operation.kwargs))
+        with torch.set_grad_enabled(operation.has_grad_mode):
+            pending._plain = operation.func(*args, **kwargs)
+    assert pending._plain is not None
+    pending._version_of_plain = pending._plain._version
+    pending._part = pending._operation = None
+
+
+def _value_in(pending: PendingValue, sent: Sequence[bytes]) -> Tensor:
+    """Return the value of a sum whose parts were sent in the handshake. They are added in rank order."""
+    part = _part_of(pending)
+    parts = tensor_of_bytes(sent).view(part.dtype).view(len(sent), *part.shape)
+    if pending._kind == _STACK:
+        return parts
+    return parts.sum(0, dtype=wide_dtype(part.dtype)).to(part.dtype)
+
+
+def _part_of(pending: PendingValue) -> Tensor:
+    assert pending._part is not None
+    return pending._part
+
+
+def _place_of(pending: PendingValue) -> Place:
+    assert pending._place is not None
+    return pending._place
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
