@@ -219,7 +219,22 @@ def values(formulas: list[int]) -> list[Any]:
     return [global_rows(READ[number], *given, name=f"{number}") for number in formulas]
 
 
+def in_place(x: Tensor, y: Tensor) -> list[float]:
+    """The operators that Python writes in place with."""
+    x, y, above = x * 1, y * 1, x > 0
+    x **= 2
+    y <<= 2
+    y >>= 1
+    above &= x > 1
+    above |= x > 4
+    above ^= x > 3
+    return [*x.sum(1).tolist(), *y.tolist(), above.sum().item()]
+
+
 READ: list[Formula] = [
+    in_place,
+    lambda x, y: x.H.tolist() + x.mH.tolist(),
+    lambda x, y: x[:2].quantile(0.5, dim=1).tolist(),
     lambda x, y: x.tolist(),
     lambda x, y: y.max().item(),
     lambda x, y: [int(label) for label in y],

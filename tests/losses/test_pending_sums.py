@@ -229,7 +229,14 @@ def other_operands(x: Tensor) -> Tensor:
     return first * (second if dist.get_rank() else first)
 
 
+def uncounted_write(x: Tensor) -> Tensor:
+    first = x.sum().detach()
+    first.data.add_(dist.get_rank())
+    return first * x.mean()
+
+
 REFUSED: dict[str, tuple[Any, ...]] = {
+    "an uncounted write": (lambda rank: global_rows(uncounted_write, rows()), "the same values", "RankMismatchError"),
     "a value that one rank reads": (
         lambda rank: global_rows(first_reads, rows()),
         "in first_reads: first = x.sum()",

@@ -70,6 +70,11 @@ FACTS = {
     *_getters("shape ndim dtype device layout"),
 }
 """What is read from a value that is not known."""
+UNCOUNTED = {
+    *_operators("numpy __array__ data_ptr untyped_storage __dlpack__"),
+    *_getters("data"),
+}
+"""What shows the memory of a value, so that writes to it are not counted."""
 OUT_OF_PLACE: dict[Any, Callable[..., Any]] = {
     Tensor.__iadd__: torch.add,
     Tensor.__isub__: torch.sub,

@@ -42,7 +42,12 @@ softshrink i0 i1 i0e i1e ndtr ndtri log_ndtr expit angle conj real imag
 """
 """Names of operators that compute each number from the numbers at the same place."""
 
-_IN_PLACE = "copy_ " + " ".join(f"{name}_" for name in POINTWISE.split() if not name.endswith("_"))
+_IN_PLACE = " ".join(
+    (
+        "copy_ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__",
+        *(f"{name}_" for name in POINTWISE.split() if not name.endswith("_")),
+    )
+)
 
 
 # ---------------------------------------------------------------------- operands
@@ -198,6 +203,8 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())):
         return NO_RULE
     dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    if name_of(func) == "quantile" and 0 in rows._counts:
+        return NO_RULE  # torch has none of no numbers, not even along another dimension
     if name_of(func) == "flip" and len(args) > 2:  # dimensions one by one
         dim = args[1:]
     return along_dims(func, rows, dim, args[1:], kwargs)

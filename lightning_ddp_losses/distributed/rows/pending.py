@@ -39,6 +39,7 @@ from lightning_ddp_losses.distributed.rows.deferred import (
     DEFERRED,
     FACTS,
     OUT_OF_PLACE,
+    UNCOUNTED,
     Numbered,
     Operation,
     text_of,
@@ -119,6 +120,9 @@ class PendingValue(Tensor):
             made = _deferred(func, args, kwargs)
             if made is not None:
                 return made
+        if func in UNCOUNTED:
+            args[0].resolved()
+            args[0]._version_of_plain = -1  # nothing waits for it from now on
         args, kwargs = mapped(plain_of, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -208,15 +212,29 @@ def _deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pendi
     if not _can_wait(func, given):
         return None
     text = text_of(func, *mapped(_numbered, (args, kwargs)))
-    form = None if text is None else _form_of_result(func, args, kwargs)
-    if text is None or form is None:
+    if text is None:
         return None
+    # torch computes shapes in Python, which takes longer than all else here
+    key = func, text, torch.get_default_dtype(), *((each._form.shape, each._form.dtype) for each in given)
+    form = _forms.get(key)
+    if form is None:
+        form = _form_of_result(func, args, kwargs)
+        if form is None:
+            return None
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        _forms[key] = form
     versions = [(each._plain, each._version_of_plain) for each in given if each._plain is not None]
     has_grad_mode = torch.is_grad_enabled()
     operation = Operation(func, args, kwargs, has_grad_mode, text, tuple(versions))
     if has_grad_mode and any(each._needs_grad for each in given):
         return _Deferred.apply(operation, form, *given)  # type: ignore[no-any-return, no-untyped-call]
     return _waiting_for(operation, form, given[0], needs_grad=False)
+
+
+_MOST_FORMS = 4096
+_forms: dict[Any, Tensor] = {}
+"""Shapes and dtypes of results, by operator, numbers, and shapes and dtypes of operands."""
 
 
 def _can_wait(func: Any, given: list[PendingValue]) -> bool:

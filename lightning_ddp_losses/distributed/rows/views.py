@@ -58,11 +58,11 @@ def _reordered(func: Any, rows: GlobalRows, others: Sequence[Any], kwargs: dict[
 
 
 def _attribute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Move dimensions (``x.T``, ``x.mT``)."""
+    """Move dimensions (``x.T``, ``x.mT``, ``x.H``, ``x.mH``)."""
     return _reordered(func, args[0], (), {})
 
 
-for _name in ("T", "mT"):
+for _name in ("T", "mT", "H", "mH"):
     RULES[getattr(Tensor, _name).__get__] = Rule("view", _attribute)
 
 

@@ -74,7 +74,7 @@ def global_rows(
             that would be lost. ``item``, ``tolist``, ``numpy`` and ``bool`` read the rows of all ranks.
         ConfigurationError: on every rank, for a custom ``autograd.Function`` on rows, and for compiled code.
         RankMismatchError: on every rank, with both lines, where ranks take different branches, and for a tensor or number from outside
-            that differs between ranks and meets rows. A number that differs and meets sums, too.
+            that differs between ranks and meets rows. (One that meets only sums is found in the operators on them, or in the value.)
 
     Example:
         >>> import torch
