@@ -5,7 +5,6 @@ From an audit to ranked diagnoses and notes: randomness is taken out first, then
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import tempfile
 import time
@@ -19,11 +18,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_ddp_losses.audit.compare import MULTIPLE
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, quoted
+from lightning_ddp_losses.audit.diagnosis import ask, diagnose
 from lightning_ddp_losses.audit.fit_run import FitTarget
 from lightning_ddp_losses.audit.recorder import ABLATIONS
 from lightning_ddp_losses.audit.replay import Target
 from lightning_ddp_losses.audit.report import AuditReport
-from lightning_ddp_losses.audit.rules import DATA_RULES, STAGES, Rule, local_statistics, unknown
 from lightning_ddp_losses.audit.runs import Runs, joins_windows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect, expect_count
@@ -222,72 +221,6 @@ def _report_settings(context: AuditContext) -> dict[str, Any]:
         "tolerance": tolerance,
         "aliases": context.aliases,
     }
-
-
-# ---------------------------------------------------------------------- diagnosis
-
-
-def diagnose(context: AuditContext) -> list[Diagnosis]:
-    """Return why the ranks differ from one process, the likeliest first. Faults of the data count in equal runs too."""
-    # the data: also where every gradient is equal
-    found = ask(DATA_RULES, context)
-    if context.comparison.equal:
-        return found
-
-    # randomness hides everything else: without it first
-    if context.used_rng and "randomness" not in context.off:
-        quiet = context.without("randomness")
-        if quiet.comparison.equal:
-            return [*found, _random_numbers_differ(context, alone=True)]
-        rest = _ask_stages(quiet)
-        if rest:
-            found += [_under(each, "every random draw replaced by its mean") for each in rest]
-            if _differs_less(quiet, context):
-                found.append(_random_numbers_differ(context, alone=False))
-            return found
-        if context.changes_with_seed():
-            return [*found, context.diagnosis("F72", "no_mean", severity="explanation")]
-        context = quiet
-
-    return found + (_ask_stages(context) or [unknown(context)])
-
-
-def ask(rules: Iterable[Rule], context: AuditContext) -> list[Diagnosis]:
-    """Collect the answers of all rules, in order."""
-    return [diagnosis for rule in rules for diagnosis in rule(context)]
-
-
-def _ask_stages(context: AuditContext) -> list[Diagnosis]:
-    """Ask the rules stage by stage. If none answers, ask once more with batch norm in evaluation mode."""
-    for stage in STAGES:
-        found = ask(stage, context)
-        if found:
-            return found
-    if not context.record.norms_at_wrap or "batch_norm" in context.off:
-        return []
-    # perhaps the statistics of batch norm hide something else. A replay on one rank's rows has other ones, synchronized or not
-    eval_mode = context.without("batch_norm")
-    rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode)]
-    if rest and context.local_norms and _differs_less(eval_mode, context):
-        rest.append(local_statistics(context))
-    return rest
-
-
-def _under(found: Diagnosis, condition: str) -> Diagnosis:
-    return dataclasses.replace(found, evidence=f"(With {condition}.) {found.evidence}")
-
-
-def _differs_less(ablated: AuditContext, context: AuditContext) -> bool:
-    return len(ablated.wrong) < len(context.wrong) or ablated.step > context.step
-
-
-def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
-    """F72, alone or with another fault."""
-    source = "random numbers in training_step"
-    if context.info.dropout:
-        source = f"dropout in {quoted(context.info.dropout)}"
-    confirmed = "with every draw replaced by its mean both runs are equal" if alone else ""
-    return context.diagnosis("F72", severity="explanation", source=source, confirmed=confirmed)
 
 
 # ---------------------------------------------------------------------- notes

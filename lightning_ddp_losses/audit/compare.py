@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_ddp_losses.audit.rank_record import Entry, Kind, Recording
+from lightning_ddp_losses.audit.rank_record import Entry, Kind, ModuleCall, Recording
 
 Verdict = Literal["exact", "zero", "wrong scale", "wrong direction", "missing", "not finite"]
 What = Literal["gradient", "parameter"]
@@ -291,15 +291,17 @@ def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
     return found
 
 
-def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances) -> bool:
-    """Return whether the ranks' gradients at step 1 are the mean of those of ``parts``."""
+def is_mean_of(parts: Sequence[Recording], ranks: Recording, allowed: Tolerances, factor: float = 1.0) -> bool:
+    """Return whether the ranks' gradients at step 1 are the mean of those of ``parts``, times a factor."""
     for name, entry in ranks.entries(0, 1, "gradient").items():
         entries = [part.entry(0, 1, "gradient", name) for part in parts]
+        if not entry.exists and not any(each.exists for each in entries):
+            continue
         if not entry.exists or not all(each.exists and each.shape == entry.shape for each in entries):
             return False
         off = size = 0.0
         for ours, *theirs in zip(entry.pieces(), *(each.pieces() for each in entries), strict=True):
-            mean = torch.stack([piece.double() for piece in theirs]).mean(0)
+            mean = torch.stack([piece.double() for piece in theirs]).mean(0) * factor
             off += float((ours.double() - mean).square().sum())
             size += float(mean.square().sum())
         if not math.sqrt(off) <= allowed.of(1, "gradient", name) * math.sqrt(size):
@@ -424,6 +426,30 @@ def _sum_pieces(ours: Entry, theirs: Entry, start: Sequence[Entry]) -> Tensor | 
 # ---------------------------------------------------------------------- traced steps
 
 
+_Calls = list[tuple[tuple[ModuleCall, ...], ModuleCall]]  # of a module, on the ranks and in one process
+
+
+def _traced_calls(ranks: Recording, one: Recording) -> _Calls:
+    columns = zip(*(record.trace for record in ranks.records), strict=False)
+    pairs = zip(columns, one.records[0].trace, strict=False)
+    return [(column, call) for column, call in pairs if all(each.name == call.name for each in column)]
+
+
+def first_odd_activation(ranks: Recording, one: Recording, allowed: float) -> tuple[ModuleCall, float] | None:
+    """Return the first call of a module, in forward order, whose output differs between two traced runs, and by how much.
+
+    Args:
+        ranks: Traced run of the ranks.
+        one: Traced run of one process on the joined batches.
+        allowed: Relative difference that is rounding.
+    """
+    for column, call in _traced_calls(ranks, one):
+        off = _row_error([each.output for each in column], call.output)
+        if not off <= allowed:
+            return call, off
+    return None
+
+
 def first_traced_difference(ranks: Recording, one: Recording, allowed: float) -> str:
     """Return the first place in forward order at which two traced runs differ, as a sentence.
 
@@ -432,16 +458,12 @@ def first_traced_difference(ranks: Recording, one: Recording, allowed: float) ->
         one: Traced run of one process on the joined batches.
         allowed: Relative difference that is rounding.
     """
-    columns = zip(*(record.trace for record in ranks.records), strict=False)
-    pairs = zip(columns, one.records[0].trace, strict=False)
-    calls = [(column, call) for column, call in pairs if all(each.name == call.name for each in column)]
-    # activations in forward order
-    for column, call in calls:
-        off = _row_error([each.output for each in column], call.output)
-        if not off <= allowed:
-            return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
+    odd = first_odd_activation(ranks, one, allowed)
+    if odd is not None:
+        call, off = odd
+        return f"Activations part first at `{call.name}` ({call.kind}), by {off:.2g}, in forward order."
     # gradients from behind. Each rank's loss is a mean over its own rows, W times as large as in the mean of all
-    for column, call in reversed(calls):
+    for column, call in reversed(_traced_calls(ranks, one)):
         off = _row_error([each.gradient for each in column], call.gradient, divisor=float(ranks.ranks))
         if not off <= allowed:
             where = "from the loss backwards; all activations that are rows agree"

@@ -21,11 +21,14 @@ from torch import Tensor
 from lightning_ddp_losses.audit import compare
 from lightning_ddp_losses.audit.rank_record import Entry, ModuleInfo, RankRecord, Recording, rows_by_loader
 from lightning_ddp_losses.audit.runs import Runs
+from lightning_ddp_losses.audit.targets import CountedTargets
+from lightning_ddp_losses.audit.terms import term_off, terms_off
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import listed
 
 Severity = Literal["error", "explanation", "note"]
 _OTHER_SEED = 12345  # of the run that shows whether random numbers matter
+_MOST_TERMS = 16  # of a loss whose terms are tried one by one
 
 
 @dataclass(frozen=True)
@@ -147,12 +150,44 @@ class AuditContext:
         return _common_factor([row for row in rows if not row.noise])
 
     @cached_property
+    def local_factor(self) -> float | None:
+        """The factor of the ranks' gradients to the mean of their local gradients, up to the first step that differs.
+
+        It is 1 as DDP promises, or W if a loss of this rank's rows is multiplied by W. None if they are not that mean.
+        """
+        if self.info.automatic:  # else one process cannot be made to accumulate
+            comparison = self._compare(self.ranks, self._local_mean)
+            if self._is_equal_so_far(comparison):
+                return 1.0
+            rows = [row for row in comparison.rows if row.step == 1 and not row.noise]
+            common = _common_factor(rows) if self.step == 1 else None
+            if common is not None and math.isclose(common, self.W, rel_tol=1e-3):
+                return float(self.W)
+        # a buffer that a step changes is another one for the second batch of that process: each rank by itself
+        return next((factor for factor in (1.0, float(self.W)) if self._is_mean_alone(self.ranks, factor)), None)
+
+    def _is_mean_alone(self, of: Recording, factor: float = 1.0) -> bool:
+        """Return whether gradients of the first step, if that differs, are a multiple of the mean of those of each rank alone."""
+        if self.step > 1:
+            return False
+        return compare.is_mean_of(self.single_ranks, of, self.runs.allowed(self.off), factor)
+
+    @property
     def is_local_mean(self) -> bool:
-        """Whether the ranks average their local gradients, as DDP promises, up to the first step that differs."""
-        if not self.info.automatic:  # one process cannot be made to accumulate
-            return self.step == 1 and compare.is_mean_of(self.single_ranks, self.ranks, self.runs.allowed(self.off))
-        averaged = self._replay("local", accumulate=self.W)
-        return self._is_equal_so_far(self._compare(self.ranks, averaged))
+        """Whether the ranks average their local gradients, up to a factor W, up to the first step that differs."""
+        return self.local_factor is not None
+
+    @cached_property
+    def local_mean_is_right(self) -> bool:
+        """Whether the mean of the local gradients is the gradient of one process, up to the first step that differs."""
+        if self.info.automatic and self._is_equal_so_far(self._compare(self._local_mean, self.one)):
+            return True
+        return self._is_mean_alone(self.one)
+
+    @cached_property
+    def _local_mean(self) -> Recording:
+        """One process that averages the ranks' losses of their own batches."""
+        return self._replay("local", accumulate=self.W)
 
     @cached_property
     def single_ranks(self) -> Sequence[Recording]:
@@ -185,7 +220,19 @@ class AuditContext:
         if self.runs.joins_windows:
             return "(Activations of micro-batches are not compared with those of whole windows.)"
         ranks, one = self._traced
-        return compare.first_traced_difference(ranks, one, min(0.1, 256 * self.runs.unit))
+        return compare.first_traced_difference(ranks, one, self._traced_tolerance)
+
+    @property
+    def parts_at_local_norm(self) -> bool:
+        """Whether the first activations that differ are those of a batch norm with the statistics of one rank."""
+        if self.runs.joins_windows:
+            return False
+        call = compare.first_odd_activation(*self._traced, self._traced_tolerance)
+        return call is not None and call[0].name in self.local_norms
+
+    @property
+    def _traced_tolerance(self) -> float:
+        return min(0.1, 256 * self.runs.unit)
 
     @cached_property
     def cut_lines(self) -> list[list[str]]:
@@ -194,6 +241,36 @@ class AuditContext:
             return []
         ranks, _ = self._traced
         return [cut for record in ranks.records for cut in record.cut_lines]
+
+    @property
+    def counted_targets(self) -> list[tuple[CountedTargets, ...]]:
+        """Cross entropies with consecutive targets in the first step that differs, of all ranks."""
+        if self.runs.joins_windows:
+            return []
+        ranks, _ = self._traced
+        return [*zip(*(record.counted_targets for record in ranks.records), strict=False)]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the ranks gather something in the first step that differs, rows or sizes."""
+        if self.runs.joins_windows:
+            return True
+        ranks, _ = self._traced
+        return any("gather" in name for record in ranks.records for name in record.collectives)
+
+    @cached_property
+    def terms(self) -> list[str]:
+        """The user's lines of the loss's terms, empty where one is not known. Empty if they are not tried one by one."""
+        if self.runs.joins_windows or terms_off(self.off):
+            return []
+        ranks, one = self._traced
+        lines = ranks.records[0].terms
+        counts = {len(record.terms) for record in (*ranks.records, *one.records)}
+        return lines if len(counts) == 1 and len(lines) <= _MOST_TERMS else []
+
+    def term_alone(self, number: int) -> AuditContext:
+        """Return the same audit with all terms of the loss switched off but one."""
+        return self.without(*(term_off(other) for other in range(len(self.terms)) if other != number))
 
     # ------------------------------------------------------------------ records of the ranks
 
@@ -241,6 +318,11 @@ class AuditContext:
     def local_norms(self) -> list[str]:
         """Batch norms with the statistics of one rank."""
         return [name for name, kind in self.record.norms_at_wrap.items() if "Sync" not in kind]
+
+    @property
+    def has_local_statistics(self) -> bool:
+        """Whether batch norms normalise by the rows of one rank: everything above them differs from one process."""
+        return bool(self.local_norms) and "batch_norm" not in self.off
 
     @property
     def pml_wrapper(self) -> str:

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_ddp_losses.audit.rank_record import LoaderRows, RankRecord
-from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
+from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Plan, Run, Target, count_loader_rows
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import WrappedParameter, event_after_wrap
@@ -230,6 +230,7 @@ class FitRecorder(Recorder, Callback):
         self._batch = contextlib.ExitStack()  # open for the length of a batch
         self._unwritten_step = 0  # step with parameters that are still to be written, else 0
         self._inside_strategy_step = False
+        self._inside_training_step = False
         self._wrapped: dict[str, WrappedParameter] = {}
         self._stepping: dict[str, nn.Parameter] = {}  # parameters of the step that is being made
 
@@ -250,6 +251,7 @@ class FitRecorder(Recorder, Callback):
         self._hook_steps(trainer, pl_module)
         self._hook_backwards(trainer, pl_module)
         self._hook_metrics(pl_module)
+        self._hook_clips(trainer, pl_module)
         self.follow_layers(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -297,6 +299,21 @@ class FitRecorder(Recorder, Callback):
         record_reduced = functools.partial(self._record_fingerprints, "reduced", trainer, module)
         wrap_function(trainer.strategy, "backward", before=functools.partial(count, -1), after=record_reduced)
         wrap_function(Tensor, "backward", before=functools.partial(count, 1))
+
+    def _hook_clips(self, trainer: Trainer, module: LightningModule) -> None:
+        """Record the gradients that ``training_step`` clips. Lightning's own clipping comes later."""
+
+        def set_inside(inside: bool, *_: Any) -> None:
+            self._inside_training_step = inside
+
+        def record() -> None:
+            if self._inside_training_step:
+                self._record_fingerprints("clipped", trainer, module)
+
+        enter, leave = functools.partial(set_inside, True), functools.partial(set_inside, False)
+        wrap_function(module, "training_step", before=enter, after=leave)
+        for name in CLIPS:
+            wrap_function(nn.utils, name, before=record)
 
     def _hook_metrics(self, module: LightningModule) -> None:
         """Record metrics that return a value with gradient."""
@@ -354,7 +371,6 @@ class FitRecorder(Recorder, Callback):
     ) -> None:
         """Record the loss and, after a step, parameters and buffers."""
         loss = loss_of(outputs)
-        self.record_cuts(loss)
         self._batch.close()
         value = None if loss is None else float(loss.mean())
         if value is not None and pl_module.automatic_optimization:

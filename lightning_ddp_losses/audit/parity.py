@@ -25,7 +25,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_ddp_losses.audit.api import compare_with_one
 from lightning_ddp_losses.audit.rank_record import RankRecord, tensor_digest
-from lightning_ddp_losses.audit.recorder import Recorder, loss_of, norm_classes, optimized, wrap_function
+from lightning_ddp_losses.audit.recorder import CLIPS, Recorder, loss_of, norm_classes, optimized, wrap_function
 from lightning_ddp_losses.audit.replay import Run, Target, count_rows, map_batch_tensors, take_rows
 from lightning_ddp_losses.audit.report import AuditReport
 from lightning_ddp_losses.core.inputs import children_of, leaves, rebuild_nest
@@ -34,7 +34,6 @@ from lightning_ddp_losses.errors import InputError, expect, expect_count, expect
 
 _SEED = 0  # of every process, before the model is built and again before it trains
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")  # parts that wrappers add to the names of parameters
-_CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 PRECISIONS = {torch.float64: "64-true", torch.float32: "32-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 """Lightning's names of the dtypes that a loop may have."""
 
@@ -377,7 +376,6 @@ class _Training(Recorder):
             else:
                 with self._precision():
                     loss = loss_of(self.target.loop(self.model, self.optimizer, micro_batches))
-                self.record_cuts(loss)
                 losses = [None if loss is None else float(loss.detach())] * len(micro_batches)
         self.record.losses += losses
         expect(
@@ -401,7 +399,6 @@ class _Training(Recorder):
                 what, expected = f"step, on {self._where}", 'a scalar tensor with gradient, or a dict with "loss"'
                 expect(is_loss, what, expected=expected, got=got, error=InputError)
                 assert loss is not None
-                self.record_cuts(loss)
                 (loss / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         self.optimizer.step()
@@ -426,7 +423,7 @@ class _Training(Recorder):
         self.follow_layers(self.inner)
         self.optimizer.register_step_pre_hook(self._record_gradients)
         self.optimizer.register_step_post_hook(self._record_parameters)
-        for name in _CLIPS:
+        for name in CLIPS:
             wrap_function(nn.utils, name, before=lambda: self.see_gradients("reduced", self._named()))
 
     def _record_gradients(self, *_: Any) -> None:

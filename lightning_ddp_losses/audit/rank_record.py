@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_ddp_losses.audit.targets import CountedTargets
 from lightning_ddp_losses.distributed.raw_collectives import as_bytes
 
 PIECE = 1 << 18
@@ -146,6 +147,10 @@ class RankRecord:
         parameter_events: First event of a parameter after the wrap (``"replaced after the wrap"``), by name.
         trace: Calls of the modules in the traced step, in forward order.
         cut_lines: The user's lines of that step that cut the graph of the loss between ranks, each with its kind of collective.
+        collectives: Names of the collectives of the traced step.
+        counted_targets: Cross entropies of the traced step with consecutive targets.
+        terms: The user's line of each term of the losses, in a traced run or one with some terms switched off. Empty where it is
+            not known.
         module_info: The module and its trainer when training started.
         tensors: Stored tensors by step (0: before the first) and kind, then by name in the module's order.
     """
@@ -166,6 +171,9 @@ class RankRecord:
     parameter_events: dict[str, str] = field(default_factory=dict)
     trace: list[ModuleCall] = field(default_factory=list)
     cut_lines: list[list[str]] = field(default_factory=list)
+    collectives: list[str] = field(default_factory=list)
+    counted_targets: list[CountedTargets] = field(default_factory=list)
+    terms: list[str] = field(default_factory=list)
     module_info: ModuleInfo = field(default_factory=ModuleInfo)
     tensors: dict[tuple[int, Kind], dict[str, Entry]] = field(default_factory=dict)
 

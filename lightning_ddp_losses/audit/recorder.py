@@ -15,6 +15,7 @@ import functools
 import hashlib
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -27,15 +28,21 @@ from torch.optim import Optimizer
 
 from lightning_ddp_losses.audit import rank_record
 from lightning_ddp_losses.audit.replay import Run, batch_digest, map_batch_tensors, save_batch
+from lightning_ddp_losses.audit.targets import TargetTrace
+from lightning_ddp_losses.audit.terms import TermSwitch, terms_off
 from lightning_ddp_losses.core import compat, inputs
 from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.core.random_state import devices_in_use, global_generators, random_source
 from lightning_ddp_losses.distributed.collective_trace import CollectiveTrace
 from lightning_ddp_losses.distributed.fingerprint import fingerprints
+from lightning_ddp_losses.distributed.user_line import users_line
 from lightning_ddp_losses.losses import ClassShardedLoss, ClipLoss, GlobalBatchLoss, SigLipLoss
 from lightning_ddp_losses.losses.pml_registry import compares_rows, gathers_by_itself
 from lightning_ddp_losses.losses.products import ProductChoice, rounding_of
 from lightning_ddp_losses.strategies.loss_discovery import find_losses
+
+CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+"""Functions of ``torch.nn.utils`` that clip gradients."""
 
 _LOSS_NAME = re.compile(r"(loss|criterion|proxy)(wrapper)?$", re.IGNORECASE)
 _PROJECTIONS = 4  # numbers that a trace keeps of each row
@@ -58,6 +65,8 @@ class Recorder:
         self.record = rank_record.RankRecord()
         self._trace: CollectiveTrace | None = None  # of the batches that are being trained on
         self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the step to come, by stage
+        self._terms = TermSwitch(terms_off(run.without))
+        self._inside_backward = False
 
     def write(self, step: int, kind: rank_record.Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         """Store the tensors of one step and kind. None stands for a tensor that does not exist.
@@ -71,6 +80,9 @@ class Recorder:
     def start(self, module: nn.Module, precision: str) -> None:
         """Copy the weights that the ranks started with, move them by one rounding unit if the run asks for it, and store them."""
         self.record.parameter_count = sum(parameter.numel() for parameter in module.parameters())
+        self.record.terms = self._terms.lines
+        if self.run.trace or self._terms.off:
+            self._hook_losses()
         load_start_(module, self.run, self.rank)
         if self.run.perturb is not None:
             unit, generator = unit_roundoff(module, precision), torch.Generator().manual_seed(self.run.perturb)
@@ -156,18 +168,41 @@ class Recorder:
         self._stages = {}
         before = rng_digest()
         with contextlib.ExitStack() as modes:
-            if self.record.steps + 1 == self.run.trace and self.run.ranks:
-                self._trace = modes.enter_context(CollectiveTrace())
+            if self.record.steps + 1 == self.run.trace:
+                # nodes of the graph know the line that made them
+                modes.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+                if self.run.ranks:
+                    targets = modes.enter_context(TargetTrace())
+                    self.record.counted_targets = targets.found
+                    self._trace = modes.enter_context(CollectiveTrace())
             if "randomness" in self.run.without:
                 modes.enter_context(MeanDraws())  # type: ignore[no-untyped-call]
             yield
         self._trace = None
         self.record.used_rng += [rng_digest() != before] * batches
 
-    def record_cuts(self, loss: Tensor | None) -> None:
-        """Record the lines that cut the graph of a loss between ranks, in a traced step."""
-        if self._trace is not None and loss is not None:
+    def _hook_losses(self) -> None:
+        """See each loss before its backward: its terms and, in a traced step, the lines that cut its graph between ranks."""
+        original = Tensor.backward
+
+        @functools.wraps(original)
+        def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            is_inside, self._inside_backward = self._inside_backward, True
+            try:
+                if not is_inside:  # a backward that another one calls is not that of a loss
+                    self._see_loss(loss, users_line(sys._getframe(1)))
+                original(loss, *args, **kwargs)
+            finally:
+                self._inside_backward = is_inside
+
+        Tensor.backward = backward  # type: ignore[method-assign]
+
+    def _see_loss(self, loss: Tensor, call: str) -> None:
+        if self._trace is not None:
+            self.record.collectives = self._trace.names
             self.record.cut_lines += [[cut.kind, cut.line] for cut in self._trace.reaching(loss)]
+        if loss.grad_fn is not None:
+            self._terms.see(loss, call)
 
     def see_gradients(self, stage: str, named: Mapping[str, nn.Parameter]) -> None:
         """Keep fingerprints of gradients on their way to the step, by a stage of ``RankRecord.fingerprints``."""

@@ -35,6 +35,7 @@ from lightning_ddp_losses.core.fault_rules import (
     fault_of_scale,
     first_difference,
     scale_of,
+    starts_at_own_rows,
 )
 
 Rule = Callable[[AuditContext], Iterable[Diagnosis]]
@@ -97,9 +98,11 @@ def never_reduced(context: AuditContext) -> Iterator[Diagnosis]:
 def clipped_before_reduction(context: AuditContext) -> Iterator[Diagnosis]:
     """F13: each rank clips its own gradient, and the clipped ones are reduced."""
     by_rank = context.fingerprints_by_rank
-    rows = [row for row in context.wrong if agree_at(by_rank, "reduced", row.parameter) is False]
-    if rows and not context.by_trainer and not context.desynchronized:
-        yield context.diagnosis("F13", "early", about=rows)
+    # a fit has clipped in training_step
+    stage, case = ("clipped", "step") if context.by_trainer else ("reduced", "early")
+    rows = [row for row in context.wrong if agree_at(by_rank, stage, row.parameter) is False]
+    if rows and not context.desynchronized:
+        yield context.diagnosis("F13", case, about=rows)
 
 
 # ---------------------------------------------------------------------- at the wrap
@@ -369,16 +372,34 @@ def graph_cut(context: AuditContext) -> Iterator[Diagnosis]:
 def double_scaling(context: AuditContext) -> Iterator[Diagnosis]:
     """F21, F22: a factor W where none is due."""
     encoder, losses = context.factors
+    if context.is_local_mean:
+        return  # judged by ``scaled_local_loss``
     is_squared = encoder is not None and math.isclose(encoder, context.W**2, rel_tol=_CLOSE)
     if is_squared or _fault_of_encoder(context) == "F21":
         yield context.diagnosis("F21", encoder=number_text(encoder, 4), losses=number_text(losses, 4))
+
+
+def targets_of_own_rows(context: AuditContext) -> Iterator[Diagnosis]:
+    """F25: the columns of a cross entropy are the rows of all ranks, and every rank's targets count from 0."""
+    if not context.wrong or context.is_local_mean:
+        return
+    for column in context.counted_targets:
+        rows = [each.rows for each in column]
+        first = [each.first for each in column]
+        if starts_at_own_rows(rows, [each.columns for each in column], first):
+            fields: dict[str, Any] = {"columns": sum(rows), "rows": comma_list(rows), "start": rows[0]}
+            yield context.diagnosis("F25", "unshifted", about=context.wrong, line=column[0].line, **fields)
+            return
 
 
 def own_rows_first(context: AuditContext) -> Iterator[Diagnosis]:
     """F26: the loss depends on the order of rows, and each rank has its own rows first."""
     if context.used_rng or not context.wrong or context.desynchronized or context.is_local_mean:
         return
-    if not context.against_one("reversed").equal:
+    reversed_rows = context.against_one("reversed")
+    # rounding in a narrower dtype than that of the parameters depends on the order too
+    is_large = reversed_rows.worst() > _SHARE_OF_ORDER * context.comparison.worst()
+    if is_large and not reversed_rows.equal:
         losses = comma_list(map(number_text, context.losses_at_step))
         yield context.diagnosis("F26", losses=losses, wrapper=context.pml_wrapper or "none")
 
@@ -419,6 +440,14 @@ def local_statistics(context: AuditContext, outcome: str = "fewer gradients diff
     return context.diagnosis("F59", about=context.wrong, names=quoted(context.local_norms), rows=rows, outcome=outcome)
 
 
+def scaled_local_loss(context: AuditContext) -> Iterator[Diagnosis]:
+    """F21, F22: the ranks' own losses are multiplied by W."""
+    if not context.wrong or context.desynchronized or context.has_local_statistics:
+        return
+    if context.local_factor == context.W:
+        yield context.diagnosis("F21" if context.gathers else "F22", "local", about=context.wrong)
+
+
 def summed_loss(context: AuditContext) -> Iterator[Diagnosis]:
     """F18: a loss that is a sum, divided by W through DDP's mean."""
     weights = context.rank_weights
@@ -452,9 +481,9 @@ def mean_of_means(context: AuditContext) -> Iterator[Diagnosis]:
 
 def never_gathered(context: AuditContext) -> Iterator[Diagnosis]:
     """F29, F31: a loss that is no mean over rows sees this rank's rows only."""
-    if not context.wrong or context.desynchronized or not context.is_local_mean:
+    if not context.wrong or context.desynchronized or not context.is_local_mean or context.local_mean_is_right:
         return
-    if context.local_norms and "batch_norm" not in context.off:
+    if context.has_local_statistics:
         return  # local statistics look like this too: asked again with batch norm in evaluation mode
     if context.keeps_gradients_of_exchanged_rows:
         yield _counts_by_place(context)
@@ -496,6 +525,7 @@ def _counts_by_place(context: AuditContext) -> Diagnosis:
 
 
 _CLOSE = 0.05  # relative distance of a ratio from a known one
+_SHARE_OF_ORDER = 0.01  # of the largest error that another order of the rows must explain
 
 
 def _scale(context: AuditContext, ratio: float | None) -> str:
@@ -522,13 +552,16 @@ DESYNC_RULES: tuple[Rule, ...] = (
     unregistered_loss,
     own_backward,
     unequal_start,
-    own_queue,
     changed_outside_step,
     never_reduced,
 )
 """Rules for ranks that do not agree with each other. All that apply are named, in this order."""
 
-STAGES: tuple[tuple[Rule, ...], ...] = (
+BESIDE_STAGES: tuple[tuple[Rule, ...], ...] = ((own_queue,), (scaled_local_loss,))
+"""Faults that need not explain every difference: those that the other stages find are named beside them."""
+
+FIRST_STAGES: tuple[tuple[Rule, ...], ...] = (
+    (own_queue,),
     (rounding,),
     DESYNC_RULES,
     (not_finite,),
@@ -536,12 +569,18 @@ STAGES: tuple[tuple[Rule, ...], ...] = (
     (metric_as_loss,),
     (factor_on_loss,),
     (local_batch_norm,),
+    (scaled_local_loss,),
     (summed_loss,),
     (mean_of_means,),
+)
+"""Asked if something differs, until a stage finds something."""
+
+LAST_STAGES: tuple[tuple[Rule, ...], ...] = (
+    (targets_of_own_rows,),
     (never_gathered,),
     (gather_without_autograd, graph_cut),
     (double_scaling,),
     (own_rows_first,),
     (traced_cut,),
 )
-"""Asked if something differs, until a stage finds something."""
+"""Asked when neither those nor the terms of the loss have explained the difference."""

@@ -79,3 +79,16 @@ def first_difference(columns: Sequence[Sequence[object]]) -> int | None:
         if any(value != column[0] for value in column):
             return place
     return None
+
+
+def starts_at_own_rows(rows: Sequence[int], columns: Sequence[int], first: Sequence[int]) -> bool:
+    """Return whether targets count the rows of one rank, in logits whose columns are the rows of all ranks.
+
+    Args:
+        rows: Rows of the logits, by rank.
+        columns: Columns of the logits, by rank.
+        first: Target of the first row, by rank. The others follow it one by one.
+    """
+    if len(rows) < 2 or any(number != sum(rows) for number in columns):
+        return False
+    return rows[0] > 0 and not any(first)

@@ -1,0 +1,129 @@
+"""From an audit to ranked diagnoses: randomness is taken out first, then stage by stage until a rule explains the difference.
+
+A loss with several terms is asked term by term before a rule speaks of the whole: its terms may have different faults, or one of them
+none. Faults that do not explain every difference (a buffer, a factor on the loss) are kept, and the search continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, quoted
+from lightning_ddp_losses.audit.rules import (
+    BESIDE_STAGES,
+    DATA_RULES,
+    DESYNC_RULES,
+    FIRST_STAGES,
+    LAST_STAGES,
+    Rule,
+    local_statistics,
+    unknown,
+)
+
+
+
+def diagnose(context: AuditContext) -> list[Diagnosis]:
+    """Return why the ranks differ from one process, the likeliest first. Faults of the data count in equal runs too."""
+    # the data: also where every gradient is equal
+    found = ask(DATA_RULES, context)
+    if context.comparison.equal:
+        return found
+
+    # randomness hides everything else: without it first
+    if context.used_rng and "randomness" not in context.off:
+        quiet = context.without("randomness")
+        if quiet.comparison.equal:
+            return [*found, _random_numbers_differ(context, alone=True)]
+        rest = _ask_stages(quiet)
+        if rest:
+            found += [_under(each, "every random draw replaced by its mean") for each in rest]
+            if _differs_less(quiet, context):
+                found.append(_random_numbers_differ(context, alone=False))
+            return found
+        if context.changes_with_seed():
+            return [*found, context.diagnosis("F72", "no_mean", severity="explanation")]
+        context = quiet
+
+    return found + (_ask_stages(context) or [unknown(context)])
+
+
+def ask(rules: Iterable[Rule], context: AuditContext) -> list[Diagnosis]:
+    """Collect the answers of all rules, in order."""
+    return [diagnosis for rule in rules for diagnosis in rule(context)]
+
+
+def _ask_stages(context: AuditContext) -> list[Diagnosis]:
+    """Ask the rules stage by stage. If none answers, ask once more with batch norm in evaluation mode."""
+    beside: list[Diagnosis] = []
+    for stage in (*FIRST_STAGES, (wrong_terms,), *LAST_STAGES):
+        found = ask(stage, context)
+        if stage in BESIDE_STAGES:
+            beside += found
+        elif found:
+            return _without_repeats(found + beside if stage is DESYNC_RULES else beside + found)
+    has_norms = bool(context.record.norms_at_wrap) and "batch_norm" not in context.off
+    if beside or not has_norms:
+        return beside
+    # perhaps the statistics of batch norm hide something else. A replay on one rank's rows has other ones, synchronized or not
+    eval_mode = context.without("batch_norm")
+    rest = [_under(each, "batch norm in evaluation mode") for each in _ask_stages(eval_mode)]
+    if rest and context.local_norms and (_differs_less(eval_mode, context) or context.parts_at_local_norm):
+        rest.append(local_statistics(context))
+    return rest
+
+
+def wrong_terms(context: AuditContext) -> Iterator[Diagnosis]:
+    """Ask each term of the loss by itself, if it has several: one may be right, and two may have different faults."""
+    if context.has_local_statistics:
+        return  # every term is wrong: asked again with batch norm in evaluation mode
+    lines = context.terms
+    answers: list[tuple[int, Diagnosis]] = []
+    for number in range(len(lines)):
+        alone = context.term_alone(number)
+        if alone.wrong:
+            answers += [(number, each) for each in _ask_stages(alone) or [unknown(alone)]]
+    if not any(each.fault for _, each in answers):
+        return  # nothing is known of them: the rules are asked of the whole
+    # the same fault of several terms is one diagnosis. A mean of means, which other changes may mend, and what is unknown come last
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for number, each in answers:
+        numbers.setdefault((each.fault, each.title), []).append(number)
+    for number, each in sorted(answers, key=_rank_of_term):
+        of_terms = numbers[each.fault, each.title]
+        if number == of_terms[0]:
+            shown = comma_list(f"{of_term + 1} ({lines[of_term] or 'line unknown'})" for of_term in of_terms)
+            yield _under(each, f"only term {shown} of the loss's {len(lines)} terms")
+
+
+def _rank_of_term(answer: tuple[int, Diagnosis]) -> int:
+    """Sort by how much a diagnosis of a term says."""
+    _, found = answer
+    return {"": 2, "F30": 1}.get(found.fault, 0)
+
+
+def _without_repeats(found: Sequence[Diagnosis]) -> list[Diagnosis]:
+    """Leave out what was found of the whole already and then of a part."""
+    first: dict[tuple[str, str], Diagnosis] = {}
+    for each in found:
+        first.setdefault((each.fault, each.title), each)
+    return [*first.values()]
+
+
+def _under(found: Diagnosis, condition: str) -> Diagnosis:
+    return dataclasses.replace(found, evidence=f"(With {condition}.) {found.evidence}")
+
+
+def _differs_less(ablated: AuditContext, context: AuditContext) -> bool:
+    return len(ablated.wrong) < len(context.wrong) or ablated.step > context.step
+
+
+def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
+    """F72, alone or with another fault."""
+    source = "random numbers in training_step"
+    if context.info.dropout:
+        source = f"dropout in {quoted(context.info.dropout)}"
+    confirmed = "with every draw replaced by its mean both runs are equal" if alone else ""
+    return context.diagnosis("F72", severity="explanation", source=source, confirmed=confirmed)
+
+
