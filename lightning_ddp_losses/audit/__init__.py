@@ -16,7 +16,8 @@ An audit from top to bottom:
 * `report`: text, JSON, HTML and the figure.
 
 Equal means up to rounding: each gradient's own rounding error is measured (parameters and inputs of the one process moved by one rounding
-unit), and a multiple of it is allowed, in half precision too, but never as much as a factor of two at the first step. If a step
+unit), and a multiple of it is allowed, but never as much as a factor of two at the first step. In 16 bits a gradient is equal within
+the spread of such runs, a finding well beyond it, and between the two the report says "cannot tell at this precision". If a step
 accumulates, ``AuditReport.accumulation`` states whether the run equals the mean of its micro-batches, or one process on all their rows.
 A difference that no rule explains is called *unknown*, with the layer at which activations or gradients first part.
 
@@ -24,7 +25,9 @@ Limits: processes are forked (Linux and macOS, before CUDA is used), on one mach
 ``fully_shard``. FSDP1 and DeepSpeed are refused. A tensor as long as the batch counts as rows.
 Batches and gradients go through temporary files.
 
-A newcomer who adds a fault writes a function in `rules`, gives it its place in ``STAGES`` (or ``DESYNC_RULES``), a case in
+A loss that is a sum is asked term by term (`terms`): in a counterfactual run all terms but one are switched off in backward.
+
+A newcomer who adds a fault writes a function in `rules`, gives it its place in one of the stages (or ``DESYNC_RULES``), a case in
 ``faults.yaml``, and one small module with the fault in ``tests/audit``. A rule reads fields of
 `RankRecord`, which the `recorder` fills, and makes further runs through `AuditContext`.
 """

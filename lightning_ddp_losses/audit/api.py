@@ -1,6 +1,6 @@
 """`audit` compares every gradient of N real ranks with one real process on the same batches, and explains the difference.
 
-From an audit to ranked diagnoses and notes: randomness is taken out first, then stage by stage until a rule knows.
+The causes are found in `diagnosis`; the notes, which are true of both runs, are here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_ddp_losses.audit.compare import MULTIPLE
+from lightning_ddp_losses.audit.compare import COARSE, EQUAL_SPREAD, MULTIPLE
 from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, quoted
 from lightning_ddp_losses.audit.diagnosis import ask, diagnose
 from lightning_ddp_losses.audit.fit_run import FitTarget
 from lightning_ddp_losses.audit.recorder import ABLATIONS
 from lightning_ddp_losses.audit.replay import Target
 from lightning_ddp_losses.audit.report import AuditReport
+from lightning_ddp_losses.audit.rules import not_finite_anywhere
 from lightning_ddp_losses.audit.runs import Runs, joins_windows
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.errors import expect, expect_count
@@ -60,7 +61,8 @@ def audit(
         trainer_kwargs: Further options of the Trainer (precision, accumulation, clipping, callbacks, plugins). The
             accelerator is the CPU by default.
         tolerance: Largest relative error of a gradient that is no finding. None: ``MULTIPLE`` times the rounding error of
-            each gradient, estimated by moving parameters and inputs of the one process by one rounding unit.
+            each gradient, estimated by moving parameters and inputs of the one process by one rounding unit. In 16 bits a gradient is
+            equal up to ``EQUAL_SPREAD`` times the spread of such runs, and up to a few times more the verdict is "cannot tell".
         deterministic: Use deterministic algorithms only.
         without: Parts to switch off in both runs: ``"randomness"``, ``"batch_norm"``, ``"precision"``, ``"uneven"``.
         ckpt_path: A checkpoint to start from.
@@ -123,7 +125,7 @@ def compare_with_one(
         report = AuditReport(
             equal=context.comparison.equal and not found,
             rows=context.comparison.rows,
-            updates=context.comparison.updates,
+            updates=[*context.comparison.updates, *context.comparison.buffers],
             losses=context.losses,
             diagnoses=found,
             notes=notes(context),
@@ -205,6 +207,8 @@ def _report_settings(context: AuditContext) -> dict[str, Any]:
     tolerance: Any = runs.tolerance
     if tolerance is None:
         tolerance = f"{MULTIPLE:g} x estimated rounding"
+        if runs.unit > COARSE:
+            tolerance = f"{EQUAL_SPREAD:g} x the spread of one process's runs, moved by up to one rounding unit"
         if info.products:
             tolerance += f", that of products={', '.join(map(repr, info.products))} included"
     return {
@@ -228,7 +232,11 @@ def _report_settings(context: AuditContext) -> dict[str, Any]:
 
 def notes(context: AuditContext) -> list[Diagnosis]:
     """List notes on both runs: no difference, but worth knowing."""
-    found = ask((_without_optimizer, _accumulated_rows, _changed_dtype, _overflow, _repeated_in_validation), context)
+    found = ask(
+        (_without_optimizer, _without_gradient, _accumulated_rows, _changed_dtype, _repeated_in_validation), context
+    )
+    if not context.comparison.equal:  # else it is the verdict
+        found += ask((not_finite_anywhere,), context)
     if context.runs.needs_group:
         found.append(context.diagnosis("F09", "group", severity="note"))
     if context.by_trainer:
@@ -292,17 +300,10 @@ def _changed_dtype(context: AuditContext) -> Iterator[Diagnosis]:
             return
 
 
-def _overflow(context: AuditContext) -> Iterator[Diagnosis]:
-    # the first step that has such gradients: later ones follow from it
-    for step in range(1, context.one.steps + 1):
-        names = []
-        for name, entry in context.one.entries(0, step, "gradient").items():
-            if entry.exists and not all(bool(piece.isfinite().all()) for piece in entry.pieces()):
-                names.append(name)
-        if names:
-            fields: dict[str, Any] = {"name": names[0], "more": len(names) - 1, "step": step}
-            yield context.diagnosis("F79", "both", severity="note", **fields)
-            return
+def _without_gradient(context: AuditContext) -> Iterator[Diagnosis]:
+    names = context.without_gradient
+    if names:
+        yield context.diagnosis("F38", "nowhere", severity="note", parameters=names, count=len(names))
 
 
 def _meaning_of_a_batch(context: AuditContext) -> Diagnosis:

@@ -1,13 +1,15 @@
 """Two recordings compared, tensor by tensor and step by step, and how large an error may be.
 
 Tensors are read in pieces and summed in float64. A difference is a finding if it exceeds ``MULTIPLE`` times the effect of
-rounding alone on that tensor, which runs that were moved by one rounding unit have measured.
+rounding alone on that tensor, which runs that were moved by one rounding unit have measured. In 16 bits such a multiple would hide
+faults. A gradient is equal there if it is within the spread of those runs, a finding well beyond it, and ``"unclear"`` between.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -18,13 +20,20 @@ from torch import Tensor
 
 from lightning_ddp_losses.audit.rank_record import Entry, Kind, ModuleCall, Recording
 
-Verdict = Literal["exact", "zero", "wrong scale", "wrong direction", "missing", "not finite"]
-What = Literal["gradient", "parameter"]
+Verdict = Literal["exact", "zero", "no gradient", "unclear", "wrong scale", "wrong direction", "missing", "not finite"]
+What = Literal["gradient", "parameter", "buffer"]
 
 MULTIPLE = 16.0
 """A difference is a finding if it exceeds this multiple of the estimated rounding error."""
 
-_ALL_ROUNDING = MULTIPLE / 4  # the tolerance of a tensor that one rounding unit moves by a quarter of its size
+EQUAL_SPREAD = 0.75
+"""In 16 bits a gradient is equal up to this multiple of the spread of one process's runs."""
+
+COARSE = 2.0**-12
+"""A rounding unit above this is one of 16 bits."""
+
+_CERTAIN_SPREAD = 2.0  # from this multiple on a gradient of the first step differs. Later steps add up differences
+_ALL_ROUNDING = 0.25  # a tensor that one rounding unit moves by this part of its size, or more, is only rounding
 _ZERO_ERROR = 0.01  # tensors that agree better than this are no rounding
 _CAP = 0.4  # of a first gradient's tolerance: a factor 1/2 is an error of 0.5
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -38,15 +47,19 @@ class ComparedRow:
         step: Optimizer step, from 1.
         parameter: The parameter's name.
         owner: ``"encoder"``, the name of a loss, or ``"unregistered"``.
-        what: ``"gradient"`` before the step, or ``"parameter"`` after it (its ratio and cosine are those of the update).
+        what: ``"gradient"`` before the step, ``"parameter"`` after it (its ratio and cosine are those of the update), or ``"buffer"``
+            after it.
         ratio: Norm on the ranks over norm in one process.
         cosine: Between the two.
         error: Norm of the difference over norm in one process.
-        tolerance: Largest ``error`` that is no finding: ``MULTIPLE`` times the estimated rounding error.
-        ranks_agree: True if all ranks hold the same bits.
+        tolerance: Largest ``error`` that is equal: ``MULTIPLE`` times the estimated rounding error, or in 16 bits ``EQUAL_SPREAD``
+            times the spread of one process's runs.
+        ranks_agree: True if all ranks hold the same bits, or a buffer of the same values.
         rank: The rank with the largest error, which this row shows.
         verdict: The finding. ``"zero"`` is a gradient that is only rounding on both sides, so that ratio, cosine and
-            error have no meaning: that of a bias before a batch norm.
+            error have no meaning: that of a bias before a batch norm. ``"no gradient"`` is None on both sides, and ``"unclear"`` an
+            error between ``tolerance`` and ``certain``.
+        certain: Largest ``error`` that is no finding. It is larger than ``tolerance`` in 16 bits alone.
     """
 
     step: int
@@ -60,11 +73,12 @@ class ComparedRow:
     ranks_agree: bool = True
     rank: int = 0
     verdict: Verdict = "exact"
+    certain: float = 0.0
 
     @property
     def exact(self) -> bool:
-        """Whether the difference is rounding, and the ranks agree."""
-        return self.verdict in ("exact", "zero") and self.ranks_agree
+        """Whether the difference may be rounding, and the ranks agree."""
+        return self.verdict in ("exact", "zero", "no gradient", "unclear") and self.ranks_agree
 
     @property
     def sortable_error(self) -> float:
@@ -73,8 +87,8 @@ class ComparedRow:
 
     @property
     def noise(self) -> bool:
-        """Whether the tensor is zero up to rounding on both sides, so that ratio and cosine have no meaning."""
-        if self.verdict == "zero":
+        """Whether the tensor is zero up to rounding on both sides, or None, so that ratio and cosine have no meaning."""
+        if self.verdict in ("zero", "no gradient"):
             return True
         return self.verdict == "exact" and (self.tolerance > 0.5 or not 0.5 < self.ratio < 2)
 
@@ -105,20 +119,28 @@ class Comparison:
     Attributes:
         rows: Gradients, in forward order of the parameters, step by step.
         updates: Parameters after the steps.
+        buffers: Buffers of floating numbers after the steps.
     """
 
     rows: list[ComparedRow]
     updates: list[ComparedRow]
+    buffers: list[ComparedRow] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
-        """Whether all tensors agree."""
-        return all(row.exact for row in (*self.rows, *self.updates))
+        """Whether all tensors agree, as far as the precision tells."""
+        return self.first_step is None
+
+    @property
+    def unclear(self) -> list[ComparedRow]:
+        """Gradients with a difference that may be rounding and may be none."""
+        return [row for row in self.rows if row.verdict == "unclear"]
 
     @property
     def first_step(self) -> int | None:
         """The first step at which something differs."""
-        return min((row.step for row in (*self.rows, *self.updates) if not row.exact), default=None)
+        rows = (*self.rows, *self.updates, *self.buffers)
+        return min((row.step for row in rows if not row.exact), default=None)
 
     def first_rows(self) -> list[ComparedRow]:
         """List the gradients of the first step at which something differs: later ones follow from it."""
@@ -178,6 +200,12 @@ class Tolerances:
     unit: float = 0.0
     measured: dict[tuple[int, str, str], float] = field(default_factory=dict)
 
+    def _spread(self, step: int, name: str) -> float:
+        """Return how far runs of one process are apart in a gradient. Few runs may agree by chance: no less than half the usual."""
+        of_step = [value for (at, what, _), value in self.measured.items() if (at, what) == (step, "gradient")]
+        usual = statistics.median(of_step) if of_step else 0.0
+        return max(self.unit, min(usual / 2, _ALL_ROUNDING), self.measured.get((step, "gradient", name), 0.0))
+
     def of(self, step: int, what: str, name: str) -> float:
         """Return the largest error that is not a finding."""
         if self.fixed is not None:
@@ -186,8 +214,23 @@ class Tolerances:
         allowed = MULTIPLE * max(self.unit, measured)
         # rounding of a few per cent must not hide a factor of two. Later steps add up the differences of earlier ones
         if step == 1 and what == "gradient" and measured < 0.6 * _CAP:
+            if self.unit > COARSE:
+                allowed = _CERTAIN_SPREAD * self._spread(step, name)
             return min(allowed, _CAP)
         return allowed
+
+    def equal_up_to(self, step: int, what: str, name: str) -> float:
+        """Return the largest error that is equal. In 16 bits a larger one may be rounding or none."""
+        finding = self.of(step, what, name)
+        if self.fixed is not None or self.unit <= COARSE or what != "gradient" or self.is_rounding(step, what, name):
+            return finding
+        return min(finding, EQUAL_SPREAD * self._spread(step, name))
+
+    def is_rounding(self, step: int, what: str, name: str) -> bool:
+        """Return whether a tensor is only rounding: one rounding unit moves it by a good part of its size."""
+        if self.fixed is not None:
+            return self.fixed >= MULTIPLE * _ALL_ROUNDING
+        return max(self.unit, self.measured.get((step, what, name), 0.0)) >= _ALL_ROUNDING
 
 
 def measure_tolerances(
@@ -204,7 +247,7 @@ def measure_tolerances(
     allowed = Tolerances(fixed, unit)
     for other in perturbed:
         comparison = compare(other, one, Tolerances(math.inf))
-        for row in (*comparison.rows, *comparison.updates):
+        for row in (*comparison.rows, *comparison.updates, *comparison.buffers):
             key = (row.step, row.what, row.parameter)
             if math.isfinite(row.error):
                 allowed.measured[key] = max(allowed.measured.get(key, 0.0), row.error)
@@ -228,6 +271,9 @@ class Scale:
     quiet: frozenset[str]
 
 
+_NO_SCALE = Scale(0.0, 0.0, 0.0, frozenset())
+
+
 def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
     """Measure the scale of one process's tensors. With ``strict`` no difference of a nonzero tensor is noise."""
     sizes: dict[str, float] = {}
@@ -241,7 +287,7 @@ def _scale_at(one: Recording, step: int, what: What, *, strict: bool) -> Scale:
             sizes[name] = math.sqrt(float(products[1, 1]))
     floor = eps * math.sqrt(sum(size * size for size in sizes.values()))
     if not math.isfinite(floor):
-        return Scale(0.0, 0.0, 0.0, frozenset())
+        return _NO_SCALE
     # 16 bits round so coarsely that a multiple would hide real gradients
     zero = MULTIPLE * floor if eps < 1e-5 else floor
     quiet = frozenset(name for name, size in sizes.items() if size <= zero)
@@ -262,7 +308,9 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
     owners: dict[str, str] = {}
     for record in (*one.records, *ranks.records):
         owners |= record.module_info.owners
-    rows, updates = [], []
+    rows: list[ComparedRow] = []
+    updates: list[ComparedRow] = []
+    buffers: list[ComparedRow] = []
     strict = allowed.fixed is not None
     quiet: frozenset[str] = frozenset()  # if a gradient is rounding, so is its update
     for step in range(1, min(ranks.steps, one.steps) + 1):
@@ -271,7 +319,26 @@ def compare(ranks: Recording, one: Recording, allowed: Tolerances) -> Comparison
         rows += list(_rows_of_step(ranks, one, step, "gradient", allowed, owners, scale))
         scale = dataclasses.replace(_scale_at(one, step, "parameter", strict=strict), quiet=quiet)
         updates += list(_rows_of_step(ranks, one, step, "parameter", allowed, owners, scale))
-    return Comparison(rows, updates)
+        buffers += list(_rows_of_buffers(ranks, one, step, allowed))
+    return Comparison(rows, updates, buffers)
+
+
+def _rows_of_buffers(ranks: Recording, one: Recording, step: int, allowed: Tolerances) -> Iterator[ComparedRow]:
+    """Compare the floating buffers of one step that every process has in the same shape: blocks of one buffer differ by design."""
+    for name, theirs in one.entries(0, step, "buffer").items():
+        entries = ranks.entries_of(step, "buffer", name)
+        is_whole = all(entry.shape == theirs.shape and entry.dtype == theirs.dtype for entry in entries)
+        if not is_whole or theirs.dtype not in _EPS:
+            continue
+        tolerance = allowed.of(step, "buffer", name)
+        rows = []
+        for rank, entry in enumerate(entries):
+            row = ComparedRow(step, name, "buffer", "buffer", tolerance=tolerance, certain=tolerance, rank=rank)
+            rows.append(_compare_entries(row, entry, theirs, _NO_SCALE, ()))
+        worst = max(rows, key=lambda row: row.sortable_error)
+        # the same values on all ranks, or those of one process
+        agree = worst.exact or ranks.ranks_agree(step, "buffer", name)
+        yield dataclasses.replace(worst, ranks_agree=agree)
 
 
 def compare_losses(ranks: Recording, one: Recording) -> list[StepLoss]:
@@ -321,15 +388,19 @@ def _rows_of_step(
         joined = ranks.stored_shards(step, what, name)
         entries = ranks.entries_of(step, what, name) if joined is None else [joined]
         agree = joined is not None or ranks.ranks_agree(step, what, name)
-        tolerance, owner = allowed.of(step, what, name), owners.get(name, "encoder")
+        tolerance, certain = allowed.equal_up_to(step, what, name), allowed.of(step, what, name)
+        owner = owners.get(name, "encoder")
+        blank = ComparedRow(step, name, owner, what, tolerance=tolerance, certain=certain, ranks_agree=agree)
+        is_rounding = allowed.is_rounding(step, what, name)
         # each content once, with the first rank that holds it
         rows, seen = [], set[str]()
         for rank, entry in enumerate(entries):
             if entry.digest not in seen:
                 seen.add(entry.digest)
-                row = ComparedRow(step, name, owner, what, tolerance=tolerance, ranks_agree=agree, rank=rank)
+                row = dataclasses.replace(blank, rank=rank)
                 start = _before_step(ranks, one, rank, step, what, name)
-                rows.append(_compare_entries(row, entry, one.entry(0, step, what, name), scale, start))
+                theirs = one.entry(0, step, what, name)
+                rows.append(_compare_entries(row, entry, theirs, scale, start, is_rounding=is_rounding))
         yield max(rows, key=lambda row: row.sortable_error)
 
 
@@ -343,14 +414,12 @@ def _before_step(ranks: Recording, one: Recording, rank: int, step: int, what: W
     return [ours, theirs] if ours.exists and theirs.exists and ours.shape == theirs.shape else []
 
 
-def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry]) -> ComparedRow:
+def _compare_entries(
+    row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale, start: Sequence[Entry], *, is_rounding: bool = False
+) -> ComparedRow:
     """Fill in ratio, cosine, errors and verdict of a row that is exact so far."""
-    # one side has no tensor. A gradient of zero is as good as none: the optimizer does the same
     if not ours.exists or not theirs.exists:
-        if ours.exists == theirs.exists or (_is_zero(ours) and _is_zero(theirs)):
-            return row
-        ratio = 0.0 if theirs.exists else math.inf
-        return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, verdict="missing")
+        return _compare_with_none(row, ours, theirs)
     if ours.shape != theirs.shape:
         return _incomparable(row, "wrong direction")
     if ours.digest == theirs.digest:
@@ -370,22 +439,34 @@ def _compare_entries(row: ComparedRow, ours: Entry, theirs: Entry, scale: Scale,
         ratio = cosine = 1.0
 
     found = dataclasses.replace(row, ratio=ratio, cosine=cosine, error=error)
-    return dataclasses.replace(found, verdict=_judge(found, max(our_norm, their_norm), off_norm, scale))
+    verdict = _judge(found, max(our_norm, their_norm), off_norm, scale, is_rounding=is_rounding)
+    return dataclasses.replace(found, verdict=verdict)
 
 
-def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale) -> Verdict:
+def _compare_with_none(row: ComparedRow, ours: Entry, theirs: Entry) -> ComparedRow:
+    """Fill in a row of which one side or both have no tensor. A gradient of zero is as good as none: the optimizer does the same."""
+    if ours.exists == theirs.exists:
+        return dataclasses.replace(row, verdict="no gradient")
+    if _is_zero(ours) and _is_zero(theirs):
+        return row
+    ratio = 0.0 if theirs.exists else math.inf
+    return dataclasses.replace(row, ratio=ratio, cosine=0.0, error=math.inf, verdict="missing")
+
+
+def _judge(row: ComparedRow, norm: float, off_norm: float, scale: Scale, *, is_rounding: bool) -> Verdict:
     """Give the verdict on two tensors that differ: rounding, a factor, or another direction."""
     # rounding: by the tensor's own tolerance, next to all tensors together, or as the update of a gradient of rounding
     is_quiet_update = row.what == "parameter" and row.parameter in scale.quiet
     is_zero = row.what == "gradient" and norm <= scale.zero
     if row.error <= row.tolerance or off_norm <= scale.noise or is_quiet_update or is_zero:
-        all_rounding = is_zero or row.tolerance >= _ALL_ROUNDING
-        if row.what == "gradient" and all_rounding and row.error > _ZERO_ERROR:
+        if row.what == "gradient" and (is_zero or is_rounding) and row.error > _ZERO_ERROR:
             return "zero"
         return "exact"
+    if row.error <= row.certain:
+        return "unclear"
     # the rest after the best factor is taken out
     across = math.sqrt(max(0.0, 1 - row.cosine**2)) if row.cosine > 0 else 1.0
-    return "wrong scale" if across <= max(row.tolerance, 1e-7) else "wrong direction"
+    return "wrong scale" if across <= max(row.certain, 1e-7) else "wrong direction"
 
 
 def _incomparable(row: ComparedRow, verdict: Verdict) -> ComparedRow:

@@ -26,7 +26,7 @@ from lightning_ddp_losses.audit.terms import term_off, terms_off
 from lightning_ddp_losses.core.faults import FAULTS
 from lightning_ddp_losses.errors import listed
 
-Severity = Literal["error", "explanation", "note"]
+Severity = Literal["error", "explanation", "unclear", "note"]
 _OTHER_SEED = 12345  # of the run that shows whether random numbers matter
 _MOST_TERMS = 16  # of a loss whose terms are tried one by one
 
@@ -41,7 +41,8 @@ class Diagnosis:
         evidence: Measured numbers.
         fix: Change that removes the difference.
         confirmed: The counterfactual run that showed it, empty for a pattern alone.
-        severity: ``"error"``, ``"explanation"`` for a difference that has to be (dropout, rounding), or ``"note"``.
+        severity: ``"error"``, ``"explanation"`` for a difference that has to be (dropout, rounding), ``"unclear"`` if a difference cannot
+            be told, or ``"note"``.
         parameters: Names of the parameters that it is about, empty for all.
     """
 
@@ -227,8 +228,9 @@ class AuditContext:
         """Whether the first activations that differ are those of a batch norm with the statistics of one rank."""
         if self.runs.joins_windows:
             return False
-        call = compare.first_odd_activation(*self._traced, self._traced_tolerance)
-        return call is not None and call[0].name in self.local_norms
+        ranks, one = self._traced
+        odd = compare.first_odd_activation(ranks, one, self._traced_tolerance)
+        return odd is not None and odd[0].name in self.local_norms
 
     @property
     def _traced_tolerance(self) -> float:
@@ -390,6 +392,20 @@ class AuditContext:
         return [row for row in self.rows if not row.exact]
 
     @property
+    def wrong_buffers(self) -> list[compare.ComparedRow]:
+        """Floating buffers that differ there from those of one process, and not between ranks."""
+        rows = [row for row in self.comparison.buffers if row.step == self.comparison.first_step]
+        return [row for row in rows if not row.exact and row.ranks_agree]
+
+    @property
+    def without_gradient(self) -> list[str]:
+        """Parameters that train and have no gradient at any step, on no side, although their module ran forward."""
+        rows = self.comparison.rows
+        none = dict.fromkeys(row.parameter for row in rows if row.verdict == "no gradient")
+        trained = {row.parameter for row in rows if row.verdict != "no gradient"}
+        return [name for name in none if name not in trained and name in self.record.called_parameters]
+
+    @property
     def desynchronized(self) -> list[compare.ComparedRow]:
         """Gradients that the ranks do not agree on there."""
         return [row for row in self.rows if not row.ranks_agree]
@@ -439,7 +455,7 @@ class AuditContext:
         left = total - 2 * float(weights @ with_one) + float(weights @ of_ranks @ weights)
         unexplained = (max(0.0, left) / total) ** 0.5
         # the rest may be rounding, but no more than a twentieth
-        allowed = max(1e-4, min(0.05, max(row.tolerance for row in self.wrong)))
+        allowed = max(1e-4, min(0.05, max(row.certain for row in self.wrong)))
         return [float(weight) for weight in weights] if unexplained <= allowed else None
 
     def _gradient_products(self, alone: Sequence[Recording]) -> Tensor:
@@ -462,7 +478,7 @@ def _common_factor(rows: Sequence[compare.ComparedRow]) -> float | None:
         return None
     # ratios are common if they differ by no more than their errors
     ratios = [row.ratio for row in rows if row.ratio > 0]
-    allowed = max(1e-3, 2 * max(row.tolerance for row in rows))
+    allowed = max(1e-3, 2 * max(row.certain for row in rows))
     if not ratios or max(ratios) > min(ratios) * (1 + allowed):
         return None
     return sum(ratios) / len(ratios)

@@ -16,11 +16,11 @@ from lightning_ddp_losses.audit.rules import (
     DESYNC_RULES,
     FIRST_STAGES,
     LAST_STAGES,
+    UNCLEAR_RULES,
     Rule,
     local_statistics,
     unknown,
 )
-
 
 
 def diagnose(context: AuditContext) -> list[Diagnosis]:
@@ -28,7 +28,7 @@ def diagnose(context: AuditContext) -> list[Diagnosis]:
     # the data: also where every gradient is equal
     found = ask(DATA_RULES, context)
     if context.comparison.equal:
-        return found
+        return found + ask(UNCLEAR_RULES, context)
 
     # randomness hides everything else: without it first
     if context.used_rng and "randomness" not in context.off:
@@ -125,5 +125,3 @@ def _random_numbers_differ(context: AuditContext, *, alone: bool) -> Diagnosis:
         source = f"dropout in {quoted(context.info.dropout)}"
     confirmed = "with every draw replaced by its mean both runs are equal" if alone else ""
     return context.diagnosis("F72", severity="explanation", source=source, confirmed=confirmed)
-
-

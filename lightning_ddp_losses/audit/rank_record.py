@@ -28,8 +28,8 @@ PIECE = 1 << 18
 
 # ---------------------------------------------------------------------- the record of a rank
 
-Kind = Literal["initial", "gradient", "parameter", "buffer"]
-"""Kinds of stored tensors."""
+Kind = Literal["initial", "gradient", "forward buffer", "parameter", "buffer"]
+"""Kinds of stored tensors. A buffer is stored before the optimizer's step, as forward has left it, and after it."""
 
 RowCount = int | None
 """Samples in a batch, None if it has none."""
@@ -146,6 +146,7 @@ class RankRecord:
             before a loop clips. ``"hooked"`` is after the module's ``on_before_optimizer_step``, ``"used"`` after the step.
         parameter_events: First event of a parameter after the wrap (``"replaced after the wrap"``), by name.
         trace: Calls of the modules in the traced step, in forward order.
+        called_parameters: Trainable parameters of modules that ran forward.
         cut_lines: The user's lines of that step that cut the graph of the loss between ranks, each with its kind of collective.
         collectives: Names of the collectives of the traced step.
         counted_targets: Cross entropies of the traced step with consecutive targets.
@@ -170,6 +171,7 @@ class RankRecord:
     fingerprints: list[dict[str, dict[str, int]]] = field(default_factory=list)
     parameter_events: dict[str, str] = field(default_factory=dict)
     trace: list[ModuleCall] = field(default_factory=list)
+    called_parameters: list[str] = field(default_factory=list)
     cut_lines: list[list[str]] = field(default_factory=list)
     collectives: list[str] = field(default_factory=list)
     counted_targets: list[CountedTargets] = field(default_factory=list)

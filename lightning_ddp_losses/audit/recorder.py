@@ -67,6 +67,7 @@ class Recorder:
         self._stages: dict[str, dict[str, int]] = {}  # fingerprints of the gradients of the step to come, by stage
         self._terms = TermSwitch(terms_off(run.without))
         self._inside_backward = False
+        self._module = nn.Module()  # the one that is trained
 
     def write(self, step: int, kind: rank_record.Kind, tensors: Iterable[tuple[str, Tensor | None]]) -> None:
         """Store the tensors of one step and kind. None stands for a tensor that does not exist.
@@ -81,15 +82,30 @@ class Recorder:
         """Copy the weights that the ranks started with, move them by one rounding unit if the run asks for it, and store them."""
         self.record.parameter_count = sum(parameter.numel() for parameter in module.parameters())
         self.record.terms = self._terms.lines
+        self._module = module
+        self._follow_calls(module)
         if self.run.trace or self._terms.off:
             self._hook_losses()
         load_start_(module, self.run, self.rank)
         if self.run.perturb is not None:
-            unit, generator = unit_roundoff(module, precision), torch.Generator().manual_seed(self.run.perturb)
+            unit = unit_roundoff(module, precision) * self.run.perturb.share
+            generator = torch.Generator().manual_seed(self.run.perturb.seed)
             for parameter in module.parameters():
                 if parameter.is_floating_point():
                     _perturb_(parameter, unit, generator)
         self.write(0, "initial", [*module.named_parameters(), *module.named_buffers()])
+
+    def _follow_calls(self, module: nn.Module) -> None:
+        """Record the trainable parameters of each module that runs forward."""
+        for prefix, child in module.named_modules():
+            own = [name for name, parameter in child.named_parameters(prefix, recurse=False) if parameter.requires_grad]
+            if own:
+                child.register_forward_pre_hook(functools.partial(self._record_call, own))
+
+    def _record_call(self, own: list[str], *_: Any) -> None:
+        known = self.record.called_parameters
+        if own[0] not in known:
+            known += own
 
     def describe(
         self, module: nn.Module, named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], **further: Any
@@ -141,10 +157,10 @@ class Recorder:
     def replayed_batch(self, planned: Sequence[Any]) -> Any:
         """Load a batch of a replay, given as its number and `ReplayBatch`, moved by one rounding unit if the run asks for it."""
         index, source = planned
-        batch, seed = source.load(), self.run.perturb
-        if seed is None:
+        batch, perturb = source.load(), self.run.perturb
+        if perturb is None:
             return batch
-        return perturb_batch(batch, self.record.module_info.unit, seed * 1000 + index)
+        return perturb_batch(batch, self.record.module_info.unit * perturb.share, perturb.seed * 1000 + index)
 
     def record_batch(self, batch: Any, step: int, rows: rank_record.LoaderRows, epoch: int = 0) -> None:
         """Record a batch, and store the user's own: replays will need it."""
@@ -183,7 +199,7 @@ class Recorder:
 
     def _hook_losses(self) -> None:
         """See each loss before its backward: its terms and, in a traced step, the lines that cut its graph between ranks."""
-        original = Tensor.backward
+        original: Callable[..., None] = Tensor.backward
 
         @functools.wraps(original)
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -195,7 +211,7 @@ class Recorder:
             finally:
                 self._inside_backward = is_inside
 
-        Tensor.backward = backward  # type: ignore[method-assign]
+        Tensor.backward = backward  # type: ignore[method-assign, assignment]
 
     def _see_loss(self, loss: Tensor, call: str) -> None:
         if self._trace is not None:
@@ -220,6 +236,7 @@ class Recorder:
         """
         self.record.steps += 1
         self.write(self.record.steps, "gradient", [(name, parameter.grad) for name, parameter in named.items()])
+        self.write(self.record.steps, "forward buffer", self._module.named_buffers())
         self.record.fingerprints.append({**self._stages, "hooked": self._gradient_fingerprints(named)})
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
         self.record.learning_rates.append(rates)

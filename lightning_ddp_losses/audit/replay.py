@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,6 +110,21 @@ Plan = list[list[ReplayBatch]]
 """Batches by epoch."""
 
 
+class Perturbation(NamedTuple):
+    """A random move of parameters and inputs.
+
+    Attributes:
+        seed: Seed of the directions.
+        share: Length, in rounding units.
+    """
+
+    seed: int
+    share: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.seed} by {self.share:g}"
+
+
 @dataclass(frozen=True, eq=False)
 class Run:
     """Plan of one run.
@@ -122,7 +137,7 @@ class Run:
         steps: Optimizer steps.
         accumulate: Multiple of the user's accumulation, 0 for no accumulation.
         without: Names out of ``ABLATIONS`` that are switched off.
-        perturb: Seed of a perturbation by one rounding unit, None without it.
+        perturb: Move of parameters and inputs in the size of rounding, None without it.
         seed: Seed of random numbers. None keeps the state that the process was forked with.
         trace: Step at which activations and their gradients are recorded, 0 for none.
         group: Give the one process a process group, for a module that asks for one.
@@ -135,7 +150,7 @@ class Run:
     steps: int = 3
     accumulate: int = 1
     without: frozenset[str] = frozenset()
-    perturb: int | None = None
+    perturb: Perturbation | None = None
     seed: int | None = None
     trace: int = 0
     group: bool = False

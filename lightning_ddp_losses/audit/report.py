@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_ddp_losses.audit.compare import AccumulationParity, ComparedRow, Comparison, StepLoss
+from lightning_ddp_losses.audit.compare import COARSE, AccumulationParity, ComparedRow, Comparison, StepLoss
 from lightning_ddp_losses.audit.context import Diagnosis, number_text
 from lightning_ddp_losses.errors import explained_by
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 _SHOWN = 12  # rows of the table in the terminal
 _PAGE_WIDTH = 150  # characters of a line of the HTML page's tables
 _WIDE = 100  # characters. A narrower terminal shows fewer columns
-_COLORS = {"error": "red", "explanation": "yellow", "note": "cyan"}
+_COLORS = {"error": "red", "explanation": "yellow", "unclear": "yellow", "note": "cyan"}
 _DPI = 130
+_SHOWN_FIRST = ("unclear", "no gradient")  # of the rows that do not differ for certain
 _NO_NUMBERS = ["-", "-", "-"]  # ratio, cosine and error of a gradient that is zero in truth
 
 
@@ -45,7 +46,7 @@ class AuditReport:
         equal: True if every gradient and every parameter is the same within rounding, on all ranks, and the batches were
             dealt out right.
         rows: One row for each gradient and step, in the module's order.
-        updates: The same for parameters after the step.
+        updates: The same for parameters and floating buffers after the step.
         losses: One entry for each batch.
         diagnoses: Causes, the likeliest first, empty for an equal run.
         notes: True of both runs, so no difference, but worth knowing.
@@ -68,6 +69,14 @@ class AuditReport:
     accumulation: AccumulationParity | None = None
 
     @property
+    def verdict(self) -> Literal["equal", "different", "cannot tell"]:
+        """``"cannot tell"`` if differences may be rounding of the precision or a fault, or if gradients are not finite."""
+        if self.equal:
+            return "equal"
+        is_unclear = self.diagnoses and all(each.severity == "unclear" for each in self.diagnoses)
+        return "cannot tell" if is_unclear else "different"
+
+    @property
     def first_step(self) -> int | None:
         """The first optimizer step at which something differs. Later differences follow from it."""
         return Comparison(self.rows, self.updates).first_step
@@ -85,7 +94,7 @@ class AuditReport:
         wrong = {row.parameter for row in rows if not row.exact}
         updates = [row for row in self.updates if row.step == step and not row.exact]
         rows += [row for row in updates if row.parameter not in wrong]
-        return sorted(rows, key=lambda row: (row.exact, -row.sortable_error))
+        return sorted(rows, key=lambda row: (row.exact, row.verdict not in _SHOWN_FIRST, -row.sortable_error))
 
     def name(self, parameter: str) -> str:
         """A parameter as the user knows it."""
@@ -110,6 +119,8 @@ class AuditReport:
         what = f"{s.get('devices')} ranks under {s.get('strategy')}, {steps}, {s.get('precision')}"
         if self.equal:
             return f"Equal: {what} give the gradients of one process."
+        if self.verdict == "cannot tell":
+            return f"Cannot tell: {what}: {self.diagnoses[0].title}."
         wrong = sum(not row.exact for row in self.worst())
         if not wrong:
             return f"Different: {what}: gradients agree, the data do not."
@@ -131,6 +142,8 @@ class AuditReport:
             values = ", ".join(map(number_text, first.ranks))
             mean, one = number_text(first.mean), number_text(first.one)
             yield Text(f"Loss of the first batch: ranks {values}; mean {mean}; one process {one}")
+        if self.settings.get("rounding_unit", 0.0) > COARSE:
+            yield Text(f"Allowed error: {self.settings['tolerance']}.")
         if self.accumulation is not None:
             yield Text(self.accumulation.sentence())
         for number, each in enumerate(self.diagnoses, 1):
@@ -151,12 +164,12 @@ class AuditReport:
         # rows
         for row in rows[:most]:
             name, verdict = self.name(row.parameter), str(row.verdict)
-            if row.what == "parameter":
-                name += " (after the step)"
+            if row.what != "gradient":
+                name += f" ({row.owner}, after the step)" if row.what == "buffer" else " (after the step)"
             if not row.ranks_agree:
                 verdict += ", ranks disagree"
             numbers = [f"{row.ratio:.4g}", f"{row.cosine:.4f}", f"{row.error:.1e}"]
-            if row.verdict == "zero":
+            if row.verdict in ("zero", "no gradient"):
                 numbers = _NO_NUMBERS
             owner = [row.owner] if wide else []
             table.add_row(
@@ -166,7 +179,7 @@ class AuditReport:
         rest = rows[most:]
         if rest:
             # the error of a gradient that is zero up to rounding has no meaning
-            errors = [row.error for row in rest if row.verdict != "zero"]
+            errors = [row.error for row in rest if row.verdict not in ("zero", "no gradient")]
             worst = f"{max(errors):.1e}" if errors else _NO_NUMBERS[-1]
             verdict = "exact" if all(row.exact for row in rest) else ""
             blank = [""] if wide else []
@@ -215,7 +228,7 @@ class AuditReport:
             figure = f'<img alt="Ratio of gradient norms for each parameter" src="data:image/png;base64,{data}">'
         except ImportError:
             figure = "<p>(No figure: matplotlib is not installed.)</p>"
-        page = _PAGE.replace("$state", "equal" if self.equal else "different").replace("$figure", figure)
+        page = _PAGE.replace("$state", self.verdict).replace("$figure", figure)
         # rows of one step, then of the others
         groups = [(f"Gradients at step {self._shown_step}, worst first", self.worst())]
         groups.append(("Gradients at the other steps", [row for row in self.rows if row.step != self._shown_step]))
@@ -273,6 +286,7 @@ _MARKS = {
     "exact": ("o", "tab:blue"),
     "wrong scale": ("^", "tab:orange"),
     "wrong direction": ("X", "tab:red"),
+    "unclear": ("D", "tab:olive"),
     "missing": ("s", "tab:purple"),
     "not finite": ("P", "black"),
 }

@@ -2,7 +2,7 @@
 
 A rule looks at an `AuditContext` and yields a `Diagnosis` if it applies. It has a condition and numbers. The texts are cases of
 the fault in the table of faults (``faults.yaml``). Rules are pure: anything beyond the rows they ask from counterfactual runs, which the
-context makes for them. A newcomer adds a function and its line in ``STAGES``, and a case to the table.
+context makes for them. A newcomer adds a function and its line in one of the stages, and a case to the table.
 
 Rules for ranks that do not agree with each other come first. They are one stage: all that apply are named.
 
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
-from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, comma_list, number_text, quoted
+from lightning_ddp_losses.audit.context import AuditContext, Diagnosis, Severity, comma_list, number_text, quoted
 from lightning_ddp_losses.audit.rank_record import Entry
 from lightning_ddp_losses.audit.replay import load_batch, row_digests
 from lightning_ddp_losses.core.autograd_graph import fault_of_event
@@ -279,6 +279,20 @@ def own_queue(context: AuditContext) -> Iterator[Diagnosis]:
             return
 
 
+def global_buffer(context: AuditContext) -> Iterator[Diagnosis]:
+    """F64: a buffer that is the same on all ranks, and not that of one process."""
+    for row in context.wrong_buffers:
+        name, step = row.parameter, row.step
+        if name.rpartition(".")[0] in context.local_norms:
+            continue  # judged as statistics of batch norm
+        # one that the optimizer's step changed follows from wrong gradients
+        ranks = context.ranks.entry(0, step, "forward buffer", name)
+        one = context.one.entry(0, step, "forward buffer", name)
+        if not context.wrong or ranks.digest != one.digest:
+            yield context.diagnosis("F64", "one", parameters=[name], buffer=name, step=step, error=row.error)
+            return
+
+
 def _keeps_rows(context: AuditContext, name: str, step: int, entry: Entry) -> bool:
     """Return whether a buffer is a memory of rows: some of them outlive a step, but all of a running statistic moves."""
     if not entry.dtype.startswith(("float", "bfloat")) or entry.numel > _SORTED:
@@ -333,6 +347,32 @@ def not_finite(context: AuditContext) -> Iterator[Diagnosis]:
         yield context.diagnosis("F79", "backward", gradients=gradients)
 
 
+def not_finite_anywhere(context: AuditContext) -> Iterator[Diagnosis]:
+    """F79: gradients of one process that are not finite: equal means that those of the ranks are not either."""
+    # the first step that has such gradients: later ones follow from it
+    for step in range(1, context.one.steps + 1):
+        names = []
+        for name, entry in context.one.entries(0, step, "gradient").items():
+            if entry.exists and not all(bool(piece.isfinite().all()) for piece in entry.pieces()):
+                names.append(name)
+        if names:
+            numbers: dict[str, Any] = {"name": names[0], "more": len(names) - 1, "step": step}
+            severity: Severity = "unclear" if context.comparison.equal else "note"
+            yield context.diagnosis("F79", "both", severity=severity, parameters=names, **numbers)
+            return
+
+
+def within_rounding(context: AuditContext) -> Iterator[Diagnosis]:
+    """F78: differences that the precision may have made, or a fault."""
+    rows = context.comparison.unclear
+    if rows:
+        worst = max(rows, key=lambda row: row.error / row.tolerance)
+        fields: dict[str, Any] = {"error": worst.error, "allowed": worst.tolerance, "finding": worst.certain}
+        fields |= {"precision": context.info.precision, "worst": context.name(worst.parameter), "count": len(rows)}
+        names = dict.fromkeys(row.parameter for row in rows)
+        yield context.diagnosis("F78", "unclear", severity="unclear", parameters=[*names], **fields)
+
+
 # ---------------------------------------------------------------------- a common factor
 
 
@@ -358,7 +398,8 @@ def gather_without_autograd(context: AuditContext) -> Iterator[Diagnosis]:
     encoder, losses = context.factors
     losses_fit = losses is None or _scale(context, losses) in ("right", "cut")
     if losses_fit and _fault_of_encoder(context) == "F20":
-        yield context.diagnosis("F20", encoder=number_text(encoder, 4), losses=number_text(losses, 4))
+        line = "".join(f" It is at {line}." for _, line in context.cut_lines[:1])
+        yield context.diagnosis("F20", encoder=number_text(encoder, 4), losses=number_text(losses, 4), line=line)
 
 
 def graph_cut(context: AuditContext) -> Iterator[Diagnosis]:
@@ -541,6 +582,9 @@ def _fault_of_encoder(context: AuditContext, *, has_metrics: bool = False) -> st
 DATA_RULES: tuple[Rule, ...] = (identical_batches, repeated_rows, sampler_shuffled_apart, accumulation_factor)
 """Asked in every audit."""
 
+UNCLEAR_RULES: tuple[Rule, ...] = (not_finite_anywhere, within_rounding)
+"""Asked if nothing differs for certain."""
+
 DESYNC_RULES: tuple[Rule, ...] = (
     parameter_order,
     skipped_step,
@@ -557,11 +601,14 @@ DESYNC_RULES: tuple[Rule, ...] = (
 )
 """Rules for ranks that do not agree with each other. All that apply are named, in this order."""
 
-BESIDE_STAGES: tuple[tuple[Rule, ...], ...] = ((own_queue,), (scaled_local_loss,))
+STATE_RULES: tuple[Rule, ...] = (own_queue, global_buffer)
+"""Rules for buffers."""
+
+BESIDE_STAGES: tuple[tuple[Rule, ...], ...] = (STATE_RULES, (scaled_local_loss,))
 """Faults that need not explain every difference: those that the other stages find are named beside them."""
 
 FIRST_STAGES: tuple[tuple[Rule, ...], ...] = (
-    (own_queue,),
+    STATE_RULES,
     (rounding,),
     DESYNC_RULES,
     (not_finite,),

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_ddp_losses import errors
-from lightning_ddp_losses.audit.compare import Tolerances, measure_tolerances
+from lightning_ddp_losses.audit.compare import COARSE, Tolerances, measure_tolerances
 from lightning_ddp_losses.audit.rank_record import RankRecord, Recording
-from lightning_ddp_losses.audit.replay import Run, Target, plan_replay
+from lightning_ddp_losses.audit.replay import Perturbation, Run, Target, plan_replay
 from lightning_ddp_losses.core.faults import FAULTS
 
 # ---------------------------------------------------------------------- processes
@@ -227,7 +227,9 @@ def _end_process(process: Any, *, at_once: bool) -> None:
 
 # ---------------------------------------------------------------------- recordings
 
-_PERTURBATION_SEEDS = (1, 2)
+_PERTURBATIONS = (Perturbation(1), Perturbation(2))
+# in 16 bits a small move changes which numbers are rounded up, and another run's spread is not much smaller
+_SMALL_PERTURBATIONS = (Perturbation(3, 1 / 16), Perturbation(4, 1 / 16))
 _FLOAT64_TOLERANCE = 1e-9  # a smaller difference in float64 is equal
 _OF_WINDOWS = ("joined", "reversed")  # assignments that can join the micro-batches of a window
 # assignments of the same rows, divided evenly
@@ -346,8 +348,12 @@ class Runs:
                 raise error from None
 
     def _record_one(self) -> tuple[Recording, ...]:
-        seeds = (None,) if self.tolerance is not None else (None, *_PERTURBATION_SEEDS)
-        return tuple(self.record(*(self._replay(frozenset(), "joined", perturb=seed) for seed in seeds)))
+        moves: list[Perturbation | None] = [None]
+        if self.tolerance is None:
+            moves += _PERTURBATIONS
+            if self.unit > COARSE:
+                moves += _SMALL_PERTURBATIONS
+        return tuple(self.record(*(self._replay(frozenset(), "joined", perturb=move) for move in moves)))
 
     def pair(self, off: frozenset[str]) -> tuple[Recording, Recording]:
         """Record ranks and one process without ``off``, on the same batches."""

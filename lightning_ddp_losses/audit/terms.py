@@ -49,7 +49,9 @@ class Term(NamedTuple):
         for frame in reversed(frames):
             found = _FRAME.search(frame)
             if found is not None and not package_of(found["path"]):
-                return f"{os.path.basename(found['path'])}:{found['number']}, in {found['name']}: {found['text'].strip()}"
+                return (
+                    f"{os.path.basename(found['path'])}:{found['number']}, in {found['name']}: {found['text'].strip()}"
+                )
         return ""
 
 

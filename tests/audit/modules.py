@@ -336,6 +336,12 @@ class CastBack(Module):  # a cast there and back, after which no gradient passes
         self.float()
 
 
+class ClippedInStep(Module):  # training_step clips what earlier micro-batches have left, before Lightning's backward
+    def training_step(self, batch: Any, index: int) -> Any:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+        return super().training_step(batch, index)
+
+
 class ClippedInHook(Module):  # one rank clips by itself, in the hook before the step
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if rank() == 1:

@@ -139,6 +139,7 @@ FAULTS: dict[str, tuple[str, m.Make, Any, dict[str, Any]]] = {
     "cast there and back after the wrap": ("F07", m.CastBack, even, {}),
     "one rank clips before the step": ("F13", m.ClippedInHook, even, {}),
     "one rank clips where Lightning does": ("F13", m.ClippedByOneRank, even, ONE_STEP),
+    "clipped in training_step, accumulated": ("F13", m.ClippedInStep, few, ACCUMULATED),
     "one rank writes a parameter": ("SYNC", m.Nudged, even, TWO_STEPS),
     "unfrozen after the wrap": ("F08", m.Unfrozen, even, TWO_STEPS),
     "own backward": ("F09", m.OwnBackward, even, {}),
@@ -170,6 +171,7 @@ TITLES = {
     "noise": "random numbers differ",
     "weights by place": "a row's place",
     "a loss in a list, clipped": "gradients are clipped by a norm",
+    "clipped in training_step, accumulated": "gradients clipped before they are reduced",
     "one rank clips before the step": "gradients that are clipped or changed on some ranks",
     "one rank clips where Lightning does": "gradients that are clipped or changed on some ranks",
 }

@@ -125,7 +125,8 @@ def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
 
 def test_nan_on_both_sides_is_said() -> None:
     report = parity(encoder, lambda model, batch: regression(model, batch) * torch.nan, batches())
-    assert "F79" in [note.fault for note in report.notes]
+    assert [each.fault for each in report.diagnoses] == ["F79"]
+    assert not report.equal
 
 
 def test_dropout_alike_is_an_explanation_and_not_a_number() -> None:
