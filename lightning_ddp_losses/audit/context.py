@@ -252,14 +252,6 @@ class AuditContext:
         ranks, _ = self._traced
         return [*zip(*(record.counted_targets for record in ranks.records), strict=False)]
 
-    @property
-    def gathers(self) -> bool:
-        """Whether the ranks gather something in the first step that differs, rows or sizes."""
-        if self.runs.joins_windows:
-            return True
-        ranks, _ = self._traced
-        return any("gather" in name for record in ranks.records for name in record.collectives)
-
     @cached_property
     def terms(self) -> list[str]:
         """The user's lines of the loss's terms, empty where one is not known. Empty if they are not tried one by one."""

@@ -148,7 +148,6 @@ class RankRecord:
         trace: Calls of the modules in the traced step, in forward order.
         called_parameters: Trainable parameters of modules that ran forward.
         cut_lines: The user's lines of that step that cut the graph of the loss between ranks, each with its kind of collective.
-        collectives: Names of the collectives of the traced step.
         counted_targets: Cross entropies of the traced step with consecutive targets.
         terms: The user's line of each term of the losses, in a traced run or one with some terms switched off. Empty where it is
             not known.
@@ -173,7 +172,6 @@ class RankRecord:
     trace: list[ModuleCall] = field(default_factory=list)
     called_parameters: list[str] = field(default_factory=list)
     cut_lines: list[list[str]] = field(default_factory=list)
-    collectives: list[str] = field(default_factory=list)
     counted_targets: list[CountedTargets] = field(default_factory=list)
     terms: list[str] = field(default_factory=list)
     module_info: ModuleInfo = field(default_factory=ModuleInfo)

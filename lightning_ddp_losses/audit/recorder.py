@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import pickle
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -206,7 +206,7 @@ class Recorder:
             is_inside, self._inside_backward = self._inside_backward, True
             try:
                 if not is_inside:  # a backward that another one calls is not that of a loss
-                    self._see_loss(loss, users_line(sys._getframe(1)))
+                    self._see_loss(loss, users_line(inspect.currentframe()))
                 original(loss, *args, **kwargs)
             finally:
                 self._inside_backward = is_inside
@@ -215,7 +215,6 @@ class Recorder:
 
     def _see_loss(self, loss: Tensor, call: str) -> None:
         if self._trace is not None:
-            self.record.collectives = self._trace.names
             self.record.cut_lines += [[cut.kind, cut.line] for cut in self._trace.reaching(loss)]
         if loss.grad_fn is not None:
             self._terms.see(loss, call)

@@ -486,7 +486,7 @@ def scaled_local_loss(context: AuditContext) -> Iterator[Diagnosis]:
     if not context.wrong or context.desynchronized or context.has_local_statistics:
         return
     if context.local_factor == context.W:
-        yield context.diagnosis("F21" if context.gathers else "F22", "local", about=context.wrong)
+        yield context.diagnosis("F21", "local", about=context.wrong)
 
 
 def summed_loss(context: AuditContext) -> Iterator[Diagnosis]:

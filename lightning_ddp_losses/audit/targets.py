@@ -5,7 +5,7 @@ If the columns are the rows of all ranks, the targets of a rank start where its 
 
 from __future__ import annotations
 
-import sys
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -54,4 +54,4 @@ class TargetTrace(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = int(targets[0])
         expected = torch.arange(first, first + len(targets), device=targets.device)
         if torch.equal(targets, expected):
-            self.found.append(CountedTargets(len(targets), logits.shape[1], first, users_line(sys._getframe(1))))
+            self.found.append(CountedTargets(len(targets), logits.shape[1], first, users_line(inspect.currentframe())))
