@@ -168,8 +168,11 @@ class AuditContext:
         return next((factor for factor in (1.0, float(self.W)) if self._is_mean_alone(self.ranks, factor)), None)
 
     def _is_mean_alone(self, of: Recording, factor: float = 1.0) -> bool:
-        """Return whether gradients of the first step, if that differs, are a multiple of the mean of those of each rank alone."""
-        if self.step > 1:
+        """Return whether gradients of the first step, if that differs, are a multiple of the mean of those of each rank alone.
+
+        False if draws are left that one process would make in another way than the ranks: they explain the difference too.
+        """
+        if self.step > 1 or (self.info.automatic and self.used_rng):
             return False
         return compare.is_mean_of(self.single_ranks, of, self.runs.allowed(self.off), factor)
 
