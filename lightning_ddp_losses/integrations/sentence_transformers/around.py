@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,9 +68,8 @@ def _draws_of_rank_0(title: str) -> Iterator[None]:
         return
     own = random.getstate()
     is_first = process_groups.rank(None) == 0
-    state = pickle.dumps(own) if is_first else b""
-    shared = handshake.all_gather(f"{title}: random state", {}, state)[0]
-    random.setstate(pickle.loads(shared))
+    version, numbers, gauss = handshake.all_gather_json(f"{title}: random state", {}, own if is_first else None)[0]
+    random.setstate((version, tuple(numbers), gauss))
     try:
         yield
     finally:
