@@ -32,7 +32,7 @@ _MOST_FOLLOWERS = 8  # findings that a warning lists after its own
 
 
 class CheckStage(str, Enum):
-    """Names the places of a run where checks measure and judge. Messages contain the value.
+    """Names the places of a run where checks measure and judge. Messages contain the value. ``trainer.test`` has those of validation.
 
     Example:
         >>> CheckStage.AFTER_STEP.value
@@ -46,7 +46,9 @@ class CheckStage(str, Enum):
     AFTER_STEP = "after the optimizer step"
     VALIDATION_START = "start of validation"
     TRAIN_EPOCH_END = "end of an epoch"
+    TRAIN_LOGGED = "end of on_train_epoch_end"
     VALIDATION_EPOCH_END = "end of the validation epoch"
+    VALIDATION_LOGGED = "end of on_validation_epoch_end"
     VALIDATION_END = "end of validation"
     SAVE = "saving a checkpoint"
     LOAD = "loading a checkpoint"

@@ -9,8 +9,8 @@ rows. A row is judged at the next exchange, and its findings name the step of th
 * everywhere else: at once. Before backward this is necessary. A rank without a loss, a parameter that some ranks' losses do not reach, or
   batches that end on some ranks only would make ranks wait for each other in that very step.
 
-The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` has the stages of a
-validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is `base.RankCheck`.
+The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` and ``trainer.test``
+have the stages of a validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is `base.RankCheck`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
+from lightning_ddp_losses.callbacks.facts.hook_ends import HookEnds
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
@@ -44,6 +46,13 @@ _ERROR_TIMEOUT = timedelta(seconds=2)
 _WAIT_SECONDS = 10.0  # for peers that end with an error too
 _THE_END = "the end"
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
+_LOGGED_IN = {
+    "on_train_epoch_end": CheckStage.TRAIN_LOGGED,
+    "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
+    "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
+}
+"""Hooks of the module whose logged values Lightning reduces when they return, and the stage before it does."""
+
 T = TypeVar("T")
 
 
@@ -108,6 +117,8 @@ class CheckRunner(Callback):
         self._blinded: set[int] = set()
         self._ran_dry = False
         self._handles: dict[object, Any] = {}
+        self._hook_ends = HookEnds(module)
+        self._undo_validation: Callable[[], object] | None = None
         for check in self.checks:
             check.join(self)
 
@@ -181,6 +192,8 @@ class CheckRunner(Callback):
                 self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
             except RankMismatchError as error:
                 raise ConfigurationError(str(error), collective=True) from None
+        for hook, stage in _LOGGED_IN.items():
+            self._hook_ends.add(hook, partial(self.run_stage, stage))
         self.run_stage(CheckStage.BEFORE_WRAP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -302,6 +315,8 @@ class CheckRunner(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the state at the start of a validation."""
         self.run_stage(CheckStage.VALIDATION_START)
+        loop = compat.validation_loop(trainer)
+        self._undo_validation = compat.before_epoch_values(loop, self._judge_validation)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
@@ -311,12 +326,24 @@ class CheckRunner(Callback):
             self._observe("see_batch_end")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge metrics before they are computed."""
-        self.run_stage(CheckStage.VALIDATION_EPOCH_END)
+        """Judge metrics after several loaders in turn."""
+        self._judge_validation()
+
+    def _judge_validation(self) -> None:
+        """Judge metrics and names of logged values once, before they are computed and reduced."""
+        if self._undo_validation is not None:
+            self._undo_validation()
+            self._undo_validation = None
+            self.run_stage(CheckStage.VALIDATION_EPOCH_END)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""
         self.run_stage(CheckStage.VALIDATION_END)
+
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Judge the last step and the checkpoint before it is written, unless a failed rank saves alone. Checks may add to it."""
@@ -378,6 +405,9 @@ class CheckRunner(Callback):
     def close(self) -> None:
         """Remove all hooks and drop the shared objects."""
         # hooks first: from here on no step calls a check
+        self._hook_ends.remove()
+        if self._undo_validation is not None:
+            self._undo_validation()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

@@ -57,7 +57,8 @@ HEALTHY: dict[Rule, Columns] = {
         **{"zero_steps": (-1, 4, -1), "most_zero_steps": (5, 5, 5), "biased_steps": (3, 3, 3), "step": (6, 6, 6)},
         **{"micro_batches": ((1.0, 2.0),) * 3, "divisors": ((4.0, 4.0),) * 3},
     },
-    loss_rules.compare_names: {"keys": (1, 1, 1), "local_values": (2, 2, 2), "names": (3, 3, 3)},
+    loss_rules.compare_names: {"keys": (1, 1, 1), "names": (3, 3, 3)},
+    loss_rules.compare_epoch: {"keys": (1, 1, 1), "local_values": (2, 2, 2)},
     loss_rules.compare_logged: {
         **{MEAN: (2.0, 2.0, 2.0), "monitors": (1, 1, 1), SUM: (8.0, 8.0, 4.0), ROWS: (4.0, 4.0, 2.0)},
         **{"monitored acc": ((0.5,),) * 3, "monitored later": ((), (), ())},
@@ -115,7 +116,8 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (loss_rules.compare_losses, {"zero_steps": (-1, 5, -1), "step": (-1, -1, -1)}, []),  # no loss yet
     (loss_rules.compare_losses, {"divisors": ((4.0, 2.0), (4.0, 4.0), (4.0, 2.0))}, [("F30", ())]),
     (loss_rules.compare_names, {"keys": (1, 1, 2)}, [("F46", (2,))]),
-    (loss_rules.compare_names, {"local_values": (1, 2, 2)}, [("F56", ())]),
+    (loss_rules.compare_epoch, {"keys": (1, 1, 2)}, [("F46", (2,))]),
+    (loss_rules.compare_epoch, {"local_values": (1, 2, 2)}, [("F56", ())]),
     (loss_rules.compare_logged, {MEAN: (2.2, 2.2, 2.2)}, [("F82", ())]),
     (loss_rules.compare_logged, {MEAN: (math.nan,) * 3}, []),
     (loss_rules.compare_logged, {"monitored acc": ((0.5,), (0.4,), (0.5,))}, [("F55", (1,))]),
