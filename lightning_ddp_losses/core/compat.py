@@ -160,6 +160,11 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Return whether a buffer of the module's own is saved in its state dict. Torch keeps the names of the others privately."""
+    return name not in module._non_persistent_buffers_set
+
+
 def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
     """Return the notes of a state dict about a module, besides its tensors. They have no public name."""
     metadata: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})  # a plain dict has none

@@ -134,9 +134,24 @@ def compare_forwards(columns: Columns) -> list[Finding]:
     return [replace(found, step=columns["step"][0], moment=CheckStage.BEFORE_BACKWARD.value)]
 
 
+BUFFERS, OWN_BUFFERS = "buffers", "own buffers"
+"""Names of findings about buffers, before the buffer is known."""
+
+
 def compare_buffers(columns: Columns) -> list[Finding]:
     """F64, before the buffer and its kind are known."""
-    return differing([*zip(columns["number"], columns["values"], strict=True)], "F64", "unnamed", name="buffers")
+    return differing([*zip(columns["number"], columns["values"], strict=True)], "F64", "unnamed", name=BUFFERS)
+
+
+def compare_own_buffers(columns: Columns) -> list[Finding]:
+    """F64, before the buffer is known: buffers that neither losses nor metrics nor norms hold."""
+    column = [*zip(columns["number"], columns["values"], strict=True)]
+    return [of_own_buffer(OWN_BUFFERS, column)] if len(set(column)) > 1 else []
+
+
+def of_own_buffer(name: str, column: Sequence[Any]) -> Finding:
+    """Return the finding about a buffer with a value for each rank. It is a warning, since a buffer may have no part in the loss."""
+    return Finding.of("F64", "own", ranks=odd_ranks(column), name=name, graded="warning")
 
 
 def compare_metric_states(columns: Columns) -> list[Finding]:
