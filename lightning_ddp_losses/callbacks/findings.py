@@ -280,6 +280,25 @@ def group_by_cause(
     return causes, late
 
 
+def text_of_errors(found: Sequence[Finding]) -> str:
+    """Return the texts of findings in their order. One that follows from another one is a line behind that."""
+    followers: list[Finding] = []
+    causes: list[Cause] = []
+    for finding in found:
+        is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
+        if is_brought:
+            followers.append(finding)
+        else:
+            causes.append(Cause(finding))
+    for follower in followers:
+        lead = next((cause for cause in causes if _spreads(cause.lead, follower)), None)
+        if lead is None:
+            causes.append(Cause(follower))
+        else:
+            lead.followers.append(follower)
+    return "\n".join(cause.text() for cause in causes)
+
+
 def _brings(lead: Finding, finding: Finding) -> bool:
     """Return whether a finding of the same place follows from ``lead``, or is the same fault of something else."""
     same = finding.fault == lead.fault and finding.check == lead.check and finding.fix == lead.fix
