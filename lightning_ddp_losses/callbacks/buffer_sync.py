@@ -374,7 +374,9 @@ class BufferSyncCheck(RankCheck, default=True):
         judged = {BUFFERS: self._judged, OWN_BUFFERS: self._own_judged}
         if finding.name in judged:
             return {name: sent.read() for name, sent in judged[finding.name].items()}
-        return self._states.get(finding.name, StateKind(0)) if finding.fault == "F52" else None
+        if finding.fault != "F52":
+            return None
+        return [self._states.get(name, StateKind(0)) for name in finding.name.split(", ")]
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the buffers or states."""
@@ -382,7 +384,8 @@ class BufferSyncCheck(RankCheck, default=True):
             return _name_buffers(texts)
         if finding.name == OWN_BUFFERS:
             return [of_own_buffer(name, column) for name, column in differing_columns(texts).items()]
-        return [compare_states(finding, [StateKind(*text) for text in texts])]
+        # the states of one metric have one cause, which the first of them shows
+        return [compare_states(finding, [StateKind(*kinds[0]) for kinds in texts])]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""

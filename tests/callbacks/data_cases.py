@@ -490,6 +490,21 @@ class FewerInAList(FewerUpdates):  # the same of a metric that is no submodule
         self.__dict__["collected"] = self.hidden[0]
 
 
+class TwoStates(Collected):  # two states of one metric
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.add_state("labels", default=[], dist_reduce_fx=None)
+
+    def update(self, value: Tensor) -> None:
+        super().update(value)
+        self.labels.append(value)
+
+
+class FewerOfTwoStates(FewerUpdates):
+    def build(self) -> None:
+        self.collected = TwoStates()
+
+
 class FewerSynced(FewerUpdates):  # Healthy: the same of a metric whose one exchange takes any number of updates
     def build(self) -> None:
         self.collected = synced(Collected(None))
@@ -573,6 +588,7 @@ WINDOWS = [
 ]
 
 LOADERS = [
+    Case(FewerOfTwoStates, "F51", "BufferSyncCheck", "collected.values, collected.labels", step=3),
     Case(SameBatches, "F67", "BatchCheck", "come from `OwnLoader`, which is not a DataLoader", step=1, ranks=(0, 1)),
 ]
 

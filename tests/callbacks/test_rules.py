@@ -36,7 +36,7 @@ HEALTHY: dict[Rule, Columns] = {
     rules.compare_forwards: {"forwards": (1, 1, 1), "buffers": (0, 0, 0), "step": (2, 2, 2)},
     rules.compare_buffers: {"number": (1, 1, 1), "values": (6, 6, 6)},
     rules.compare_own_buffers: {"number": (1, 1, 1), "values": (6, 6, 6)},
-    rules.compare_metric_states: {"names": (1, 1, 1), "auroc.preds": (5, 0, 5)},
+    rules.compare_metric_states: {"names": (1, 1, 1), "auroc.preds": (5, 0, 5), "auroc.target": (6, 0, 6)},
     rules.compare_norms: {
         **{"rows": (4.0, 4.0, 4.0), "labels": ((1, 1), (1, 1), (1, 1)), "tolerance": (0.1,) * 3, "rate": (0.1,) * 3},
         **{"means": ((0.0, 1.0),) * 3, "variances": ((1.0, 1.0),) * 3},
@@ -91,6 +91,7 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_buffers, {"values": (6, 6, 5)}, [("F64", (2,))]),
     (rules.compare_own_buffers, {"values": (6, 6, 5)}, [("F64", (2,))]),
     (rules.compare_metric_states, {"auroc.preds": (5, 0, 4)}, [("F52", (1, 2))]),
+    (rules.compare_metric_states, {"auroc.preds": (5, 0, 4), "auroc.target": (6, 0, 5)}, [("F52", (1, 2))]),  # one metric
     (rules.compare_metric_states, {"names": (1, 1, 2), "auroc.preds": (5, 3, 4)}, []),
     (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (3.0, 4.0))}, [("F59", ())]),
     (rules.compare_batches, {"is_last": (0, 1, 0)}, [("F36", (1,))]),

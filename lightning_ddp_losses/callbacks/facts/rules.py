@@ -155,14 +155,19 @@ def of_own_buffer(name: str, column: Sequence[Any]) -> Finding:
 
 
 def compare_metric_states(columns: Columns) -> list[Finding]:
-    """F52: states of metrics that cannot be gathered. A column for each state, 0 for one that matches any other."""
+    """F52: metrics with states that cannot be gathered. A column for each state, 0 for one that matches any other."""
     states = {name: column for name, column in columns.items() if name != "names"}
     if len(set(columns["names"])) > 1:  # different metrics per rank: they cannot be lined up
         return []
-    found = []
+    # one finding for each metric, with the states of it that differ
+    differing_states: dict[str, list[str]] = {}
     for name, column in states.items():
         if len(set(column) - {0}) > 1:
-            found.append(Finding.of("F52", ranks=odd_ranks(column), name=name))
+            metric = name.rpartition(".")[0]
+            differing_states.setdefault(metric, []).append(name)
+    found = []
+    for names in differing_states.values():
+        found.append(Finding.of("F52", ranks=odd_ranks(states[names[0]]), name=", ".join(names)))
     return found
 
 
