@@ -217,8 +217,9 @@ class BufferSyncCheck(RankCheck, default=True):
     """Batch norm's statistics, memory queues, metric states and buffers of one's own are equal on all ranks.
 
     Buffers of losses and queues are compared in every step. Other buffers of floats that a checkpoint holds are compared after the first
-    step and every 64th, before a validation and at the end of training. If they differ, that is a warning. Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
-    does not wait for a device. The finding names the step of its buffers.
+    step and every 64th, before a validation and at the end of training. If they differ, that is a warning. Buffers after a step are judged
+    at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait for a device. The
+    finding names the step of its buffers.
 
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 

@@ -294,8 +294,8 @@ def _kind_of_absent(module: LightningModule, trainer: Trainer, names: Sequence[s
             stepped.update(map(id, group["params"]))
     parameters = {name: parameter for name, parameter in module.named_parameters() if name in absent}
     if parameters and all(id(parameter) not in stepped for parameter in parameters.values()):
-        owners = dict.fromkeys(name.split(".")[0] for name in parameters)
-        return "copy", f"self.{next(iter(owners))}"
+        first = next(iter(parameters))
+        return "copy", f"self.{first.split('.')[0]}"
     # adapters of a frozen model
     owners = {name.split(".")[0] for name in absent}
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]

@@ -10,7 +10,8 @@ rows. A row is judged at the next exchange, and its findings name the step of th
   batches that end on some ranks only would make ranks wait for each other in that very step.
 
 The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` and ``trainer.test``
-have the stages of a validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is `base.RankCheck`.
+have the stages of a validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is
+`base.RankCheck`.
 """
 
 from __future__ import annotations

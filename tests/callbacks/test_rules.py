@@ -91,7 +91,11 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_buffers, {"values": (6, 6, 5)}, [("F64", (2,))]),
     (rules.compare_own_buffers, {"values": (6, 6, 5)}, [("F64", (2,))]),
     (rules.compare_metric_states, {"auroc.preds": (5, 0, 4)}, [("F52", (1, 2))]),
-    (rules.compare_metric_states, {"auroc.preds": (5, 0, 4), "auroc.target": (6, 0, 5)}, [("F52", (1, 2))]),  # one metric
+    (
+        rules.compare_metric_states,
+        {"auroc.preds": (5, 0, 4), "auroc.target": (6, 0, 5)},
+        [("F52", (1, 2))],
+    ),  # one metric
     (rules.compare_metric_states, {"names": (1, 1, 2), "auroc.preds": (5, 3, 4)}, []),
     (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (3.0, 4.0))}, [("F59", ())]),
     (rules.compare_batches, {"is_last": (0, 1, 0)}, [("F36", (1,))]),

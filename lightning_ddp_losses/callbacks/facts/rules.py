@@ -165,10 +165,8 @@ def compare_metric_states(columns: Columns) -> list[Finding]:
         if len(set(column) - {0}) > 1:
             metric = name.rpartition(".")[0]
             differing_states.setdefault(metric, []).append(name)
-    found = []
-    for names in differing_states.values():
-        found.append(Finding.of("F52", ranks=odd_ranks(states[names[0]]), name=", ".join(names)))
-    return found
+    by_metric = differing_states.values()
+    return [Finding.of("F52", ranks=odd_ranks(states[names[0]]), name=", ".join(names)) for names in by_metric]
 
 
 def compare_norms(columns: Columns) -> list[Finding]:
