@@ -251,7 +251,7 @@ class Cause:
         """Format the lead, and list its followers in a line."""
         if not self.followers:
             return self.lead.text()
-        shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
+        shown = "; ".join(f"{each.check}, {each.fault}, {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
         if len(self.followers) > _MOST_FOLLOWERS:
             shown += f" and {len(self.followers) - _MOST_FOLLOWERS} more"
         return self.lead.text(f"  of the same cause: {shown}")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
-from lightning_ddp_losses.callbacks.facts.hook_ends import HookEnds
+from lightning_ddp_losses.callbacks.facts.hook_ends import EpochValues, HookEnd
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
@@ -118,8 +118,6 @@ class CheckRunner(Callback):
         self._blinded: set[int] = set()
         self._ran_dry = False
         self._handles: dict[object, Any] = {}
-        self._hook_ends = HookEnds(module)
-        self._undo_validation: Callable[[], object] | None = None
         for check in self.checks:
             check.join(self)
 
@@ -194,7 +192,7 @@ class CheckRunner(Callback):
             except RankMismatchError as error:
                 raise ConfigurationError(str(error), collective=True) from None
         for hook, stage in _LOGGED_IN.items():
-            self._hook_ends.add(hook, partial(self.run_stage, stage))
+            self._handles[hook] = HookEnd(self.module, hook, partial(self.run_stage, stage))
         self.run_stage(CheckStage.BEFORE_WRAP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -316,8 +314,7 @@ class CheckRunner(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the state at the start of a validation."""
         self.run_stage(CheckStage.VALIDATION_START)
-        loop = compat.validation_loop(trainer)
-        self._undo_validation = compat.before_epoch_values(loop, self._judge_validation)
+        self._handles[EpochValues] = EpochValues(compat.validation_loop(trainer), self._judge_validation)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
@@ -332,9 +329,9 @@ class CheckRunner(Callback):
 
     def _judge_validation(self) -> None:
         """Judge metrics and names of logged values once, before they are computed and reduced."""
-        if self._undo_validation is not None:
-            self._undo_validation()
-            self._undo_validation = None
+        handle = self._handles.pop(EpochValues, None)
+        if handle is not None:
+            handle.remove()
             self.run_stage(CheckStage.VALIDATION_EPOCH_END)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -406,9 +403,6 @@ class CheckRunner(Callback):
     def close(self) -> None:
         """Remove all hooks and drop the shared objects."""
         # hooks first: from here on no step calls a check
-        self._hook_ends.remove()
-        if self._undo_validation is not None:
-            self._undo_validation()
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

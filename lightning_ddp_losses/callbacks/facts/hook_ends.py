@@ -1,7 +1,7 @@
-"""`HookEnds`: a place of the run right after a hook of the module.
+"""`HookEnd` and `EpochValues`: places of the run right before Lightning reduces logged values.
 
 Lightning calls the hooks of callbacks before the module's hook, and reduces what the module logs in it as soon as the hook returns. The
-only place between both is the return of the hook.
+only place between both is the return of the hook. What an evaluation logs in its batches is reduced before any hook of its end.
 """
 
 from __future__ import annotations
@@ -11,32 +11,41 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
+from lightning_ddp_losses.core import compat
 
-class HookEnds:
-    """Calls functions at the end of hooks of a module, until ``remove``.
+
+class EpochValues:
+    """Calls a function before an evaluation reduces its epoch values, until ``remove``.
 
     Args:
-        module: Module of a fit. Its hooks are replaced in the object, so that its class, its copies and its pickles keep theirs.
+        loop: Loop of the evaluation.
+        function: Function to call.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        self._attributes = vars(module)
-        self._given: dict[str, Any] = {}  # hooks that the object had itself. None for those of the class
-        self._module = module
+    def __init__(self, loop: Any, function: Callable[[], None]) -> None:
+        self.remove = compat.before_epoch_values(loop, function)
 
-    def add(self, name: str, at_end: Callable[[], None]) -> None:
-        """Call a function whenever the hook of this name has returned."""
-        self._given[name] = self._attributes.get(name)
-        self._attributes[name] = _HookWithEnd(getattr(self._module, name), at_end)
+
+class HookEnd:
+    """Calls a function whenever a hook of a module has returned, until ``remove``.
+
+    Args:
+        module: Module of a fit. Its hook is replaced in the object, so that its class, its copies and its pickles keep theirs.
+        name: Name of the hook.
+        at_end: Function to call.
+    """
+
+    def __init__(self, module: LightningModule, name: str, at_end: Callable[[], None]) -> None:
+        self._attributes, self._name = vars(module), name
+        self._given = self._attributes.get(name)  # None if the hook is that of the class
+        self._attributes[name] = _HookWithEnd(getattr(module, name), at_end)
 
     def remove(self) -> None:
-        """Give the module its hooks back."""
-        for name, given in self._given.items():
-            if given is None:
-                self._attributes.pop(name, None)
-            else:
-                self._attributes[name] = given
-        self._given.clear()
+        """Give the module its hook back."""
+        if self._given is None:
+            self._attributes.pop(self._name, None)
+        else:
+            self._attributes[self._name] = self._given
 
 
 class _HookWithEnd:
