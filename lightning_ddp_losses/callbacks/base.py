@@ -19,7 +19,10 @@ from lightning_ddp_losses.callbacks.report import Action, Settings, validated_ac
 from lightning_ddp_losses.callbacks.runner import CheckRunner
 from lightning_ddp_losses.errors import expect, expect_count, format_error
 
-_IN_VALIDATION = {CheckStage.VALIDATION_START, CheckStage.VALIDATION_EPOCH_END, CheckStage.VALIDATION_END}
+_IN_VALIDATION = {
+    *(CheckStage.VALIDATION_START, CheckStage.VALIDATION_EPOCH_END),
+    *(CheckStage.VALIDATION_LOGGED, CheckStage.VALIDATION_END),
+}
 
 
 class CheckCallback(Callback):
@@ -27,19 +30,19 @@ class CheckCallback(Callback):
 
     _own_runner: CheckRunner | None = None
     findings: Sequence[Finding] = ()
-    """Findings of the latest fit or ``trainer.validate``, each fault once."""
+    """Findings of the latest fit, ``trainer.validate`` or ``trainer.test``, each fault once."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start the runner before the module is wrapped. It is a callback of the trainer until the fit or validation ends."""
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = [*dict.fromkeys(callback for callback in given if isinstance(callback, CheckCallback))]
         # one runner serves all callbacks. Lightning comes here twice if one of them was given twice
-        if stage not in ("fit", "validate") or callbacks[0] is not self or self._own_runner in given:
+        if stage not in ("fit", "validate", "test") or callbacks[0] is not self or self._own_runner in given:
             return
         # the first with settings decides
         settings = next((callback for callback in callbacks if isinstance(callback, Settings)), Settings())
         checks = _all_checks(callbacks)
-        if stage == "validate":
+        if stage != "fit":
             checks = [check for check in checks if not _IN_VALIDATION.isdisjoint(check.stages)]
         self._own_runner = CheckRunner(checks, settings, trainer, pl_module)
         given.insert(given.index(self) + 1, self._own_runner)
@@ -140,7 +143,7 @@ class DDPChecks(CheckCallback, Settings):
         log_figures: Send the measurements of the checks (collectives, rows, losses, memory) to the loggers too, not only the counts.
         stall_seconds: Report the place of every rank when a rank makes no progress for longer.
 
-    It also runs in ``trainer.validate``, with the checks that look at validation.
+    It also runs in ``trainer.validate`` and ``trainer.test``, with the checks that look at validation.
 
     Communication: at start one handshake and one gather. Then at most two gathers in a checked step, one of them in the strategy's own
         handshake under ``"ddp_losses"``. None in a world of one.

@@ -1,7 +1,6 @@
-"""`BufferSyncCheck`: memory queues, batch norm and metric states, which must be equal on all ranks.
+"""`BufferSyncCheck`: memory queues, batch norm, metric states and buffers of one's own, which must be equal on all ranks.
 
-Three sections read modules, each for one kind of state: queues and running sums of losses, statistics of batch norm, states of metrics.
-The check follows.
+Three sections read modules, each for one kind of state: buffers, statistics of batch norm, states of metrics. The check follows.
 """
 
 from __future__ import annotations
@@ -21,10 +20,14 @@ from lightning_ddp_losses.callbacks.base import RankCheck
 from lightning_ddp_losses.callbacks.batch_reader import BatchReader
 from lightning_ddp_losses.callbacks.facts.fact import Fact, Numbers
 from lightning_ddp_losses.callbacks.facts.rules import (
+    BUFFERS,
+    OWN_BUFFERS,
     compare_buffers,
     compare_forwards,
     compare_metric_states,
     compare_norms,
+    compare_own_buffers,
+    of_own_buffer,
 )
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, differing_columns, odd_ranks
 from lightning_ddp_losses.callbacks.replicas import DDP_IGNORES
@@ -43,7 +46,7 @@ _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SEARCH_EVERY = 64  # steps; a large model takes a while to walk through
 
 
-# ---------------------------------------------------------------------- queues and running sums
+# ---------------------------------------------------------------------- buffers
 
 
 class SentBuffer:
@@ -100,6 +103,24 @@ def compared_slots(module: nn.Module) -> list[BufferSlot]:
             has_rows = buffer is not None and not is_lazy(buffer) and buffer.ndim >= 1 and buffer.shape[0] > 1
             if full_name not in ignored and (is_objective or (is_queue and has_rows)):
                 found.append(BufferSlot(full_name, inner, name, is_queue and has_rows))
+    return found
+
+
+def own_slots(module: nn.Module) -> list[BufferSlot]:
+    """Return the other buffers that a checkpoint holds, if they are floats or complex: running means, centres, codebooks.
+
+    Buffers that are no part of a checkpoint are caches. A cache may differ between ranks.
+    """
+    taken = {slot.path for slot in compared_slots(module)}.union(getattr(module, DDP_IGNORES, ()))
+    found: list[BufferSlot] = []
+    for path, inner in module.named_modules():
+        if isinstance(inner, compat.NORM_TYPES):
+            continue
+        for name, buffer in compat.buffer_slots(inner).items():
+            full_name = f"{path}.{name}".removeprefix(".")
+            is_number = buffer is not None and (buffer.is_floating_point() or buffer.is_complex())
+            if is_number and full_name not in taken and compat.is_persistent(inner, name):
+                found.append(BufferSlot(full_name, inner, name, is_queue=False))
     return found
 
 
@@ -193,10 +214,12 @@ def compare_states(finding: Finding, kinds: Sequence[StateKind]) -> Finding:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BufferSyncCheck(RankCheck, default=True):
-    """Batch norm's statistics, memory queues and metric states are equal on all ranks.
+    """Batch norm's statistics, memory queues, metric states and buffers of one's own are equal on all ranks.
 
-    Buffers after a step are judged at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check
-    does not wait for a device. The finding names the step of its buffers.
+    Buffers of losses and queues are compared in every step. Other buffers of floats that a checkpoint holds are compared after the first
+    step and every 64th, before a validation and at the end of training. If they differ, that is a warning. Buffers after a step are judged
+    at the next one, before a checkpoint is saved and at the end of training (``runner``), so that the check does not wait for a device. The
+    finding names the step of its buffers.
 
     Covers F26, F41, F49, F51, F52, F59, F60 and F64.
 
@@ -205,7 +228,7 @@ class BufferSyncCheck(RankCheck, default=True):
             rank, the distance by chance. Plain DDP keeps a tenth of the difference of the latest batches.
         **options: As ``RankCheck``.
 
-    Communication: 24 bytes before backward, 16 after the step. At validation 0.9 KiB.
+    Communication: 24 bytes before backward, 16 after the step, 16 more if all buffers are compared. At validation 0.9 KiB.
 
     Example:
         >>> checks = DDPChecks([BufferSyncCheck(tolerance=0.2)])
@@ -217,6 +240,8 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def _forget(self) -> None:
         self._slots: list[BufferSlot] | None = None
+        self._own_buffers: dict[str, Tensor] = {}
+        self._own_judged: dict[str, SentBuffer] = {}
         self._buffers: dict[str, Tensor] = {}
         self._judged: dict[str, SentBuffer] = {}
         self._states: dict[str, StateKind] = {}
@@ -249,6 +274,10 @@ class BufferSyncCheck(RankCheck, default=True):
                 buffer for buffer in wrapped.buffers() if id(buffer) not in of_norms and is_plain_memory(buffer)
             )
 
+    def see_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        """Count forwards anew after a backward that only accumulates, too: it needs no buffers any more."""
+        self._forwards, self._before_second = {}, None
+
     def see_batch(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Read rows and labels, for the advice."""
         self.runner.shared(BatchReader).see(batch, batch_idx)
@@ -279,20 +308,29 @@ class BufferSyncCheck(RankCheck, default=True):
         """Start to read the compared buffers. Return a function that returns their number, and a hash of names and fingerprints."""
         if self._slots is None or self.runner.step % _SEARCH_EVERY == 0:
             self._slots = compared_slots(self.runner.module)
-        self._buffers = {}
-        sent: dict[str, SentBuffer] = {}
-        for slot in self._slots:
-            value = compat.buffer_slots(slot.owner).get(slot.name)
-            if value is not None and not value.is_meta and is_plain_memory(value):
-                self._buffers[slot.path] = value.int_repr() if value.is_quantized else value
-                sent[slot.path] = SentBuffer(self._buffers[slot.path], is_queue=slot.is_queue)
+        self._buffers, sent = _send(self._slots)
 
         def read() -> Numbers:
             self._judged = sent  # for the explanation
-            named = [(name, *buffer.read()) for name, buffer in sent.items()]
-            return {"number": len(named), "values": hash_text(repr(named))}
+            return _numbers_of(sent)
 
         return read
+
+    def _read_own_buffers(self) -> Callable[[], Numbers]:
+        """Start to read the buffers of the user's own modules. Return a function that returns the same of them."""
+        self._own_buffers, sent = _send(own_slots(self.runner.module))
+
+        def read() -> Numbers:
+            self._own_judged = sent
+            return _numbers_of(sent)
+
+        return read
+
+    def _read_own_after_step(self) -> Callable[[], Numbers] | None:
+        """Return the same after the first step and some others."""
+        if self.runner.steps and self.runner.step % _SEARCH_EVERY:
+            return None
+        return self._read_own_buffers()
 
     def _read_states(self) -> Numbers:
         """Return a hash of the states' names, then one for the kind of each."""
@@ -321,6 +359,9 @@ class BufferSyncCheck(RankCheck, default=True):
         Fact("kinds of batch norm", CheckStage.TRAIN_START, _read_start),
         Fact("forwards", CheckStage.BEFORE_BACKWARD, _read_forwards, compare_forwards),
         Fact("buffers", CheckStage.AFTER_STEP, _read_buffers, compare_buffers),
+        Fact("own buffers", CheckStage.AFTER_STEP, _read_own_after_step, compare_own_buffers),
+        Fact("own buffers", CheckStage.VALIDATION_START, _read_own_buffers, compare_own_buffers),
+        Fact("own buffers", CheckStage.TRAIN_END, _read_own_buffers, compare_own_buffers),
         Fact("metric states", CheckStage.VALIDATION_EPOCH_END, _read_states, compare_metric_states),
         Fact("metric states", CheckStage.TRAIN_EPOCH_END, _read_states, compare_metric_states),
         Fact("batch norm", CheckStage.VALIDATION_START, _read_norms, compare_norms),
@@ -331,22 +372,46 @@ class BufferSyncCheck(RankCheck, default=True):
 
     def describe(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Any:
         """Return this rank's fingerprints, or the kind of a state."""
-        if finding.name == "buffers":
-            return {name: sent.read() for name, sent in self._judged.items()}
-        return self._states.get(finding.name, StateKind(0)) if finding.fault == "F52" else None
+        judged = {BUFFERS: self._judged, OWN_BUFFERS: self._own_judged}
+        if finding.name in judged:
+            return {name: sent.read() for name, sent in judged[finding.name].items()}
+        if finding.fault != "F52":
+            return None
+        return [self._states.get(name, StateKind(0)) for name in finding.name.split(", ")]
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name the buffers or states."""
-        if finding.name == "buffers":
-            return _name_buffers(finding, texts)
-        return [compare_states(finding, [StateKind(*text) for text in texts])]
+        if finding.name == BUFFERS:
+            return _name_buffers(texts)
+        if finding.name == OWN_BUFFERS:
+            return [of_own_buffer(name, column) for name, column in differing_columns(texts).items()]
+        # the states of one metric have one cause, which the first of them shows
+        return [compare_states(finding, [StateKind(*kinds[0]) for kinds in texts])]
 
     def tensor(self, finding: Finding, trainer: Trainer, module: LightningModule) -> Tensor | None:
         """Return the buffer itself."""
-        return self._buffers.get(finding.name)
+        return self._buffers.get(finding.name, self._own_buffers.get(finding.name))
 
 
-def _name_buffers(finding: Finding, fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
+def _send(slots: Sequence[BufferSlot]) -> tuple[dict[str, Tensor], dict[str, SentBuffer]]:
+    """Start to read buffers. Return their values and what was sent, by path."""
+    values: dict[str, Tensor] = {}
+    sent: dict[str, SentBuffer] = {}
+    for slot in slots:
+        value = compat.buffer_slots(slot.owner).get(slot.name)
+        if value is not None and not value.is_meta and is_plain_memory(value):
+            values[slot.path] = value.int_repr() if value.is_quantized else value
+            sent[slot.path] = SentBuffer(values[slot.path], is_queue=slot.is_queue)
+    return values, sent
+
+
+def _numbers_of(sent: Mapping[str, SentBuffer]) -> Numbers:
+    """Return the number of buffers, and a hash of their names and fingerprints."""
+    named = [(name, *buffer.read()) for name, buffer in sent.items()]
+    return {"number": len(named), "values": hash_text(repr(named))}
+
+
+def _name_buffers(fingerprints_by_rank: Sequence[Mapping[str, list[Any]]]) -> list[Finding]:
     """Name each buffer that differs, with the fault of its kind."""
     found = []
     for name, values in differing_columns(fingerprints_by_rank).items():

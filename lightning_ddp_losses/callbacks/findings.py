@@ -32,7 +32,7 @@ _MOST_FOLLOWERS = 8  # findings that a warning lists after its own
 
 
 class CheckStage(str, Enum):
-    """Names the places of a run where checks measure and judge. Messages contain the value.
+    """Names the places of a run where checks measure and judge. Messages contain the value. ``trainer.test`` has those of validation.
 
     Example:
         >>> CheckStage.AFTER_STEP.value
@@ -46,7 +46,9 @@ class CheckStage(str, Enum):
     AFTER_STEP = "after the optimizer step"
     VALIDATION_START = "start of validation"
     TRAIN_EPOCH_END = "end of an epoch"
+    TRAIN_LOGGED = "end of on_train_epoch_end"
     VALIDATION_EPOCH_END = "end of the validation epoch"
+    VALIDATION_LOGGED = "end of on_validation_epoch_end"
     VALIDATION_END = "end of validation"
     SAVE = "saving a checkpoint"
     LOAD = "loading a checkpoint"
@@ -249,7 +251,7 @@ class Cause:
         """Format the lead, and list its followers in a line."""
         if not self.followers:
             return self.lead.text()
-        shown = "; ".join(f"{each.fault} {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
+        shown = "; ".join(f"{each.check}, {each.fault}, {each.what}" for each in self.followers[:_MOST_FOLLOWERS])
         if len(self.followers) > _MOST_FOLLOWERS:
             shown += f" and {len(self.followers) - _MOST_FOLLOWERS} more"
         return self.lead.text(f"  of the same cause: {shown}")
@@ -276,6 +278,25 @@ def group_by_cause(
         else:
             causes.append(Cause(finding))
     return causes, late
+
+
+def text_of_errors(found: Sequence[Finding]) -> str:
+    """Return the texts of findings in their order. One that follows from another one is a line behind that."""
+    followers: list[Finding] = []
+    causes: list[Cause] = []
+    for finding in found:
+        is_brought = any(_spreads(other, finding) and not _spreads(finding, other) for other in found)
+        if is_brought:
+            followers.append(finding)
+        else:
+            causes.append(Cause(finding))
+    for follower in followers:
+        lead = next((cause for cause in causes if _spreads(cause.lead, follower)), None)
+        if lead is None:
+            causes.append(Cause(follower))
+        else:
+            lead.followers.append(follower)
+    return "\n".join(cause.text() for cause in causes)
 
 
 def _brings(lead: Finding, finding: Finding) -> bool:

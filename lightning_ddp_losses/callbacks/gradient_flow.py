@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_ddp_losses.callbacks import ddp_state, replicas
 from lightning_ddp_losses.callbacks.base import RankCheck
@@ -243,7 +244,8 @@ class GradientFlowCheck(RankCheck, default=True):
             is_zero = self._loss is not None and float(self._loss) == 0.0
             return {"names": self._missing, "zero_loss": is_zero}
         names = {"absent": judged.absent, "finite": judged.not_finite(), "zero": sorted(self._zero_modules)}
-        return {"names": names[finding.name], "zero_loss": judged.loss_is_zero()}
+        kind = _kind_of_absent(module, trainer, judged.absent)
+        return {"names": names[finding.name], "zero_loss": judged.loss_is_zero(), "kind": kind}
 
     def explain(self, finding: Finding, texts: list[Any]) -> list[Finding]:
         """Name parameters and reasons."""
@@ -267,12 +269,39 @@ def _named(finding: Finding, states: Sequence[Mapping[str, Any]]) -> Finding:
     if finding.fault == "F79":
         return Finding.of("F79", "gradients", ranks=ranks, **shown)
     some_ranks = ranks if len(ranks) < len(states) else ()
-    if finding.fault in ("DETACHED", "F38"):
+    if finding.fault == "F38":
+        case, copied = states[0]["kind"]
+        return Finding.of("F38", case, ranks=some_ranks, copy=copied, **shown)
+    if finding.fault == "DETACHED":
         return Finding.of(finding.fault, ranks=some_ranks, **shown)
     # parameters that are missing on some ranks: their loss is zero, or they took a different branch
     has_zero_loss = all(states[rank]["zero_loss"] for rank in ranks)
     values = tuple(f"{len(state['names'])} of {len(names)} without" for state in states)
     return Finding.of("F32" if has_zero_loss else finding.fault, ranks=some_ranks, values=values, **shown)
+
+
+def _kind_of_absent(module: LightningModule, trainer: Trainer, names: Sequence[str]) -> tuple[str, str]:
+    """Return the case of F38 for parameters without a gradient, and the path of the copy that they are of, if it is one."""
+    absent = set(names)
+    # a copy that keeps an average, or that no optimizer has
+    copies = [path for path, inner in module.named_modules() if isinstance(inner, AveragedModel)]
+    of_copies = [path for path in copies if any(name.startswith(f"{path}.") for name in absent)]
+    if of_copies and all(name.startswith(tuple(f"{path}." for path in of_copies)) for name in absent):
+        return "copy", f"self.{of_copies[0]}"
+    stepped: set[int] = set()
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            stepped.update(map(id, group["params"]))
+    parameters = {name: parameter for name, parameter in module.named_parameters() if name in absent}
+    if parameters and all(id(parameter) not in stepped for parameter in parameters.values()):
+        first = next(iter(parameters))
+        return "copy", f"self.{first.split('.')[0]}"
+    # adapters of a frozen model
+    owners = {name.split(".")[0] for name in absent}
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    if any(name.split(".")[0] in owners for name in frozen):
+        return "beside_frozen", ""
+    return "check", ""
 
 
 def _explain_differences(finding: Finding, states: Sequence[Mapping[str, Any]]) -> list[Finding]:

@@ -36,6 +36,7 @@ from lightning_ddp_losses.callbacks.facts.loss_rules import (
     MONITORED,
     ROWS,
     SUM,
+    compare_epoch,
     compare_logged,
     compare_losses,
     compare_names,
@@ -177,10 +178,16 @@ class LossCheck(RankCheck, default=True):
         columns["biased_steps"] = [sum(self._biased)]
 
     def _read_training_epoch(self) -> Numbers:
-        return self._values.numbers_of_epoch(self.runner.trainer)
+        return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer))
 
     def _read_validation_epoch(self) -> Numbers:
-        return self._values.numbers_of_epoch(self.runner.trainer, validation=True)
+        return self._values.numbers_of_epoch(_results_of_epoch(self.runner.trainer, validation=True))
+
+    def _read_training_names(self) -> Numbers:
+        return self._values.names_of_epoch(self.runner.trainer)
+
+    def _read_validation_names(self) -> Numbers:
+        return self._values.names_of_epoch(self.runner.trainer, validation=True)
 
     def _see_epoch(self, columns: Columns) -> None:
         self._values.keep_true_means(columns)
@@ -196,7 +203,9 @@ class LossCheck(RankCheck, default=True):
         Fact("last losses", CheckStage.SAVE, _read_last, compare_losses, _see_losses),
         Fact("last losses", CheckStage.TRAIN_END, _read_last, compare_losses, _see_losses),
         Fact("logged means", CheckStage.TRAIN_EPOCH_END, _read_training_epoch, compare_names, _see_epoch),
+        Fact("logged names", CheckStage.TRAIN_LOGGED, _read_training_names, compare_epoch),
         Fact("logged means", CheckStage.VALIDATION_EPOCH_END, _read_validation_epoch, compare_names, _see_epoch),
+        Fact("logged names", CheckStage.VALIDATION_LOGGED, _read_validation_names, compare_epoch),
         Fact("logged values", CheckStage.EPOCH_START, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.VALIDATION_END, _read_logged, compare_logged, _see_logged),
         Fact("logged values", CheckStage.TRAIN_END, _read_logged, compare_logged, _see_logged),
@@ -307,24 +316,30 @@ class LoggedValues:
 
     def see_batch_end(self, trainer: Trainer) -> None:
         """Remember numbers of rows that Lightning may reduce in place before they are read. (Does not wait for the device.)"""
-        if not (trainer.validating or trainer.is_last_batch):
+        validation = trainer.validating or trainer.testing
+        if not (validation or trainer.is_last_batch):
             return
-        for key, result in _results_of_epoch(trainer, validation=trainer.validating).items():
+        for key, result in _results_of_epoch(trainer, validation=validation).items():
             if _is_global_mean(result) and not compat.is_reduced(result):
                 self._rows_before[key] = result.cumulated_batch_size.clone()
 
-    def numbers_of_epoch(self, trainer: Trainer, *, validation: bool = False) -> dict[str, Any]:
-        """Return hashes of the names that are reduced, of the values that are not and of the names of means, then sum and rows of each."""
+    def names_of_epoch(self, trainer: Trainer, *, validation: bool = False) -> dict[str, int]:
+        """Return hashes of the names that are reduced and of the values that are not, of all hooks of the epoch.
+
+        Values that decide are left out: they are compared once they are there for the callbacks that watch them.
+        """
         results = _results_of_epoch(trainer, validation=validation)
+        values = _values_of_one_rank(results)
+        for name in _monitored_names(trainer):
+            values.pop(name, None)
+        self.local_values = values
+        return {"keys": self.hash_keys(results), "local_values": hash_text("; ".join(map(repr, values.items())))}
+
+    def numbers_of_epoch(self, results: Any) -> dict[str, Any]:
+        """Return hashes of the names that are reduced and of the names of means, then sum and rows of each."""
         keys = self.hash_keys(results)
-        self.local_values = {} if validation else _values_of_one_rank(results)
         sums = dict(sorted(self._sums(results)))
-        local_values = "; ".join(map(repr, self.local_values.items()))
-        numbers: dict[str, Any] = {
-            "keys": keys,
-            "local_values": hash_text(local_values),
-            "names": hash_text("; ".join(sums)),
-        }
+        numbers: dict[str, Any] = {"keys": keys, "names": hash_text("; ".join(sums))}
         for name, (total, rows) in sums.items():
             numbers[SUM + name] = total
             numbers[ROWS + name] = rows
@@ -402,14 +417,19 @@ def _is_global_mean(result: Any) -> bool:
     return bool(over_all_ranks and result.meta.on_epoch and result.meta.is_mean_reduction)
 
 
-def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
-    """Return this rank's values that decide on checkpoints, early stopping or learning rates. None for a value that is not logged."""
+def _monitored_names(trainer: Trainer) -> list[str]:
+    """Return the names of the values that decide on checkpoints, early stopping or learning rates."""
     if trainer.state.fn != "fit":  # they decide on training alone
-        return {}
+        return []
     monitors = [getattr(callback, "monitor", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
     monitors += [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    return sorted({monitor for monitor in monitors if monitor and isinstance(monitor, str)})
+
+
+def _monitored_values(trainer: Trainer) -> dict[str, float | None]:
+    """Return this rank's values that decide. None for a value that is not logged."""
     found: dict[str, float | None] = {}
-    for name in sorted({monitor for monitor in monitors if monitor and isinstance(monitor, str)}):
+    for name in _monitored_names(trainer):
         value = trainer.callback_metrics.get(name)
         is_number = isinstance(value, Tensor) and value.numel() == 1
         found[name] = float(value) if is_number else None  # type: ignore[arg-type]

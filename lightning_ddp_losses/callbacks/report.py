@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lightning_ddp_losses.callbacks.findings import FAILED, Finding, group_by_cause
+from lightning_ddp_losses.callbacks.findings import FAILED, Finding, group_by_cause, text_of_errors
 from lightning_ddp_losses.distributed import process_groups
 from lightning_ddp_losses.distributed.user_line import package_of
 from lightning_ddp_losses.errors import DDPLossError, expect
@@ -146,8 +146,7 @@ class Report:
         if found:
             self.log(trainer)
         if raising:
-            text = "\n".join(finding.text() for finding in raising)
-            raise DDPLossError(text, findings=raising, collective=True)
+            raise DDPLossError(text_of_errors(raising), findings=raising, collective=True)
 
     def _report_causes(self, action: str, found: Sequence[Finding]) -> None:
         """Warn or log once for each cause. Log findings that follow from a cause reported before."""

@@ -9,8 +9,9 @@ rows. A row is judged at the next exchange, and its findings name the step of th
 * everywhere else: at once. Before backward this is necessary. A rank without a loss, a parameter that some ranks' losses do not reach, or
   batches that end on some ranks only would make ranks wait for each other in that very step.
 
-The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` has the stages of a
-validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is `base.RankCheck`.
+The schedule depends on stages alone, so every rank exchanges the same rows at the same place. ``trainer.validate`` and ``trainer.test``
+have the stages of a validation inside a fit. The runner knows checks by the `row_exchange.Check` protocol. Their base class is
+`base.RankCheck`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_ddp_losses.callbacks.check import Check
+from lightning_ddp_losses.callbacks.facts.hook_ends import EpochValues, HookEnd
 from lightning_ddp_losses.callbacks.findings import CheckStage, Finding, place_of
 from lightning_ddp_losses.callbacks.last_rows import LastRows
 from lightning_ddp_losses.callbacks.replicas import ReplicatedParameters
@@ -44,6 +47,13 @@ _ERROR_TIMEOUT = timedelta(seconds=2)
 _WAIT_SECONDS = 10.0  # for peers that end with an error too
 _THE_END = "the end"
 _EVERY_N_STEPS = (CheckStage.BEFORE_BACKWARD, CheckStage.AFTER_STEP)  # stages to which ``every_n_steps`` applies
+_LOGGED_IN = {
+    "on_train_epoch_end": CheckStage.TRAIN_LOGGED,
+    "on_validation_epoch_end": CheckStage.VALIDATION_LOGGED,
+    "on_test_epoch_end": CheckStage.VALIDATION_LOGGED,
+}
+"""Hooks of the module whose logged values Lightning reduces when they return, and the stage before it does."""
+
 T = TypeVar("T")
 
 
@@ -181,6 +191,8 @@ class CheckRunner(Callback):
                 self.row_exchange.gather_rows("set of checks", b"", {"checks": titles, "options": digest})
             except RankMismatchError as error:
                 raise ConfigurationError(str(error), collective=True) from None
+        for hook, stage in _LOGGED_IN.items():
+            self._handles[hook] = HookEnd(self.module, hook, partial(self.run_stage, stage))
         self.run_stage(CheckStage.BEFORE_WRAP)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -302,6 +314,7 @@ class CheckRunner(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the state at the start of a validation."""
         self.run_stage(CheckStage.VALIDATION_START)
+        self._handles[EpochValues] = EpochValues(compat.validation_loop(trainer), self._judge_validation)
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *batch: Any, **options: Any
@@ -311,12 +324,24 @@ class CheckRunner(Callback):
             self._observe("see_batch_end")
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge metrics before they are computed."""
-        self.run_stage(CheckStage.VALIDATION_EPOCH_END)
+        """Judge metrics after several loaders in turn."""
+        self._judge_validation()
+
+    def _judge_validation(self) -> None:
+        """Judge metrics and names of logged values once, before they are computed and reduced."""
+        handle = self._handles.pop(EpochValues, None)
+        if handle is not None:
+            handle.remove()
+            self.run_stage(CheckStage.VALIDATION_EPOCH_END)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Judge the results of validation."""
         self.run_stage(CheckStage.VALIDATION_END)
+
+    on_test_start = on_validation_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
+    on_test_end = on_validation_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Judge the last step and the checkpoint before it is written, unless a failed rank saves alone. Checks may add to it."""

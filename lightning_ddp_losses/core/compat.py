@@ -160,6 +160,11 @@ def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Return whether a buffer of the module's own is saved in its state dict. Torch keeps the names of the others privately."""
+    return name not in module._non_persistent_buffers_set
+
+
 def state_dict_metadata(state: Any, prefix: str) -> dict[str, Any]:
     """Return the notes of a state dict about a module, besides its tensors. They have no public name."""
     metadata: dict[str, dict[str, Any]] = getattr(state, "_metadata", {})  # a plain dict has none
@@ -536,9 +541,17 @@ def skip_sigterm_broadcast(trainer: Any) -> Callable[[], object]:
 
 
 def _patch(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], object]:
-    """Put a function in the place of an object's method. Return a function that undoes it."""
+    """Put a function in the place of an object's method. Return a function that undoes it, the latest of several first."""
+    given = vars(owner).get(name)
     setattr(owner, name, replacement)
-    return lambda: vars(owner).pop(name, None)
+
+    def undo() -> None:
+        if given is None:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, given)
+
+    return undo
 
 
 def mark_sigterm_(trainer: Any) -> None:
@@ -666,7 +679,9 @@ def set_loaders_made_in_(loop: Any, epoch: Any) -> None:
 
 
 def validation_loop(trainer: Any) -> Any:
-    """Return the loop that validates: that of ``trainer.validate`` while it runs, else that of the fit."""
+    """Return the loop that validates: that of ``trainer.validate`` or ``trainer.test`` while it runs, else that of the fit."""
+    if trainer.state.fn == "test":
+        return trainer.test_loop
     return trainer.validate_loop if trainer.state.fn == "validate" else trainer.fit_loop.epoch_loop.val_loop
 
 
@@ -821,8 +836,7 @@ def _surround_evaluation(
         reset()
 
     def store_after_end() -> None:
-        # among several loaders the last one is not known here
-        if len(loop._combined_loader.flattened) == 1 or loop._combined_loader._mode != "sequential":
+        if _is_one_run(loop):
             end_once()
         store()
 
@@ -832,6 +846,29 @@ def _surround_evaluation(
 
     replaced = {"reset": reset_after_before, "on_run_end": end_after_end, "_store_dataloader_outputs": store_after_end}
     return [_patch(loop, name, function) for name, function in replaced.items()]
+
+
+def _is_one_run(loop: Any) -> bool:
+    """Return whether an evaluation stores its epoch values once. Several loaders in turn do so one by one, and the last is not known."""
+    return len(loop._combined_loader.flattened) == 1 or loop._combined_loader._mode != "sequential"
+
+
+def before_epoch_values(loop: Any, function: Callable[[], object]) -> Callable[[], object]:
+    """Call a function before an evaluation reduces its epoch values. Lightning does so before the hooks at the end of the epoch.
+
+    Several loaders in turn are reduced in turn, and the function is not called.
+
+    Returns:
+        A function that undoes it.
+    """
+    store = loop._store_dataloader_outputs
+
+    def store_after_function() -> None:
+        if _is_one_run(loop):
+            function()
+        store()
+
+    return _patch(loop, "_store_dataloader_outputs", store_after_function)
 
 
 def inner_batch_sampler(loader: Any) -> Any:

@@ -666,9 +666,9 @@ def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts:
     among_copies = process_groups.group_of_mesh(title, copies)
     payloads = handshake.all_gather(f"copies of {title}", {"numbers": len(own)}, form.pack(*own), group=among_copies)
     of_ranks = [form.unpack(payload) for payload in payloads]
-    rounding = 64 * torch.finfo(totals.dtype).eps
+    eps = torch.finfo(totals.dtype).eps
     for of_rank in of_ranks:
-        if all(math.isclose(a, b, rel_tol=rounding) for a, b in zip(of_rank, own, strict=True)):
+        if _are_equal_but_for_rounding(own, of_rank, totals.numel(), eps):
             continue
         error = InputError(
             f"{title}: copies",
@@ -677,6 +677,18 @@ def _refuse_other_copies(title: str, copies: DeviceMesh, totals: Tensor, counts:
             fix="Name in copies= only the dimensions of the mesh whose ranks hold the same rows; those whose rows differ go into mesh=.",
         )
         handshake.raise_on_all_ranks(error, title, group=group)
+
+
+def _are_equal_but_for_rounding(own: Sequence[float], other: Sequence[float], num_totals: int, eps: float) -> bool:
+    """Return whether two ranks have the same totals and counts. Terms that cancel leave a total that is rounding only, and NaN is NaN."""
+    most_rows = max(own[num_totals:], default=0.0)
+    for place, (a, b) in enumerate(zip(own, other, strict=True)):
+        if math.isnan(a) and math.isnan(b):
+            continue
+        allowed = eps * most_rows if place < num_totals else 0.0
+        if not math.isclose(a, b, rel_tol=64 * eps, abs_tol=allowed):
+            return False
+    return True
 
 
 def _checked_counts(title: str, total: Any, count: Any) -> list[float]:

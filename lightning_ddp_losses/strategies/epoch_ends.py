@@ -26,6 +26,7 @@ import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -39,7 +40,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_ddp_losses.core import compat
 from lightning_ddp_losses.core.autograd_graph import attaches_zero_grad
 from lightning_ddp_losses.core.faults import FAULTS
-from lightning_ddp_losses.core.inputs import children_of, is_array, rebuild_nest
+from lightning_ddp_losses.core.inputs import children_of, is_array, rebuild_nest, tensors_in
 from lightning_ddp_losses.core.modules import synchronises
 from lightning_ddp_losses.distributed import handshake, messages, process_groups
 from lightning_ddp_losses.distributed.global_values import is_global_value
@@ -495,8 +496,16 @@ def _no_rows(path: str, got: str) -> InputError:
 # ---------------------------------------------------------------------- the module, and its loss without rows on some rank
 
 
+def _has_no_rows(frame: FrameType) -> bool:
+    """Return whether the first argument of a method, after the object, is a batch of 0 rows."""
+    names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+    batch = frame.f_locals.get(names[0]) if names else None
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.ndim]
+    return bool(tensors) and all(len(tensor) == 0 for tensor in tensors)
+
+
 def name_module(error: Exception, root: nn.Module) -> Exception:
-    """Return the error of a training step, as one that names the module if a module has failed on 0 rows.
+    """Return the error of a training step, as one that names the module or the step if it has failed on 0 rows.
 
     Args:
         error: Error that was raised inside the step.
@@ -504,11 +513,17 @@ def name_module(error: Exception, root: nn.Module) -> Exception:
     """
     if isinstance(error, DDPLossError):
         return error
-    failed = None
+    failed, is_empty = None, False
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner, values = frame.f_locals.get("self"), frame.f_locals.values()
         if isinstance(owner, nn.Module) and any(isinstance(value, Tensor) and 0 in value.shape for value in values):
             failed = owner
+        if owner is root and frame.f_code.co_name == "training_step":
+            is_empty = _has_no_rows(frame)
+    if is_empty and failed in (None, root):
+        got = f"{type(error).__name__} in training_step: {error}"
+        fix = f"The batch of rank {process_groups.rank()} has 0 rows. Let the step return a loss of 0 rows for it, or use uneven='stop'."
+        return InputError(_EMPTY, expected="a training_step that takes 0 rows", got=got, fix=fix)
     if failed is None:
         return error
     name = next((name for name, module in root.named_modules() if module is failed), "")

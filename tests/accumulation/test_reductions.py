@@ -235,6 +235,28 @@ def torn_copies() -> None:
     own_mean(mesh=mesh["dp"], copies=mesh["tp"])
 
 
+# totals of two copies of the same three rows: as they are added in another order, or NaN
+SAME_ROWS = {"NaN": (torch.nan, torch.nan), "cancels": (2.8e-17, 5.6e-17), "rounded": (1.0, 1.0 + 2.3e-16)}
+OTHER_ROWS = {"NaN on one rank": (torch.nan, 1.0), "small": (1e-9, 2e-9), "other": (1.0, 1.1)}
+
+
+def mean_of_copies(totals: tuple[float, float]) -> float:
+    mesh = line(dp=1, tp=2)
+    total = torch.tensor(totals[dist.get_rank()], dtype=torch.float64)
+    return float(global_mean(total, 3, mesh=mesh["dp"], copies=mesh["tp"]))
+
+
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_copies_may_differ_by_rounding(pool: RankPool, name: str) -> None:
+    expected = SAME_ROWS[name][0] / 3
+    assert pool.run(2, mean_of_copies, SAME_ROWS[name]) == pytest.approx([expected] * 2, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_copies_of_other_rows_are_an_error(pool: RankPool, name: str) -> None:
+    assert_errors(pool.errors(2, mean_of_copies, OTHER_ROWS[name]), "copies", "the same rows")
+
+
 def mesh_of_others() -> None:
     mesh, net = line(dp=1, cp=2), make_net()
     fully_shard(net, mesh=mesh["dp"])

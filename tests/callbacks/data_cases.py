@@ -14,6 +14,7 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -26,8 +27,8 @@ from torch.utils.data import (
 )
 from torchmetrics import Metric
 
-from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler, synced
-from tests.callbacks.harness import CLASSES, WIDTH, Case, Subject, Validated
+from lightning_ddp_losses import GlobalBatchLoss, GlobalBatchSampler, global_mean, ssl, synced
+from tests.callbacks.harness import BATCHES, CLASSES, WIDTH, Case, Subject, Validated
 
 
 def dataset(rows: int) -> TensorDataset:
@@ -377,6 +378,44 @@ class RunningSum(Subject):  # a loss that keeps a sum of its own rank's rows in 
         return super().objective(features, labels, index)
 
 
+class RunningMean(Subject):  # a running mean of rows in a buffer: of one rank's rows, or of all ranks'
+    def build(self) -> None:
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        total, rows = features.sum(0), len(features)
+        mean = total / rows if self.sick else global_mean(total, rows)
+        self.mean = 0.9 * self.mean + 0.1 * mean  # a new tensor in each step
+        return super().objective(features - self.mean, labels, index)
+
+
+class LateMean(Subject):  # a centre that is made after the last step, by `.data`, which autograd does not count
+    def build(self) -> None:
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    def on_train_epoch_end(self) -> None:
+        self.centre.data += self.sick * dist.get_rank()
+
+
+class OtherBuffers(Subject):  # buffers that may differ, and buffers that are equal because their parameters are
+    def build(self) -> None:
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("counter", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("nothing", None)
+        self.register_buffer("constant", torch.arange(4.0) + 1j)
+        self.encoder = nn.utils.spectral_norm(self.encoder)
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True, dtype=torch.float64)
+        self.centre = ssl.Center(WIDTH, momentum=0.9)
+        self.average = AveragedModel(self.head).requires_grad_(False)
+
+    def objective(self, features: Tensor, labels: Tensor, index: int) -> Tensor:
+        self.cache = torch.full((3,), float(dist.get_rank()))
+        self.counter += dist.get_rank()
+        self.average.update_parameters(self.head)
+        self.centre.update(features)
+        return super().objective(self.norm(features[:, None])[:, 0], labels, index)
+
+
 class Normalised(Subject):  # batch norm; the data of one rank lie elsewhere
     def build(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH, dtype=torch.float64)
@@ -451,6 +490,21 @@ class FewerInAList(FewerUpdates):  # the same of a metric that is no submodule
         self.__dict__["collected"] = self.hidden[0]
 
 
+class TwoStates(Collected):  # two states of one metric
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.add_state("labels", default=[], dist_reduce_fx=None)
+
+    def update(self, value: Tensor) -> None:
+        super().update(value)
+        self.labels.append(value)
+
+
+class FewerOfTwoStates(FewerUpdates):
+    def build(self) -> None:
+        self.collected = TwoStates()
+
+
 class FewerSynced(FewerUpdates):  # Healthy: the same of a metric whose one exchange takes any number of updates
     def build(self) -> None:
         self.collected = synced(Collected(None))
@@ -523,7 +577,7 @@ STATES = [
     Case(Threads, "F73", "DeviceCheck", "threads", ranks=()),
 ]
 
-HEALTHY.append(FewerSynced)
+HEALTHY += [FewerSynced, OtherBuffers]
 
 WINDOWS = [
     Case(Subject, "F84", "BatchCheck", "has 1 of 3 batches", ranks=(), options=SHORT),
@@ -534,6 +588,15 @@ WINDOWS = [
 ]
 
 LOADERS = [
+    Case(FewerOfTwoStates, "F51", "BufferSyncCheck", "collected.values, collected.labels", step=3),
     Case(SameBatches, "F67", "BatchCheck", "come from `OwnLoader`, which is not a DataLoader", step=1, ranks=(0, 1)),
 ]
-CASES = [*DATA, *LOSSES, *STATES, *WINDOWS, *LOADERS]
+
+BUFFERS = [
+    Case(RunningMean, "F64", "BufferSyncCheck", "mean", step=0),
+    Case(RunningMean, "F64", "BufferSyncCheck", "mean", step=0, strategy="ddp_losses"),
+    Case(RunningMean, "F64", "BufferSyncCheck", "mean", step=0, options={"accumulate_grad_batches": 2}),
+    Case(LateMean, "F64", "BufferSyncCheck", "centre", step=BATCHES),
+    Case(LateMean, "F64", "BufferSyncCheck", "centre", step=BATCHES, strategy="ddp_losses"),
+]
+CASES = [*DATA, *LOSSES, *STATES, *WINDOWS, *LOADERS, *BUFFERS]

@@ -35,7 +35,8 @@ HEALTHY: dict[Rule, Columns] = {
     },
     rules.compare_forwards: {"forwards": (1, 1, 1), "buffers": (0, 0, 0), "step": (2, 2, 2)},
     rules.compare_buffers: {"number": (1, 1, 1), "values": (6, 6, 6)},
-    rules.compare_metric_states: {"names": (1, 1, 1), "auroc.preds": (5, 0, 5)},
+    rules.compare_own_buffers: {"number": (1, 1, 1), "values": (6, 6, 6)},
+    rules.compare_metric_states: {"names": (1, 1, 1), "auroc.preds": (5, 0, 5), "auroc.target": (6, 0, 6)},
     rules.compare_norms: {
         **{"rows": (4.0, 4.0, 4.0), "labels": ((1, 1), (1, 1), (1, 1)), "tolerance": (0.1,) * 3, "rate": (0.1,) * 3},
         **{"means": ((0.0, 1.0),) * 3, "variances": ((1.0, 1.0),) * 3},
@@ -57,7 +58,8 @@ HEALTHY: dict[Rule, Columns] = {
         **{"zero_steps": (-1, 4, -1), "most_zero_steps": (5, 5, 5), "biased_steps": (3, 3, 3), "step": (6, 6, 6)},
         **{"micro_batches": ((1.0, 2.0),) * 3, "divisors": ((4.0, 4.0),) * 3},
     },
-    loss_rules.compare_names: {"keys": (1, 1, 1), "local_values": (2, 2, 2), "names": (3, 3, 3)},
+    loss_rules.compare_names: {"keys": (1, 1, 1), "names": (3, 3, 3)},
+    loss_rules.compare_epoch: {"keys": (1, 1, 1), "local_values": (2, 2, 2)},
     loss_rules.compare_logged: {
         **{MEAN: (2.0, 2.0, 2.0), "monitors": (1, 1, 1), SUM: (8.0, 8.0, 4.0), ROWS: (4.0, 4.0, 2.0)},
         **{"monitored acc": ((0.5,),) * 3, "monitored later": ((), (), ())},
@@ -87,7 +89,13 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (rules.compare_forwards, {"forwards": (2, 2, 2), "buffers": (1, 2, 1)}, [("F41", (1,))]),
     (rules.compare_forwards, {"forwards": (2, 1, 2), "buffers": (1, 2, 1)}, []),
     (rules.compare_buffers, {"values": (6, 6, 5)}, [("F64", (2,))]),
+    (rules.compare_own_buffers, {"values": (6, 6, 5)}, [("F64", (2,))]),
     (rules.compare_metric_states, {"auroc.preds": (5, 0, 4)}, [("F52", (1, 2))]),
+    (
+        rules.compare_metric_states,
+        {"auroc.preds": (5, 0, 4), "auroc.target": (6, 0, 5)},
+        [("F52", (1, 2))],
+    ),  # one metric
     (rules.compare_metric_states, {"names": (1, 1, 2), "auroc.preds": (5, 3, 4)}, []),
     (rules.compare_norms, {"means": ((0.0, 1.0), (0.0, 1.0), (3.0, 4.0))}, [("F59", ())]),
     (rules.compare_batches, {"is_last": (0, 1, 0)}, [("F36", (1,))]),
@@ -115,7 +123,8 @@ SICK: list[tuple[Rule, Columns, list[tuple[str, tuple[int, ...]]]]] = [
     (loss_rules.compare_losses, {"zero_steps": (-1, 5, -1), "step": (-1, -1, -1)}, []),  # no loss yet
     (loss_rules.compare_losses, {"divisors": ((4.0, 2.0), (4.0, 4.0), (4.0, 2.0))}, [("F30", ())]),
     (loss_rules.compare_names, {"keys": (1, 1, 2)}, [("F46", (2,))]),
-    (loss_rules.compare_names, {"local_values": (1, 2, 2)}, [("F56", ())]),
+    (loss_rules.compare_epoch, {"keys": (1, 1, 2)}, [("F46", (2,))]),
+    (loss_rules.compare_epoch, {"local_values": (1, 2, 2)}, [("F56", ())]),
     (loss_rules.compare_logged, {MEAN: (2.2, 2.2, 2.2)}, [("F82", ())]),
     (loss_rules.compare_logged, {MEAN: (math.nan,) * 3}, []),
     (loss_rules.compare_logged, {"monitored acc": ((0.5,), (0.4,), (0.5,))}, [("F55", (1,))]),

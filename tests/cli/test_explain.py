@@ -187,8 +187,8 @@ def test_findings_end_with_the_command_that_explains_them() -> None:
     lead = Finding("F24", "gradient of `loss.W`", check="GradientFlowCheck")
     lines = lead.text().splitlines()
     assert lines[-2:] == [FAULTS["F24"].fix, "More: ddp-losses explain F24"]
-    followed = Cause(lead, [Finding("SYNC", "gradients")]).text().splitlines()
-    assert followed[-2:] == ["  of the same cause: SYNC gradients", "More: ddp-losses explain F24"]
+    followed = Cause(lead, [Finding("SYNC", "gradients", check="GradientFlowCheck")]).text().splitlines()
+    assert followed[-2:] == ["  of the same cause: GradientFlowCheck, SYNC, gradients", "More: ddp-losses explain F24"]
 
 
 def test_diagnoses_end_with_the_command_that_explains_them(tmp_path: Path) -> None:

@@ -306,6 +306,20 @@ class ByLargest(nn.Module):  # divides by the largest entry of a column. Without
         return rows / rows.max(0).values
 
 
+class LargestOfBatch(Rows):  # the same in the step itself
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step([batch[0], batch[1] / batch[1].max(), batch[2]], index)
+
+
+class OfHelper(Rows):  # the same in a function that knows no module
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step([batch[0], by_largest(batch), batch[2]], index)
+
+
+def by_largest(batch: Any) -> Tensor:
+    return batch[1] / max(row.max() for row in batch[1])
+
+
 class Scaled(Rows):
     def __init__(self) -> None:
         super().__init__()
@@ -323,8 +337,19 @@ class Scaled(Rows):
         (SomeLocal, ("losses over the rows of all ranks", "rank 0: ", "MeanBackward", "rank 1: nothing else")),
         (Normed, ("norms over the rows of all ranks", "`encoder.1` (BatchNorm1d)", "sync_batchnorm")),
         (Scaled, ("uneven='join': a batch of 0 rows", "IndexError in `encoder.3` (ByLargest)")),
+        (
+            LargestOfBatch,
+            ("uneven='join': a batch of 0 rows", "RuntimeError in training_step", "The batch of rank 1 has 0 rows"),
+        ),
+        (
+            OfHelper,
+            ("uneven='join': a batch of 0 rows", "ValueError in training_step", "The batch of rank 1 has 0 rows"),
+        ),
     ],
-    ids=["local mean", "local loss", "local on some", "batch norm", "a module that cannot take 0 rows"],
+    ids=[
+        *("local mean", "local loss", "local on some", "batch norm", "a module that cannot take 0 rows"),
+        *("a step that cannot take 0 rows", "a function that cannot take 0 rows"),
+    ],
 )
 def test_join_refuses_what_is_of_one_rank(
     pool: RankPool, make: Callable[[], Rows], words: Sequence[str], kind: str, check_calls: bool

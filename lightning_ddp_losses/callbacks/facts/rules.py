@@ -134,21 +134,39 @@ def compare_forwards(columns: Columns) -> list[Finding]:
     return [replace(found, step=columns["step"][0], moment=CheckStage.BEFORE_BACKWARD.value)]
 
 
+BUFFERS, OWN_BUFFERS = "buffers", "own buffers"
+"""Names of findings about buffers, before the buffer is known."""
+
+
 def compare_buffers(columns: Columns) -> list[Finding]:
     """F64, before the buffer and its kind are known."""
-    return differing([*zip(columns["number"], columns["values"], strict=True)], "F64", "unnamed", name="buffers")
+    return differing([*zip(columns["number"], columns["values"], strict=True)], "F64", "unnamed", name=BUFFERS)
+
+
+def compare_own_buffers(columns: Columns) -> list[Finding]:
+    """F64, before the buffer is known: buffers that neither losses nor metrics nor norms hold."""
+    column = [*zip(columns["number"], columns["values"], strict=True)]
+    return [of_own_buffer(OWN_BUFFERS, column)] if len(set(column)) > 1 else []
+
+
+def of_own_buffer(name: str, column: Sequence[Any]) -> Finding:
+    """Return the finding about a buffer with a value for each rank. It is a warning, since a buffer may have no part in the loss."""
+    return Finding.of("F64", "own", ranks=odd_ranks(column), name=name, graded="warning")
 
 
 def compare_metric_states(columns: Columns) -> list[Finding]:
-    """F52: states of metrics that cannot be gathered. A column for each state, 0 for one that matches any other."""
+    """F52: metrics with states that cannot be gathered. A column for each state, 0 for one that matches any other."""
     states = {name: column for name, column in columns.items() if name != "names"}
     if len(set(columns["names"])) > 1:  # different metrics per rank: they cannot be lined up
         return []
-    found = []
+    # one finding for each metric, with the states of it that differ
+    differing_states: dict[str, list[str]] = {}
     for name, column in states.items():
         if len(set(column) - {0}) > 1:
-            found.append(Finding.of("F52", ranks=odd_ranks(column), name=name))
-    return found
+            metric = name.rpartition(".")[0]
+            differing_states.setdefault(metric, []).append(name)
+    by_metric = differing_states.values()
+    return [Finding.of("F52", ranks=odd_ranks(states[names[0]]), name=", ".join(names)) for names in by_metric]
 
 
 def compare_norms(columns: Columns) -> list[Finding]:

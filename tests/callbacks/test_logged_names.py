@@ -1,0 +1,181 @@
+"""Names that are reduced over ranks, in every hook that may log: where ranks log others, all of them say so before values are mixed.
+
+Under ``"ddp"`` Lightning reduces one value after the other, whatever their names are.
+"""
+
+from __future__ import annotations
+
+import pickle
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ddp_losses import DDPChecks
+from lightning_ddp_losses.testing import RankPool
+from tests.answers import assert_errors
+from tests.lightning_ranks import make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use")
+
+HOOKS = {
+    "fit": [
+        *("on_train_start", "on_train_epoch_start", "on_train_batch_start", "training_step", "on_train_batch_end"),
+        *("on_before_zero_grad", "on_train_epoch_end"),
+        *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start", "validation_step"),
+        *("on_validation_batch_end", "on_validation_epoch_end"),
+    ],
+    "validate": ["validation_step", "on_validation_epoch_end"],
+    "test": ["on_test_start", "on_test_batch_start", "test_step", "on_test_batch_end", "on_test_epoch_end"],
+}
+
+
+class Logs(LightningModule):
+    """Logs in one hook: names by rank, or one more on rank 0, or the same on all ranks."""
+
+    def __init__(self, hook: str, names: str) -> None:
+        super().__init__()
+        self.layer, self.names, self.calls = nn.Linear(2, 1), names, 0
+        given = getattr(self, hook)
+
+        def log_in_hook(*args: Any) -> Any:
+            self.log_names()
+            return given(*args)
+
+        setattr(self, hook, log_in_hook)
+
+    def log_names(self) -> None:
+        rank = dist.get_rank()
+        self.calls += 1
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "batch_size": 1}
+        self.log(f"class_{rank}" if self.names == "others" else "class", 0.5 + rank, **options)
+        if self.names == "one more" and rank == 0:
+            self.log("only", 1.0, **options)
+        self.log("alone", float(rank), on_step=False, on_epoch=True, batch_size=1)
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None: ...
+
+    def test_step(self, batch: list[Tensor], index: int) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def run(hook: str, names: str, stage: str, strategy: str) -> tuple[int, dict[str, float], list[str]]:
+    checks = DDPChecks(file=False, summary=False)
+    trainer = make_trainer(strategy, callbacks=[checks])
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    module = Logs(hook, names)
+    options: dict[str, Any] = {} if stage == "fit" else {"verbose": False}
+    given = {"fit": (rows, rows)}.get(stage, (rows,))
+    getattr(trainer, stage)(module, *given, **options)
+    values = {name: float(value) for name, value in trainer.callback_metrics.items() if name == "class"}
+    return module.calls, values, [finding.fault for finding in checks.findings if finding.fault == "F46"]
+
+
+CASES = [(stage, hook) for stage, hooks in HOOKS.items() for hook in hooks]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+@pytest.mark.parametrize("names", ["others", "one more"])
+def test_other_names_are_named_on_every_rank(pool: RankPool, names: str, strategy: str) -> None:
+    for stage, hook in CASES:
+        errors = pool.errors(2, run, hook, names, stage, strategy)
+        name = "class_1" if names == "others" else "only"
+        assert_errors(errors, "LossCheck, F46", name, f"({hook})")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+def test_the_same_names_are_silent(pool: RankPool, strategy: str) -> None:
+    for stage, hook in CASES:
+        for calls, values, found in pool.run(2, run, hook, "same", stage, strategy):
+            assert calls > 0
+            assert values == {"class": 1.0}
+            assert found == []
+
+
+class Copied(LightningModule):
+    """Copies and pickles itself while the checks run. One hook is the object's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.own = nn.Linear(2, 1), 0
+        self.on_train_epoch_end = self.count  # type: ignore[method-assign]
+
+    def count(self) -> None:
+        self.own += 1
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        for twin in (deepcopy(self), pickle.loads(pickle.dumps(self))):
+            assert twin.on_validation_epoch_end == twin.__class__.on_validation_epoch_end.__get__(twin)
+            assert twin.on_train_epoch_end == twin.count
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def hooks_of_a_copied_module() -> tuple[int, list[str]]:
+    module = Copied()
+    rows = DataLoader(TensorDataset(torch.randn(4, 2) + dist.get_rank()), batch_size=2)
+    make_trainer("ddp", callbacks=[DDPChecks(file=False, summary=False)]).fit(module, rows)
+    assert module.on_train_epoch_end == module.count
+    return module.own, [name for name in vars(module) if name.startswith("on_")]
+
+
+def test_a_module_keeps_its_hooks(pool: RankPool) -> None:
+    assert pool.run(2, hooks_of_a_copied_module) == [(1, ["on_train_epoch_end"])] * 2
+
+
+# ---------------------------------------------------------------------- values of one rank
+
+
+class Alone(LightningModule):
+    """Logs its mean row without ``sync_dist``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer, self.name = nn.Linear(1, 1), name
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log(self.name, batch[0].mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def values_of_one_rank(stage: str, strategy: str, watch: bool) -> list[tuple[str, str, list[Any]]]:
+    checks = DDPChecks(file=False, summary=False, action="log")
+    watching = [EarlyStopping("val_loss")] if watch else []
+    trainer = make_trainer(strategy, callbacks=[checks, *watching])
+    rows = DataLoader(TensorDataset(torch.arange(4.0).view(4, 1) + 4 * dist.get_rank()), batch_size=2)
+    if stage == "fit":
+        trainer.fit(Alone("val_loss"), rows, rows)
+    else:
+        getattr(trainer, stage)(Alone("val_loss"), rows, verbose=False)
+    found = [each.record() for each in checks.findings if each.fault in ("F55", "F56")]
+    return [(each["fault"], each["severity"], each["values"]) for each in found]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_losses"])
+def test_a_logged_value_of_one_rank_is_found(pool: RankPool, strategy: str) -> None:
+    """As a note. Where a callback watches it, it is a single error."""
+    for stage in ("fit", "validate", "test"):
+        note = [("F56", "note", ["1.5", "5.5"])]
+        assert pool.run(2, values_of_one_rank, stage, strategy, False) == [note, note]
+    error = [("F55", "error", ["1.5", "5.5"])]
+    assert pool.run(2, values_of_one_rank, "fit", strategy, True) == [error, error]
