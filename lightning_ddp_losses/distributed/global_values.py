@@ -254,11 +254,16 @@ class OpenWindow(Protocol):
 
     number: int | None
     expected_micro_batches: int
+    averages: int
     compares_ranks: bool
 
     @property
     def is_single(self) -> bool:
         """Whether the window is one micro-batch."""
+
+    @property
+    def gives_shares(self) -> bool:
+        """Whether the value of a loss is its share of the window's loss."""
 
     def enter(self, source: object, title: str, parts: Sequence[WindowPart], ranks: Sequence[int]) -> WindowCall:
         """Return a call of a loss in this micro-batch."""
@@ -285,6 +290,7 @@ def micro_batch_to_match() -> dict[str, object]:
         "micro-batch of the accumulation window": window.number or "not declared",
         # the size of gradients, which may be reduced before the window ends
         "micro_batches of the accumulation window": window.expected_micro_batches,
+        "micro-batches of its counts": window.averages,
     }
 
 
