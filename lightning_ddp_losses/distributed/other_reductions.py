@@ -2,7 +2,7 @@
 
 A value over all ranks is made for a mean. A strategy and an accumulation window contain the model, and make up for another reduction. A
 ``global_mean`` in another loop has no way to the model: under ``fully_shard`` its node is not reliably in the graph. So the calls that
-choose another reduction are noted, and a value that would need a guess is refused.
+choose another reduction are noted, and a value that would need a guess is refused. So are losses and metrics, in the same loops.
 """
 
 from __future__ import annotations

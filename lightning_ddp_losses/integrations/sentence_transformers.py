@@ -36,7 +36,7 @@ from lightning_ddp_losses.core import precision
 from lightning_ddp_losses.core.autograd_graph import inside_global_batch
 from lightning_ddp_losses.distributed import handshake, process_groups
 from lightning_ddp_losses.distributed.gathered_batch import GatheredBatch, gather_batch
-from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, remember_global_value
+from lightning_ddp_losses.distributed.global_values import UpstreamGradWatch, reduction_to_match, remember_global_value
 from lightning_ddp_losses.integrations import warn_untested
 from lightning_ddp_losses.losses.partial_sums import global_mean, value_with_grad
 
@@ -62,7 +62,7 @@ class _OverAllRanks:
         """Gather columns of all ranks. Options that differ between ranks are an error on all of them."""
         options = {name: value for name, value in self.get_config_dict().items() if not isinstance(value, nn.Module)}
         watch = UpstreamGradWatch.of(type(self).__name__, None)
-        must_match = {"options": options, "coefficient of the last backward": watch.take()}
+        must_match = {"options": options, "coefficient of the last backward": watch.take(), **reduction_to_match()}
         return gather_batch(type(self).__name__, columns, must_match, **how)
 
     def _shared(self, value: Tensor) -> Tensor:
