@@ -35,19 +35,15 @@ def watch_setters() -> None:
 
 
 def other_reduction() -> str:
-    """Return a reduction that is no mean, of a module that lives in this process. Empty without one."""
-    if not _first_other():
+    """Return the reductions that are no mean, of the modules that live in this process. Empty without one."""
+    if not _others():
         return ""
     gc.collect()  # modules are parts of circles, and outlive their last use
-    return _first_other()
+    return ", ".join(sorted(_others()))
 
 
-def _first_other() -> str:
-    for module in list(noted):
-        found = _described(module)
-        if found:
-            return found
-    return ""
+def _others() -> set[str]:
+    return {_described(module) for module in list(noted)} - {""}
 
 
 def _described(module: nn.Module) -> str:
