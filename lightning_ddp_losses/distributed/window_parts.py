@@ -154,7 +154,7 @@ class _Part(torch.autograd.Function):
         if not call.is_share:
             return value.clone()
         weights = call.weights[first : first + value.numel()]
-        share = value * _factor(weights, value)
+        share: Tensor = value * _factor(weights, value)
         if 0.0 in weights:  # a mean without rows may be no number
             share = share.masked_fill(_factor(weights, value) == 0, 0.0) if value.ndim else torch.zeros_like(value)
         return share
